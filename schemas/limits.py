@@ -1,0 +1,39 @@
+"""Bounds that every record keeps, so that nothing from the wire can take memory before it is checked."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+RECORD_BYTES = 900 * 1024
+"""No record on any topic is larger; a bigger payload is cut into chunks or lives in an object store."""
+
+CONTEXT_TOKENS = 131_072
+"""Tokens of the longest context: 512 KiB packed."""
+
+GROUP_SIZE = 4_096
+"""Trajectories of one prompt."""
+
+TURNS = 4_096
+"""Turns of one trajectory."""
+
+Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
+"""A group, trajectory, worker or model id: readable in kcat, safe in a file name."""
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Version = Annotated[int, Meta(ge=-1, le=2**53)]
+"""A policy version; -1 means that none has been proven yet."""
+
+Tokens = Annotated[bytes, Meta(max_length=4 * CONTEXT_TOKENS)]
+"""Token ids, packed as little-endian u32."""
+
+Logprobs = Annotated[bytes, Meta(max_length=4 * CONTEXT_TOKENS)]
+"""Natural logarithms of probabilities, packed as little-endian f32."""
+
+Mask = Annotated[bytes, Meta(max_length=CONTEXT_TOKENS)]
+"""One byte a token, 0 or 1."""
+
+Text = Annotated[str, Meta(max_length=4_096)]
+"""A reason or note for people."""
+
+Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
+"""BLAKE2b with a digest of 16 bytes."""

@@ -1,0 +1,50 @@
+"""What is asked for: a prompt opens one group of trajectories."""
+
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from schemas.limits import GROUP_SIZE, TURNS, Id, Text
+from schemas.record import Record
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are drawn."""
+
+    temperature: Annotated[float, Meta(ge=0, le=10)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    max_tokens: Annotated[int, Meta(ge=1, le=65_536)] = 256
+    """Most tokens of one turn."""
+    stop_token_ids: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    """Any of these ends a turn; it stays in the output."""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    """None: the engine's own stream of randomness."""
+
+
+class Prompt(Record, frozen=True, kw_only=True):
+    """One task, to be tried `group_size` times."""
+
+    SCHEMA: ClassVar[str] = "prompt/1"
+
+    group_id: Id
+    """Unique for ever; trajectories are `<group_id>:<index>`. A second prompt of the same id is dead-lettered."""
+    group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE)]
+    environment: Annotated[str, Meta(min_length=1, max_length=256)]
+    """A built-in's name, or `package.module:Class`."""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    """Seeds the environment; every trajectory of the group gets the same task."""
+    arguments: dict[str, Any] = {}
+    """Handed to the environment's `reset`."""
+    sampling: Sampling | None = None
+    """None: the environment worker's configured sampling."""
+    max_turns: Annotated[int, Meta(ge=1, le=TURNS)] = 64
+    """A trajectory that is not done by then ends as it stands."""
+    note: Text = ""
+    """Free text of the submitter."""
+
+
+def trajectory_id(group_id: str, index: int) -> str:
+    """The id of the group's trajectory number `index`, from 0."""
+    return f"{group_id}:{index}"

@@ -1,0 +1,88 @@
+"""A finished trajectory, and what became of it."""
+
+from enum import Enum
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from schemas.limits import GROUP_SIZE, Count, Id, Logprobs, Mask, Text, Tokens, Version
+from schemas.record import Record
+from schemas.turns import Attempt, Turn, TurnTimes, VersionSpan
+
+
+class SampleTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """One applied turn, as the report and the cost accounting need it."""
+
+    turn: Turn
+    attempt: Attempt
+    worker: str
+    start: Count
+    """Index of its first sampled token in the sample's tokens."""
+    end: Count
+    cached_tokens: Count
+    times: TurnTimes
+    environment_seconds: float
+    """Spent in the environment's own step."""
+
+
+class Sample(Record, frozen=True, kw_only=True):
+    """One trajectory from its first observation to its end."""
+
+    SCHEMA: ClassVar[str] = "sample/1"
+
+    trajectory_id: Id
+    group_id: Id
+    group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE)]
+    environment: str
+    seed: Count
+    tokens: Tokens
+    """Observations and sampled tokens in order."""
+    loss_mask: Mask
+    """1 where the policy sampled the token."""
+    logprobs: Logprobs
+    """One a token; 0.0 where the mask is 0."""
+    spans: tuple[VersionSpan, ...]
+    """Over `tokens`; they cover exactly the sampled ones."""
+    turns: tuple[SampleTurn, ...]
+    reward: float | None
+    """None when the infrastructure failed: that is no reward of 0."""
+    success: bool
+    failure: Text = ""
+    """Why the infrastructure failed; empty when it did not."""
+    info: dict[str, Any] = {}
+    """The environment's own remarks at the end."""
+    device_seconds: dict[str, float] = {}
+    completed_at: float
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled one of its tokens; -1 if none was sampled."""
+        return min((span.version for span in self.spans), default=-1)
+
+
+class Outcome(Enum):
+    TRAINED = "trained"
+    STALE = "stale"
+    """Sampled under a policy older than the bound allows."""
+    FILTERED = "filtered"
+    """Its group taught nothing: all rewards were equal."""
+    INFRA_FAILED = "infra_failed"
+    SUPERSEDED = "superseded"
+    """A duplicate request, or more than the group needed."""
+
+
+class SampleOutcome(Record, frozen=True, kw_only=True):
+    """The one end of a trajectory."""
+
+    SCHEMA: ClassVar[str] = "sample-outcome/1"
+
+    trajectory_id: Id
+    group_id: Id
+    outcome: Outcome
+    step: Count
+    """The optimizer step that settled it."""
+    policy_version: Version
+    """The trainer's version at that moment."""
+    reason: Text = ""
+    recorded_at: float

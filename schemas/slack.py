@@ -1,0 +1,71 @@
+"""What an executor says of itself, several times a second. Silence past the TTL means: no slack."""
+
+from enum import Enum
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from schemas.limits import Count, Id, Version
+from schemas.record import Record
+
+
+class WorkerClass(Enum):
+    DEDICATED = "dedicated"
+    SERVING = "serving"
+
+
+class ExecutorState(Enum):
+    STARTING = "starting"
+    """Has proven no policy version yet: may be sent weights, not turns."""
+    READY = "ready"
+    PAUSED = "paused"
+    """Takes no new turns."""
+    STOPPING = "stopping"
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates as the executor measures them on itself."""
+
+    device: str = "cpu"
+    prefill_tokens_per_second: Annotated[float, Meta(gt=0)]
+    decode_tokens_per_second: Annotated[float, Meta(gt=0)]
+    """Of one sequence at the present batch."""
+
+
+class Tenant(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of one tenant in the engine."""
+
+    running: Count = 0
+    waiting: Count = 0
+
+
+class SlackHeartbeat(Record, frozen=True, kw_only=True):
+    SCHEMA: ClassVar[str] = "slack-heartbeat/1"
+
+    worker: Id
+    incarnation: Count
+    """Grows with every start of the worker."""
+    slot: Annotated[int, Meta(ge=0, lt=2**31)]
+    sequence: Count
+    worker_class: WorkerClass
+    state: ExecutorState
+    policy_version: Version
+    hardware: Hardware
+    kv_bytes_total: Count
+    kv_bytes_free: Count
+    kv_bytes_reserved: Count = 0
+    kv_bytes_per_token: Count
+    rollout: Tenant = Tenant()
+    serving: Tenant = Tenant()
+    max_turns: Count
+    """Turns that it will hold at once, running and waiting."""
+    token_budget: Count
+    """Context and new tokens that rollouts may hold in its KV cache."""
+    prefill_headroom_seconds: float | None = None
+    """Least S_prf over serving's waiting requests (ROSE, dual-SLO admission); None without a serving tenant."""
+    decode_headroom_seconds: float | None = None
+    ttl_seconds: Annotated[float, Meta(gt=0, le=60)]
+    sent_at: float
+    swap_seconds: float = 0.0
+    """The engine's pause at its latest weight swap."""

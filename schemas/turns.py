@@ -1,0 +1,151 @@
+"""One turn of a trajectory: asked for, dispatched, completed.
+
+Keeps true: (trajectory, turn, attempt) names one execution, and a result is applied once per (trajectory, turn).
+"""
+
+from enum import Enum
+from typing import Annotated, ClassVar, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from schemas.limits import TURNS, Count, Id, Logprobs, Text, Tokens, Version
+from schemas.prompts import Sampling
+from schemas.record import Record
+
+Partition = Annotated[int, Meta(ge=0, lt=2**31)]
+Turn = Annotated[int, Meta(ge=0, lt=TURNS)]
+Attempt = Annotated[int, Meta(ge=0, lt=2**16)]
+
+
+class TurnKey(NamedTuple):
+    """Names one execution of one turn."""
+
+    trajectory_id: str
+    turn: int
+    attempt: int
+
+
+class TurnRequest(Record, frozen=True, kw_only=True):
+    """An environment worker asks for the next turn of a trajectory."""
+
+    SCHEMA: ClassVar[str] = "turn-request/1"
+
+    trajectory_id: Id
+    group_id: Id
+    home: Partition
+    """The partition of the prompt; the result comes back to the same one."""
+    turn: Turn
+    attempt: Attempt = 0
+    """0 from the environment worker; the router counts up when it issues a turn again."""
+    context: Tokens
+    """All tokens so far: observations and sampled tokens alike."""
+    sampling: Sampling
+    min_policy_version: Version = -1
+    max_policy_version: Version | None = None
+    requested_at: float
+    """Unix seconds."""
+    deadline: float
+    """Unix seconds; after it the router fails the turn instead of issuing it."""
+
+    @property
+    def key(self) -> TurnKey:
+        return TurnKey(self.trajectory_id, self.turn, self.attempt)
+
+
+class PlacementCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a worker was chosen: the terms of its cost, and the best that was passed over."""
+
+    wait_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    risk_seconds: float = 0.0
+    """The price of staleness and of a lender that may take its slack back."""
+    cached_tokens: Count = 0
+    """Tokens of the context that the router believes to be in the worker's prefix cache."""
+    passed_over: str = ""
+    """The second best worker, if there was one."""
+    passed_over_seconds: float = 0.0
+
+
+class TurnDispatch(Record, frozen=True, kw_only=True):
+    """The router puts a turn into one executor's inbox."""
+
+    SCHEMA: ClassVar[str] = "turn-dispatch/1"
+
+    request: TurnRequest
+    worker: Id
+    slot: Partition
+    incarnation: Count
+    """The start of the worker that this is meant for; any other start drops it."""
+    lease_until: float
+    """Unix seconds; after it the router may have issued the turn again."""
+    dispatched_at: float
+    cost: PlacementCost
+
+
+class TurnOutcome(Enum):
+    COMPLETED = "completed"
+    PREEMPTED = "preempted"
+    """Serving needed the room; what was generated is in the result."""
+    REFUSED = "refused"
+    """The executor would not start it; the reason says why."""
+    FAILED = "failed"
+    """Given up: attempts or deadline ran out, or the turn can never run. Written by the router."""
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) were sampled under policy `version`."""
+
+    start: Count
+    end: Count
+    version: Version
+
+
+class TurnTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """When a turn passed each station, in unix seconds; 0 where it never came by."""
+
+    requested_at: float = 0.0
+    dispatched_at: float = 0.0
+    received_at: float = 0.0
+    """The executor took it from its inbox."""
+    scheduled_at: float = 0.0
+    """The engine began its prefill."""
+    first_token_at: float = 0.0
+    finished_at: float = 0.0
+    applied_at: float = 0.0
+    """The environment worker took the result in."""
+
+
+class TurnResult(Record, frozen=True, kw_only=True):
+    """What became of one attempt at one turn."""
+
+    SCHEMA: ClassVar[str] = "turn-result/1"
+
+    trajectory_id: Id
+    group_id: Id
+    home: Partition
+    turn: Turn
+    attempt: Attempt
+    outcome: TurnOutcome
+    reason: Text = ""
+    worker: str = ""
+    """Empty when the router wrote it."""
+    incarnation: Count = 0
+    tokens: Tokens = b""
+    """Sampled tokens, the stop token included."""
+    logprobs: Logprobs = b""
+    """Of each sampled token under the distribution that it was drawn from."""
+    finish_reason: str = ""
+    """`stop` or `length`."""
+    spans: tuple[VersionSpan, ...] = ()
+    """Over `tokens`, in order, without gaps."""
+    context_tokens: Count = 0
+    cached_tokens: Count = 0
+    times: TurnTimes = TurnTimes()
+    device_seconds: dict[str, float] = {}
+    """The turn's share of its steps, by worker class."""
+
+    @property
+    def key(self) -> TurnKey:
+        return TurnKey(self.trajectory_id, self.turn, self.attempt)

@@ -1,0 +1,105 @@
+"""Records to bytes and back.
+
+Keeps true
+- The wire is plain MessagePack: any implementation reads it.
+- Nothing is decoded unchecked: types, lengths and ranges are those of the record, and a breach is a RecordError.
+- The header `rose-schema` names the record; bytes under another name are refused.
+- Only a Prompt may also come as JSON, told by its first byte: MessagePack maps never begin with `{`.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+
+from schemas.capacity import CapacityGrant
+from schemas.environments import EnvSnapshot
+from schemas.errors import RecordError
+from schemas.limits import RECORD_BYTES
+from schemas.prompts import Prompt
+from schemas.record import Record
+from schemas.samples import Sample, SampleOutcome
+from schemas.slack import SlackHeartbeat
+from schemas.turns import TurnDispatch, TurnRequest, TurnResult
+from schemas.weights import WeightChunk, WeightManifest
+
+RECORDS: tuple[type[Record], ...] = (
+    Prompt,
+    TurnRequest,
+    TurnDispatch,
+    TurnResult,
+    SlackHeartbeat,
+    CapacityGrant,
+    Sample,
+    SampleOutcome,
+    EnvSnapshot,
+    WeightManifest,
+    WeightChunk,
+)
+"""Every record that travels."""
+
+SCHEMA_HEADER = "rose-schema"
+TRACE_HEADER = "traceparent"
+RECORD_OVERHEAD_BYTES = 16 * 1024
+"""Room for field names and ids beside the largest payload."""
+
+R = TypeVar("R", bound=Record)
+Headers = Iterable[tuple[str, bytes | str | None]]
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+_decoders: dict[type[Record], msgspec.msgpack.Decoder[Any]] = {
+    record: msgspec.msgpack.Decoder(record) for record in RECORDS
+}
+
+
+def encode(record: Record) -> bytes:
+    """The record's bytes. Raises RecordError when they pass the size limit of a record."""
+    wire = _encoder.encode(record)
+    if len(wire) > RECORD_BYTES + RECORD_OVERHEAD_BYTES:
+        raise RecordError(f"{record.SCHEMA} of {len(wire)} bytes is over the limit of {RECORD_BYTES}: cut it up")
+    return wire
+
+
+def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
+    """The typed record. Raises RecordError when the bytes, their size or the schema header are wrong."""
+    if len(wire) > RECORD_BYTES + RECORD_OVERHEAD_BYTES:
+        raise RecordError(f"{record.SCHEMA}: {len(wire)} bytes are over the limit of {RECORD_BYTES}")
+    _check_schema(record, headers)
+    try:
+        if record is Prompt and wire[:1] == b"{":
+            decoded: R = msgspec.json.decode(wire, type=record)
+        else:
+            decoded = _decoders[record].decode(wire)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordError(f"not a {record.SCHEMA}: {error}") from error
+    return decoded
+
+
+def headers_of(record: Record, trajectory_id: str | None = None, span: str = "") -> list[tuple[str, bytes]]:
+    """The headers of a record: its schema and, for a trajectory's records, a W3C trace context (see `traceparent`)."""
+    headers: list[tuple[str, bytes]] = [(SCHEMA_HEADER, record.SCHEMA.encode())]
+    if trajectory_id is not None:
+        headers.append((TRACE_HEADER, traceparent(trajectory_id, span).encode()))
+    return headers
+
+
+def traceparent(trajectory_id: str, span: str) -> str:
+    """A W3C trace context whose trace is the trajectory: every process derives the same one, nothing is passed on."""
+    trace = hashlib.blake2b(trajectory_id.encode(), digest_size=16).hexdigest()
+    return f"00-{trace}-{hashlib.blake2b(f'{trajectory_id}/{span}'.encode(), digest_size=8).hexdigest()}-01"
+
+
+def _check_schema(record: type[Record], headers: Headers) -> None:
+    for name, value in headers:
+        if name == SCHEMA_HEADER:
+            said = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+            if said.partition("/")[0] != record.SCHEMA.partition("/")[0]:
+                raise RecordError(f"header {SCHEMA_HEADER} says {said}, the topic holds {record.SCHEMA}")
+
+
+def plain(record: Record) -> dict[str, Any]:
+    """The record as plain Python values, for people and JSON."""
+    return msgspec.to_builtins(record)  # type: ignore[no-any-return]

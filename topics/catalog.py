@@ -1,0 +1,124 @@
+"""Every topic there is: its record, its key, its partitions and how long it is kept.
+
+Keeps true
+- Topics are created from here alone, never by the broker on first use.
+- The topics of the sample path (prompts, requests, results, snapshots) have equally many *home* partitions: whoever
+  owns home partition p sees all of a trajectory's records, in order.
+- `rose.turns.dispatched.v1` has one partition per inbox slot; an executor reads its own by hand.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from schemas.capacity import CapacityGrant
+from schemas.environments import EnvSnapshot
+from schemas.limits import RECORD_BYTES
+from schemas.prompts import Prompt
+from schemas.record import Record
+from schemas.samples import Sample, SampleOutcome
+from schemas.slack import SlackHeartbeat
+from schemas.turns import TurnDispatch, TurnRequest, TurnResult
+from schemas.weights import WeightChunk, WeightManifest
+
+MAX_MESSAGE_BYTES = RECORD_BYTES + 64 * 1024
+"""`max.message.bytes` of every topic: the largest record, its names, keys and headers. Under Kafka's 1 MiB default."""
+
+MINUTE = 60_000
+HOUR = 60 * MINUTE
+DAY = 24 * HOUR
+
+
+class Spread(Enum):
+    """Which setting gives a topic its number of partitions."""
+
+    HOME = "home_partitions"
+    SLOTS = "inbox_slots"
+    SAMPLES = "sample_partitions"
+    CHUNKS = "chunk_partitions"
+    ONE = "one"
+
+
+@dataclass(frozen=True, slots=True)
+class Partitions:
+    """How many partitions each kind of topic has. Fixed for the life of a topic."""
+
+    home: int = 8
+    slots: int = 32
+    samples: int = 4
+    chunks: int = 4
+
+    def of(self, spread: Spread) -> int:
+        return {
+            Spread.HOME: self.home,
+            Spread.SLOTS: self.slots,
+            Spread.SAMPLES: self.samples,
+            Spread.CHUNKS: self.chunks,
+            Spread.ONE: 1,
+        }[spread]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Topic:
+    """One topic; there is one object of each, so identity is equality."""
+
+    name: str
+    record: type[Record] | None
+    """None for a dead-letter topic: it holds other topics' bytes."""
+    key: str
+    """What the key is, for people."""
+    spread: Spread
+    config: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def dead_letters(self) -> str:
+        return f"{self.name}.dlq"
+
+
+def _kept(milliseconds: int) -> dict[str, str]:
+    # A segment is deleted whole: it must close well before its records may go.
+    return {
+        "cleanup.policy": "delete",
+        "retention.ms": str(milliseconds),
+        "segment.ms": str(max(MINUTE, milliseconds // 8)),
+    }
+
+
+_COMPACTED = {"cleanup.policy": "compact", "segment.ms": str(10 * MINUTE), "min.cleanable.dirty.ratio": "0.2"}
+
+PROMPTS = Topic("rose.prompts.submitted.v1", Prompt, "group_id", Spread.HOME, _kept(7 * DAY))
+REQUESTED = Topic("rose.turns.requested.v1", TurnRequest, "trajectory_id", Spread.HOME, _kept(DAY))
+DISPATCHED = Topic("rose.turns.dispatched.v1", TurnDispatch, "trajectory_id", Spread.SLOTS, _kept(HOUR))
+COMPLETED = Topic("rose.turns.completed.v1", TurnResult, "trajectory_id", Spread.HOME, _kept(7 * DAY))
+HEARTBEATS = Topic("rose.slack.heartbeats.v1", SlackHeartbeat, "worker_id", Spread.ONE, _kept(10 * MINUTE))
+GRANTS = Topic("rose.capacity.grants.v1", CapacityGrant, "worker_id", Spread.ONE, _COMPACTED)
+SAMPLES = Topic("rose.samples.completed.v1", Sample, "group_id", Spread.SAMPLES, _kept(7 * DAY))
+OUTCOMES = Topic("rose.samples.outcomes.v1", SampleOutcome, "trajectory_id", Spread.ONE, _kept(30 * DAY))
+SNAPSHOTS = Topic("rose.env.snapshots.v1", EnvSnapshot, "trajectory_id", Spread.HOME, _COMPACTED)
+MANIFESTS = Topic(
+    "rose.weights.manifests.v1",
+    WeightManifest,
+    "model_id/version",
+    Spread.ONE,
+    {"cleanup.policy": "compact,delete", "retention.ms": str(DAY), "segment.ms": str(HOUR)},
+)
+CHUNKS = Topic("rose.weights.chunks.v1", WeightChunk, "tensor", Spread.CHUNKS, _kept(DAY))
+
+RECORD_TOPICS: tuple[Topic, ...] = (
+    PROMPTS,
+    REQUESTED,
+    DISPATCHED,
+    COMPLETED,
+    HEARTBEATS,
+    GRANTS,
+    SAMPLES,
+    OUTCOMES,
+    SNAPSHOTS,
+    MANIFESTS,
+    CHUNKS,
+)
+
+DEAD_LETTERS: tuple[Topic, ...] = tuple(
+    Topic(topic.dead_letters, None, "as it came", Spread.ONE, _kept(30 * DAY)) for topic in RECORD_TOPICS
+)
+
+CATALOG: tuple[Topic, ...] = RECORD_TOPICS + DEAD_LETTERS

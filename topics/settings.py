@@ -1,0 +1,99 @@
+"""How to reach the broker. Keeps true: what the user gives librdkafka passes through verbatim and wins."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from schemas.errors import UsageError
+from topics.catalog import MAX_MESSAGE_BYTES, Topic
+
+
+@dataclass(frozen=True, slots=True)
+class BusSettings:
+    bootstrap: str
+    """`host:port[,host:port]`."""
+    namespace: str = ""
+    """Put before every topic, group and transactional id, to share a cluster."""
+    properties: Mapping[str, str] = field(default_factory=dict)
+    """librdkafka settings, verbatim."""
+
+    def topic(self, topic: Topic) -> str:
+        """The topic's name on this broker."""
+        return f"{self.namespace}{topic.name}"
+
+    def name(self, name: str) -> str:
+        """A consumer group or transactional id on this broker."""
+        return f"{self.namespace}{name}"
+
+    def client(self, client_id: str) -> dict[str, object]:
+        """What every client has in common."""
+        return {
+            "bootstrap.servers": self.bootstrap,
+            "client.id": client_id,
+            "log_level": 3,
+            "topic.metadata.refresh.interval.ms": 30_000,
+            "socket.nagle.disable": True,
+            **self.properties,
+        }
+
+    def producer(self, client_id: str) -> dict[str, object]:
+        """An idempotent producer that sends at once and packs what waits."""
+        return {
+            **self.client(client_id),
+            "enable.idempotence": True,
+            "linger.ms": 0,
+            "compression.type": "lz4",
+            "message.max.bytes": MAX_MESSAGE_BYTES,
+            "queue.buffering.max.kbytes": 256 * 1024,
+            **self.properties,
+        }
+
+    def transactional(self, client_id: str, transactional_id: str) -> dict[str, object]:
+        """A transactional producer. Back-to-back transactions meet CONCURRENT_TRANSACTIONS: retry at once."""
+        return {
+            **self.producer(client_id),
+            "transactional.id": self.name(transactional_id),
+            "retry.backoff.ms": 1,
+            "retry.backoff.max.ms": 5,
+            **self.properties,
+        }
+
+    def consumer(self, client_id: str, group: str) -> dict[str, object]:
+        """A consumer that sees committed records only and commits nothing by itself."""
+        return {
+            **self.client(client_id),
+            "group.id": self.name(group),
+            "enable.auto.commit": False,
+            "auto.offset.reset": "earliest",
+            "isolation.level": "read_committed",
+            "fetch.wait.max.ms": 10,
+            "fetch.message.max.bytes": 4 * 1024 * 1024,
+            "receive.message.max.bytes": 512 * 1024 * 1024,
+            "partition.assignment.strategy": "range",
+            **self.properties,
+        }
+
+
+def parse_properties(pairs: list[str], command_config: Path | None) -> dict[str, str]:
+    """librdkafka settings from `--command-config FILE` (key=value lines, `#` comments) and `-X key=value`, which wins.
+
+    Raises UsageError for a file that cannot be read or a line that is no `key=value`.
+    """
+    properties: dict[str, str] = {}
+    if command_config is not None:
+        try:
+            text = command_config.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read --command-config {command_config}: {error}") from error
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip() and not line.lstrip().startswith("#"):
+                properties.update([_pair(line.strip(), f"{command_config} line {number}")])
+    properties.update(_pair(pair, "-X") for pair in pairs)
+    return properties
+
+
+def _pair(text: str, where: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UsageError(f"{where}: {text!r} is no key=value (for example security.protocol=SASL_SSL)")
+    return key.strip(), value.strip()
