@@ -1,0 +1,210 @@
+"""One example of every record ever shipped. `python -m tests.golden.examples` writes the bytes of those that are new.
+
+Bytes that are there are never written again: they are what some log holds for ever.
+"""
+
+from pathlib import Path
+
+from schemas.arrays import pack_logprobs, pack_tokens
+from schemas.capacity import CapacityGrant
+from schemas.environments import EnvSnapshot, LogPosition
+from schemas.prompts import Prompt, Sampling
+from schemas.record import Record
+from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
+from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
+from schemas.turns import PlacementCost, TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes, VersionSpan
+from schemas.weights import ChunkRef, TensorSpec, WeightChunk, WeightManifest
+from schemas.wire import encode
+
+FOLDER = Path(__file__).parent / "bytes"
+
+SAMPLING = Sampling(temperature=0.5, top_p=0.9, max_tokens=32, stop_token_ids=(2, 7), seed=11)
+PROMPT = Prompt(
+    group_id="g-1",
+    group_size=4,
+    environment="calculator",
+    seed=99,
+    arguments={"min_operands": 1, "max_operands": 8},
+    sampling=SAMPLING,
+    max_turns=12,
+    note="golden",
+)
+TIMES = TurnTimes(
+    requested_at=1.5,
+    dispatched_at=1.625,
+    received_at=1.75,
+    scheduled_at=1.875,
+    first_token_at=2.0,
+    finished_at=2.5,
+    applied_at=2.75,
+)
+REQUEST = TurnRequest(
+    trajectory_id="g-1:3",
+    group_id="g-1",
+    home=5,
+    turn=2,
+    attempt=1,
+    context=pack_tokens([1, 2, 70_000]),
+    sampling=SAMPLING,
+    min_policy_version=3,
+    max_policy_version=9,
+    requested_at=1.5,
+    deadline=61.5,
+)
+SPAN = VersionSpan(start=0, end=2, version=4)
+DIGEST = bytes(range(16))
+
+EXAMPLES: tuple[Record, ...] = (
+    PROMPT,
+    REQUEST,
+    TurnDispatch(
+        request=REQUEST,
+        worker="executor-0",
+        slot=0,
+        incarnation=1_700_000_000_000,
+        lease_until=31.5,
+        dispatched_at=1.625,
+        cost=PlacementCost(
+            wait_seconds=0.25,
+            prefill_seconds=0.5,
+            decode_seconds=1.0,
+            risk_seconds=0.125,
+            cached_tokens=2,
+            passed_over="executor-1",
+            passed_over_seconds=3.0,
+        ),
+    ),
+    TurnResult(
+        trajectory_id="g-1:3",
+        group_id="g-1",
+        home=5,
+        turn=2,
+        attempt=1,
+        outcome=TurnOutcome.COMPLETED,
+        reason="",
+        worker="executor-0",
+        incarnation=1_700_000_000_000,
+        tokens=pack_tokens([9, 7]),
+        logprobs=pack_logprobs([-0.5, -0.25]),
+        finish_reason="stop",
+        spans=(SPAN,),
+        context_tokens=3,
+        cached_tokens=2,
+        times=TIMES,
+        device_seconds={"dedicated": 0.5},
+    ),
+    SlackHeartbeat(
+        worker="executor-0",
+        incarnation=1_700_000_000_000,
+        slot=0,
+        sequence=17,
+        worker_class=WorkerClass.DEDICATED,
+        state=ExecutorState.READY,
+        policy_version=4,
+        hardware=Hardware(device="cpu", prefill_tokens_per_second=20_000.0, decode_tokens_per_second=400.0),
+        kv_bytes_total=1 << 26,
+        kv_bytes_free=1 << 25,
+        kv_bytes_reserved=1 << 20,
+        kv_bytes_per_token=4096,
+        rollout=Tenant(running=3, waiting=1),
+        serving=Tenant(running=0, waiting=0),
+        max_turns=64,
+        token_budget=8192,
+        prefill_headroom_seconds=0.25,
+        decode_headroom_seconds=0.125,
+        ttl_seconds=2.0,
+        sent_at=2.5,
+        swap_seconds=0.0625,
+    ),
+    CapacityGrant(
+        worker="serving-0", lend=True, kv_bytes=1 << 30, token_budget=4096, granted_at=1.5, reason="least loaded"
+    ),
+    Sample(
+        trajectory_id="g-1:3",
+        group_id="g-1",
+        group_size=4,
+        environment="calculator",
+        seed=99,
+        tokens=pack_tokens([1, 2, 9, 7]),
+        loss_mask=bytes([0, 0, 1, 1]),
+        logprobs=pack_logprobs([0.0, 0.0, -0.5, -0.25]),
+        spans=(VersionSpan(start=2, end=4, version=4),),
+        turns=(
+            SampleTurn(
+                turn=0,
+                attempt=1,
+                worker="executor-0",
+                start=2,
+                end=4,
+                cached_tokens=0,
+                times=TIMES,
+                environment_seconds=0.001953125,
+            ),
+        ),
+        reward=1.0,
+        success=True,
+        failure="",
+        info={"answer": 7},
+        device_seconds={"dedicated": 0.5},
+        completed_at=2.75,
+    ),
+    SampleOutcome(
+        trajectory_id="g-1:3",
+        group_id="g-1",
+        outcome=Outcome.TRAINED,
+        step=5,
+        policy_version=5,
+        reason="",
+        recorded_at=3.0,
+    ),
+    EnvSnapshot(
+        trajectory_id="g-1:3",
+        index=3,
+        prompt=PROMPT,
+        home=5,
+        turn=2,
+        digest=DIGEST,
+        state=b"\x81\xa1n\x01",
+        opened=LogPosition(requested=40, completed=30),
+    ),
+    WeightManifest(
+        model_id="policy",
+        version=5,
+        base_version=4,
+        step=5,
+        tensors=(TensorSpec(name="model.embed_tokens.weight", shape=(32, 64), dtype="float32"),),
+        chunks=(
+            ChunkRef(
+                tensor="model.embed_tokens.weight",
+                row_start=0,
+                rows=32,
+                partition=1,
+                offset=77,
+                bytes=8192,
+                digest=DIGEST,
+            ),
+        ),
+        digest=DIGEST,
+        published_at=3.0,
+    ),
+    WeightChunk(
+        model_id="policy",
+        version=5,
+        tensor="model.embed_tokens.weight",
+        row_start=0,
+        rows=32,
+        encoding="dense",
+        payload=b"\x00\x00\x80\x3f",
+    ),
+)
+
+
+def path_of(record: Record) -> Path:
+    """Where the bytes of this version of the record lie."""
+    return FOLDER / f"{record.SCHEMA.replace('/', '-')}.msgpack"
+
+
+if __name__ == "__main__":
+    for example in EXAMPLES:
+        if not path_of(example).exists():
+            path_of(example).write_bytes(encode(example))

@@ -1,0 +1,36 @@
+"""Bytes once shipped decode for ever, and any MessagePack implementation reads them."""
+
+import msgpack
+import pytest
+
+from schemas.record import Record
+from schemas.wire import RECORDS, decode, encode, plain
+from tests.golden.examples import EXAMPLES, path_of
+
+NAMES = [example.SCHEMA for example in EXAMPLES]
+
+
+def test_every_record_has_an_example_and_its_bytes() -> None:
+    assert {type(example) for example in EXAMPLES} == set(RECORDS)
+    assert all(path_of(example).exists() for example in EXAMPLES)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=NAMES)
+def test_shipped_bytes_decode_to_what_was_written(example: Record) -> None:
+    assert decode(type(example), path_of(example).read_bytes()) == example
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=NAMES)
+def test_the_plain_msgpack_package_reads_the_same(example: Record) -> None:
+    read = msgpack.unpackb(path_of(example).read_bytes())
+    fields = plain(example)
+    assert set(read) <= set(fields)
+    decoded_again = decode(type(example), msgpack.packb(read))
+    assert decoded_again == example
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=NAMES)
+def test_a_field_from_the_future_is_ignored(example: Record) -> None:
+    read = msgpack.unpackb(encode(example))
+    read["field_from_the_future"] = [1, {"deep": b"bytes"}]
+    assert decode(type(example), msgpack.packb(read)) == example

@@ -1,0 +1,128 @@
+"""The wire form: what goes in comes out, and nothing else gets in."""
+
+import math
+from typing import Any
+
+import msgpack
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.arrays import count, pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
+from schemas.errors import RecordError
+from schemas.limits import RECORD_BYTES
+from schemas.prompts import Prompt
+from schemas.record import Record
+from schemas.turns import TurnRequest
+from schemas.weights import WeightChunk
+from schemas.wire import RECORDS, RECORD_OVERHEAD_BYTES, SCHEMA_HEADER, decode, encode, headers_of, traceparent
+from tests.golden.examples import EXAMPLES, PROMPT, REQUEST
+
+
+@given(st.lists(st.integers(0, 2**32 - 1)))
+def test_tokens_survive_packing(tokens: list[int]) -> None:
+    packed = pack_tokens(tokens)
+    assert unpack_tokens(packed) == tokens
+    assert count(packed) == len(tokens)
+
+
+@given(st.lists(st.floats(width=32)))
+def test_logprobs_survive_packing_to_the_bit(logprobs: list[float]) -> None:
+    packed = pack_logprobs(logprobs)
+    unpacked = unpack_logprobs(packed)
+    assert unpacked.tobytes() == packed
+    assert all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(unpacked.tolist(), logprobs, strict=True))
+
+
+@given(st.binary().filter(lambda packed: len(packed) % 4))
+def test_a_torn_array_is_refused(packed: bytes) -> None:
+    with pytest.raises(RecordError):
+        unpack_tokens(packed)
+    with pytest.raises(RecordError):
+        unpack_logprobs(packed)
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_a_token_that_does_not_fit_is_not_wrapped_around(token: int) -> None:
+    with pytest.raises(OverflowError):
+        pack_tokens([token])
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.SCHEMA)
+def test_records_survive_the_wire(example: Record) -> None:
+    assert decode(type(example), encode(example), headers_of(example)) == example
+
+
+@given(st.sampled_from(RECORDS), st.binary(max_size=200))
+def test_bytes_from_anywhere_are_a_record_or_a_record_error(record: type[Record], wire: bytes) -> None:
+    try:
+        assert isinstance(decode(record, wire), record)
+    except RecordError:
+        pass
+
+
+@given(st.data())
+def test_a_damaged_record_is_a_record_or_a_record_error(data: st.DataObject) -> None:
+    example = data.draw(st.sampled_from(EXAMPLES))
+    wire = bytearray(encode(example))
+    for _ in range(data.draw(st.integers(1, 4))):
+        wire[data.draw(st.integers(0, len(wire) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        assert isinstance(decode(type(example), bytes(wire)), type(example))
+    except RecordError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("group_id", "no spaces please"),
+        ("group_id", ""),
+        ("group_size", 0),
+        ("group_size", 10**9),
+        ("seed", -1),
+        ("max_turns", 0),
+        ("environment", ""),
+        ("arguments", [1]),
+    ],
+)
+def test_a_prompt_out_of_bounds_is_refused_and_the_field_is_named(field: str, value: Any) -> None:
+    raw = msgspec.to_builtins(PROMPT) | {field: value}
+    for wire in (msgpack.packb(raw), msgspec.json.encode(raw)):
+        with pytest.raises(RecordError, match=field):
+            decode(Prompt, wire)
+
+
+def test_a_prompt_may_be_json_and_no_other_record_may() -> None:
+    assert decode(Prompt, msgspec.json.encode(PROMPT)) == PROMPT
+    with pytest.raises(RecordError):
+        decode(TurnRequest, msgspec.json.encode(REQUEST))
+
+
+def test_a_header_that_names_another_record_is_refused() -> None:
+    with pytest.raises(RecordError, match="turn-request/1"):
+        decode(Prompt, encode(PROMPT), [(SCHEMA_HEADER, b"turn-request/1")])
+    assert decode(Prompt, encode(PROMPT), [(SCHEMA_HEADER, b"prompt/2")]) == PROMPT
+
+
+def test_a_record_over_the_limit_is_neither_written_nor_read() -> None:
+    chunk = WeightChunk(
+        model_id="m", version=1, tensor="t", row_start=0, rows=1, payload=bytes(RECORD_BYTES + RECORD_OVERHEAD_BYTES)
+    )
+    with pytest.raises(RecordError, match="limit"):
+        encode(chunk)
+    with pytest.raises(RecordError, match="limit"):
+        decode(WeightChunk, bytes(RECORD_BYTES + RECORD_OVERHEAD_BYTES + 1))
+
+
+def test_every_process_derives_the_same_trace() -> None:
+    here, there = traceparent("g-1:3", "turn-request/1"), traceparent("g-1:3", "turn-result/1")
+    assert here.split("-")[1] == there.split("-")[1] != traceparent("g-1:4", "turn-request/1").split("-")[1]
+    assert here.split("-")[2] != there.split("-")[2]
+
+
+def test_an_unpacked_array_cannot_be_written_through() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        unpack_logprobs(pack_logprobs([1.0]))[0] = np.float32(2.0)
