@@ -1,0 +1,40 @@
+# Python 3.11, make, gcc and a package registry are all that is needed; `make help` says what there is to do.
+PYTHON ?= python3.11
+VENV := .venv
+READY := $(VENV)/.ready
+# A CPU build of torch: from the wheels that pip is told of, else from torch's own index of CPU builds.
+TORCH := $(if $(PIP_FIND_LINKS),,--torch-backend cpu)
+UV := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)") $(VENV)/bin/uv
+# One thread a process: the processes of a run share the cores, and small tensors gain nothing from more.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test lint requirements
+.DEFAULT_GOAL := help
+
+help: ## what there is to do
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## install everything into .venv, once
+
+$(READY): requirements.txt pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet 'uv>=0.13,<1'
+	$(UV) pip install --quiet --python $(VENV)/bin/python $(TORCH) --no-deps -r requirements.txt
+	$(UV) pip install --quiet --python $(VENV)/bin/python --no-deps --editable .
+	touch $@
+
+demo: $(READY) ## run the whole loop on this machine: a policy that learns, in a few minutes
+	$(VENV)/bin/rose demo
+
+test: $(READY) ## run every test; with KAFKA_HOME set, on Apache Kafka too
+	$(VENV)/bin/python -m pytest
+
+lint: $(READY) ## check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+requirements: ## compile requirements.txt from pyproject.toml again
+	test -x $(VENV)/bin/uv || { $(PYTHON) -m venv $(VENV) && $(VENV)/bin/python -m pip install --quiet 'uv>=0.13,<1'; }
+	$(UV) pip compile pyproject.toml --quiet --upgrade --all-extras --python-version 3.11 $(TORCH) \
+		--no-emit-find-links --no-emit-index-url --no-annotate --no-header --output-file requirements.txt

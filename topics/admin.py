@@ -1,0 +1,221 @@
+"""Topics on the broker: created from the catalog, compared with it, described.
+
+Keeps true
+- Creating is idempotent and never changes a topic that is there; it returns once every topic has its leaders.
+- What `drift` finds is what the catalog asks for and the broker does not have; settings beyond the catalog's are the
+  operator's own business.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec
+
+from schemas.errors import UsageError
+from topics.catalog import CATALOG, MAX_MESSAGE_BYTES, Partitions, Topic
+from topics.errors import BrokerUnreachable, BusError
+from topics.settings import BusSettings
+
+REACH_SECONDS = 5.0
+"""How long a broker may take to answer at all."""
+
+ADMIN_SECONDS = 30.0
+"""How long one administrative request may take."""
+
+LEADER_SECONDS = 60.0
+"""How long a new topic may be without the leaders of its partitions."""
+
+LEADER_POLL_SECONDS = 0.1
+"""Pause between two looks at the leaders."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopicState:
+    """A topic as the broker has it."""
+
+    topic: Topic
+    partitions: int
+    records: int
+    """Offsets kept, transaction markers and aborted records among them."""
+    config: Mapping[str, str]
+    """Of the settings that the catalog names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """One thing in which the broker differs from the catalog."""
+
+    topic: str
+    """The name on the broker."""
+    what: str
+    """`topic`, `partitions`, or the name of a setting."""
+    wanted: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.topic}: {self.what} is {self.found}, the catalog says {self.wanted}"
+
+
+def reach(settings: BusSettings) -> AdminClient:
+    """A client of a broker that has answered.
+
+    Raises BrokerUnreachable within about five seconds, or UsageError for settings that are none.
+    """
+    complaints: list[str] = []
+    quiet = logging.Logger("rose.topics.admin")
+    quiet.addHandler(logging.NullHandler())
+    config: dict[str, Any] = {
+        **settings.client("rose-admin"),
+        "error_cb": lambda error: complaints.append(error.str()),
+    }
+    try:
+        client = AdminClient(config, logger=quiet)
+    except KafkaException as error:
+        raise UsageError(f"the Kafka client refuses its settings: {error.args[0].str()}") from None
+    try:
+        client.list_topics(timeout=REACH_SECONDS)
+    except KafkaException as error:
+        client.poll(0)
+        complaint = complaints[0] if complaints else error.args[0].str()
+        raise BrokerUnreachable(settings.bootstrap, complaint.partition(" (after ")[0].split(": ", 1)[-1]) from None
+    return client
+
+
+def create_topics(settings: BusSettings, partitions: Partitions, *, replication_factor: int = 1) -> list[str]:
+    """Create what the catalog has and the broker lacks; return the names created, once all topics have leaders.
+
+    Raises BrokerUnreachable or BusError.
+    """
+    client = reach(settings)
+    there = client.list_topics(timeout=ADMIN_SECONDS).topics
+    missing = {
+        settings.topic(topic): NewTopic(
+            settings.topic(topic),
+            num_partitions=partitions.of(topic.spread),
+            replication_factor=replication_factor,
+            config=_wanted(topic),
+        )
+        for topic in CATALOG
+        if settings.topic(topic) not in there
+    }
+    counts = {
+        settings.topic(topic): len(there[settings.topic(topic)].partitions)
+        if settings.topic(topic) in there
+        else partitions.of(topic.spread)
+        for topic in CATALOG
+    }
+    created = []
+    if missing:
+        for name, future in client.create_topics(list(missing.values()), request_timeout=ADMIN_SECONDS).items():
+            try:
+                future.result()
+                created.append(name)
+            except KafkaException as error:
+                if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:  # another creator was quicker
+                    raise BusError(f"creating topic {name}", error.args[0]) from error
+    _await_leaders(client, [TopicPartition(name, number) for name, count in counts.items() for number in range(count)])
+    return created
+
+
+def describe_topics(settings: BusSettings) -> list[TopicState]:
+    """The catalog's topics that the broker has. Raises BrokerUnreachable or BusError."""
+    client = reach(settings)
+    there = client.list_topics(timeout=ADMIN_SECONDS).topics
+    present = {
+        topic: len(there[settings.topic(topic)].partitions) for topic in CATALOG if settings.topic(topic) in there
+    }
+    configs = _configs(client, settings, list(present))
+    return [
+        TopicState(topic, partitions, _records(client, settings.topic(topic), partitions), configs[topic])
+        for topic, partitions in present.items()
+    ]
+
+
+def drift(settings: BusSettings, partitions: Partitions) -> list[Drift]:
+    """Where the broker differs from the catalog; empty when all is as it should be.
+
+    Raises BrokerUnreachable or BusError.
+    """
+    client = reach(settings)
+    there = client.list_topics(timeout=ADMIN_SECONDS).topics
+    found: list[Drift] = []
+    present: list[Topic] = []
+    for topic in CATALOG:
+        name = settings.topic(topic)
+        if name not in there:
+            found.append(Drift(name, "topic", wanted="there", found="missing"))
+            continue
+        present.append(topic)
+        wanted, has = partitions.of(topic.spread), len(there[name].partitions)
+        if wanted != has:
+            found.append(Drift(name, "partitions", wanted=str(wanted), found=str(has)))
+    for topic, config in _configs(client, settings, present).items():
+        for setting, value in _wanted(topic).items():
+            if not _same(value, config.get(setting)):
+                found.append(Drift(settings.topic(topic), setting, wanted=value, found=config.get(setting, "not set")))
+    return found
+
+
+def _wanted(topic: Topic) -> dict[str, str]:
+    return {**topic.config, "max.message.bytes": str(MAX_MESSAGE_BYTES)}
+
+
+def _same(wanted: str, found: str | None) -> bool:
+    """Equal as a set of words (`compact,delete`) or as a number (`0.2`, `0.20`)."""
+    if found is None:
+        return False
+    try:
+        return float(wanted) == float(found)
+    except ValueError:
+        return {word.strip() for word in wanted.split(",")} == {word.strip() for word in found.split(",")}
+
+
+def _configs(client: AdminClient, settings: BusSettings, topics: Sequence[Topic]) -> dict[Topic, dict[str, str]]:
+    if not topics:
+        return {}
+    resources = {ConfigResource(ConfigResource.Type.TOPIC, settings.topic(topic)): topic for topic in topics}
+    futures: dict[ConfigResource, Future[Any]] = client.describe_configs(list(resources), request_timeout=ADMIN_SECONDS)
+    configs: dict[Topic, dict[str, str]] = {}
+    for resource, future in futures.items():
+        topic = resources[resource]
+        try:
+            entries = future.result()
+        except KafkaException as error:
+            raise BusError(f"describing topic {resource.name}", error.args[0]) from error
+        configs[topic] = {key: entries[key].value for key in _wanted(topic) if key in entries}
+    return configs
+
+
+def _records(client: AdminClient, name: str, partitions: int) -> int:
+    def ends(spec: OffsetSpec) -> int:
+        asked = {TopicPartition(name, partition): spec for partition in range(partitions)}
+        try:
+            answers = client.list_offsets(asked, request_timeout=ADMIN_SECONDS)
+            return sum(future.result().offset for future in answers.values())
+        except KafkaException as error:
+            raise BusError(f"reading the ends of {name}", error.args[0]) from error
+
+    return ends(OffsetSpec.latest()) - ends(OffsetSpec.earliest())
+
+
+def _await_leaders(client: AdminClient, places: Sequence[TopicPartition]) -> None:
+    """Wait until every partition's leader answers: metadata alone names leaders that do not know of it yet."""
+    deadline = monotonic() + LEADER_SECONDS
+    waiting = list(places)
+    while waiting:
+        futures = client.list_offsets(dict.fromkeys(waiting, OffsetSpec.latest()), request_timeout=ADMIN_SECONDS)
+        waiting = []
+        for place, future in futures.items():
+            try:
+                future.result()
+            except KafkaException as error:
+                if not error.args[0].retriable() or monotonic() > deadline:
+                    raise BusError(f"waiting for the leader of {place.topic}", error.args[0]) from error
+                waiting.append(place)
+        if waiting:
+            client.poll(LEADER_POLL_SECONDS)
