@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import structlog
+from confluent_kafka import KafkaError
+
 from schemas.errors import UsageError
 from topics.catalog import MAX_MESSAGE_BYTES, Topic
 
@@ -30,7 +33,8 @@ class BusSettings:
         return {
             "bootstrap.servers": self.bootstrap,
             "client.id": client_id,
-            "log_level": 3,
+            "error_cb": _report,
+            "log_level": 2,
             "topic.metadata.refresh.interval.ms": 30_000,
             "socket.nagle.disable": True,
             **self.properties,
@@ -72,6 +76,11 @@ class BusSettings:
             "partition.assignment.strategy": "range",
             **self.properties,
         }
+
+
+def _report(error: KafkaError) -> None:
+    # librdkafka reconnects and retries by itself: this is for whoever wonders why nothing moves.
+    structlog.get_logger("bus").warning("broker trouble", error=error.str())
 
 
 def parse_properties(pairs: list[str], command_config: Path | None) -> dict[str, str]:
