@@ -26,6 +26,17 @@ class TurnKey(NamedTuple):
     attempt: int
 
 
+class Applied(msgspec.Struct, frozen=True, array_like=True):
+    """How the turn before this request was taken in: what no other record says, so that a restart goes on exactly."""
+
+    applied_at: float
+    """Unix seconds; the environment worker took the result in."""
+    environment_seconds: float
+    """Spent in the environment's own step."""
+    reward: float
+    """Sum over the steps so far."""
+
+
 class TurnRequest(Record, frozen=True, kw_only=True):
     """An environment worker asks for the next turn of a trajectory."""
 
@@ -47,6 +58,8 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     """Unix seconds."""
     deadline: float
     """Unix seconds; after it the router fails the turn instead of issuing it."""
+    applied: Applied | None = None
+    """None for turn 0."""
 
     @property
     def key(self) -> TurnKey:
