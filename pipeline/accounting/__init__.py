@@ -1,0 +1,1 @@
+"""What became of every trajectory: groups for the trainer, the ledger, the audit."""
