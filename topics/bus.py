@@ -2,7 +2,7 @@
 
 Keeps true
 - What a Reader hands out has been decoded and checked. What does not decode is written, with its bytes and the reason,
-  to the topic's dead letters before the next record is handed out.
+  to the topic's dead letters before the next record is handed out (by all but those who read the log back).
 - What a Writer was given is on the broker once `flush` or `commit` has returned; a delivery that failed raises there.
 - Nothing is committed on its own.
 """
@@ -95,14 +95,17 @@ class Writer:
     def dead_letter(self, topic: Topic, message: Message, reason: str) -> None:
         """Store a message that could not be used, as it came, with why and where it came from."""
         headers: list[tuple[str, bytes]] = [(name, value) for name, value in message.headers() or () if value]
-        headers += [
-            ("exception", reason.encode()),
-            ("topic", str(message.topic()).encode()),
-            ("partition", str(message.partition()).encode()),
-            ("offset", str(message.offset()).encode()),
-        ]
+        headers += _origin(str(message.topic()), message.partition(), message.offset(), reason)
         name = f"{self._settings.namespace}{topic.dead_letters}"
         self._produce(name, message.key(), message.value(), None, headers, None)
+
+    def dead_letter_record(self, envelope: Envelope, reason: str) -> None:
+        """Store a record that decodes and yet cannot be used, with why and where it came from."""
+        assert envelope.record is not None
+        headers = headers_of(envelope.record)
+        headers += _origin(self._settings.topic(envelope.topic), envelope.partition, envelope.offset, reason)
+        name = f"{self._settings.namespace}{envelope.topic.dead_letters}"
+        self._produce(name, envelope.key.encode(), encode(envelope.record), None, headers, None)
 
     def poll(self) -> None:
         """Take delivery reports in without waiting. Raises BusError if a delivery failed."""
@@ -189,9 +192,13 @@ class Reader:
         group: str,
         instance: str | None = None,
         ends: bool = False,
+        bury: bool = True,
         **overrides: object,
     ) -> None:
-        """`instance` makes it a static member; `ends` makes `read` report EndOfPartition too."""
+        """`instance` makes it a static member; `ends` makes `read` report EndOfPartition too.
+
+        Without `bury`, what does not decode is passed over: for who reads again what a consumer has read before.
+        """
         config = {**settings.consumer(client_id, group), "enable.partition.eof": ends, **overrides}
         if instance is not None:
             config["group.instance.id"] = settings.name(instance)
@@ -199,6 +206,7 @@ class Reader:
         self._client_id = client_id
         self._consumer = Consumer(config)
         self._topics: dict[str, Topic] = {}
+        self._buries = bury
         self._dead_letters: Writer | None = None
 
     def assign(self, places: Mapping[Place, int]) -> None:
@@ -331,7 +339,19 @@ class Reader:
         )
 
     def _bury(self, topic: Topic, message: Message, reason: str) -> None:
+        if not self._buries:
+            return
         if self._dead_letters is None:
             self._dead_letters = Writer(self._settings, f"{self._client_id}-dead-letters")
         self._dead_letters.dead_letter(topic, message, reason)
         self._dead_letters.flush()
+
+
+def _origin(topic: str, partition: int | None, offset: int | None, reason: str) -> list[tuple[str, bytes]]:
+    """The headers of a dead letter."""
+    return [
+        ("exception", reason.encode(errors="replace")),
+        ("topic", topic.encode()),
+        ("partition", str(partition).encode()),
+        ("offset", str(offset).encode()),
+    ]

@@ -1,14 +1,18 @@
 """The log read back: what is committed in a topic, from a place to its present end.
 
-Keeps true: only committed records are seen, in order within a partition, and reading ends by itself.
+Keeps true
+- Only committed records are seen, in order within a partition, and reading ends by itself.
+- What does not decode is passed over: whoever consumes the topic has put it into the dead letters.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from confluent_kafka import OFFSET_BEGINNING
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
 from topics.bus import EndOfPartition, Envelope, Place, Reader
 from topics.catalog import Topic
+from topics.errors import BusError, TopicMissing
 from topics.settings import BusSettings
 
 BATCH = 500
@@ -20,7 +24,7 @@ def read_back(settings: BusSettings, begins: Mapping[Place, int], *, client_id: 
 
     Raises TopicMissing or BusError.
     """
-    reader = Reader(settings, client_id, group="log", ends=True)
+    reader = Reader(settings, client_id, group="log", ends=True, bury=False)
     open_places = set(begins)
     try:
         reader.assign(begins)
@@ -42,3 +46,56 @@ def read_topics(settings: BusSettings, topics: Sequence[Topic], *, client_id: st
     finally:
         reader.close()
     yield from read_back(settings, begins, client_id=client_id)
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A record that could not be used, as it came."""
+
+    key: bytes | None
+    value: bytes | None
+    reason: str
+    partition: int
+    """Where it lay in its own topic."""
+    offset: int
+
+
+def read_dead_letters(
+    settings: BusSettings, topic: Topic, *, client_id: str = "rose-dead-letters"
+) -> Iterator[DeadLetter]:
+    """Every committed dead letter of this topic, to the present end. The same record may be there twice.
+
+    Raises TopicMissing or BusError.
+    """
+    name = f"{settings.namespace}{topic.dead_letters}"
+    consumer = Consumer({**settings.consumer(client_id, "log"), "enable.partition.eof": True})
+    try:
+        consumer.assign([TopicPartition(name, 0, OFFSET_BEGINNING)])
+        while True:
+            for message in consumer.consume(BATCH, 1.0):
+                error = message.error()
+                if error is None:
+                    headers = {key: value for key, value in message.headers() or () if isinstance(value, bytes)}
+                    yield DeadLetter(
+                        key=message.key(),
+                        value=message.value(),
+                        reason=headers.get("exception", b"").decode(errors="replace"),
+                        partition=_number(headers.get("partition", b"")),
+                        offset=_number(headers.get("offset", b"")),
+                    )
+                elif error.code() == KafkaError._PARTITION_EOF:
+                    return
+                elif error.code() in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_PARTITION):
+                    raise TopicMissing(name)
+                elif not error.retriable() and error.code() not in (
+                    KafkaError._ALL_BROKERS_DOWN,
+                    KafkaError._TRANSPORT,
+                ):
+                    raise BusError(f"reading {name}", error)
+    finally:
+        consumer.close()
+
+
+def _number(header: bytes) -> int:
+    """-1 for a header that is no offset: somebody else wrote this dead letter."""
+    return int(header) if header.isdigit() else -1
