@@ -1,0 +1,1 @@
+"""Environments: the text protocol, the built-in tasks, and how a user's own is found."""

@@ -1,0 +1,50 @@
+"""Settings of an environment worker."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+LONGEST_CONTEXT_TOKENS = 96 * 1024
+"""A sample holds 9 bytes a token (id, mask, logprob) and must fit into one record with its turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentConfig:
+    """One environment worker. Raises ValueError for a value out of its range."""
+
+    model_folder: Path
+    """Hugging Face model folder: its tokenizer, stop tokens and `turn_format.json` make text of tokens and back."""
+    temperature: float = 1.0
+    """Sampling temperature of prompts that bring no sampling; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus sampling of prompts that bring no sampling."""
+    max_turn_tokens: int = 256
+    """Most tokens of one turn, for prompts that bring no sampling."""
+    max_context_tokens: int = 1024
+    """A trajectory ends when its context has no room below this; at most the executors' `max_model_len`."""
+    window_groups: int = 16
+    """Groups that may be open and unsettled at once; at least the trainer's `groups_per_step`. Bounds staleness."""
+    max_live_environments: int = 256
+    """Environments held or stepped at once; the longest unused beyond it are closed, and restored when they go on."""
+    step_timeout_seconds: float = 60.0
+    """A reset, step, snapshot or restore that takes longer fails its trajectory (no reward)."""
+    turn_deadline_seconds: float = 300.0
+    """A turn that nobody has completed by then fails its trajectory (no reward)."""
+    import_paths: tuple[Path, ...] = ()
+    """Folders to import your own environments (`package.module:Class`) from, before the installed packages."""
+
+    def __post_init__(self) -> None:
+        in_range = {
+            "temperature must be from 0 to 10": 0 <= self.temperature <= 10,
+            "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
+            "max_turn_tokens must be from 1 to 65536": 1 <= self.max_turn_tokens <= 65_536,
+            f"max_context_tokens must be from 2 to {LONGEST_CONTEXT_TOKENS}": 2
+            <= self.max_context_tokens
+            <= LONGEST_CONTEXT_TOKENS,
+            "window_groups must be at least 1": self.window_groups >= 1,
+            "max_live_environments must be at least 1": self.max_live_environments >= 1,
+            "step_timeout_seconds must be above 0": self.step_timeout_seconds > 0,
+            "turn_deadline_seconds must be above 0": self.turn_deadline_seconds > 0,
+        }
+        for sentence, holds in in_range.items():
+            if not holds:
+                raise ValueError(sentence)
