@@ -33,6 +33,13 @@ LEADER_SECONDS = 60.0
 LEADER_POLL_SECONDS = 0.1
 """Pause between two looks at the leaders."""
 
+_NO_LEADER_YET = (
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+)
+"""What a broker answers in the first moments of a topic; librdkafka does not count them as retriable here."""
+
 
 @dataclass(frozen=True, slots=True)
 class TopicState:
@@ -214,7 +221,7 @@ def _await_leaders(client: AdminClient, places: Sequence[TopicPartition]) -> Non
             try:
                 future.result()
             except KafkaException as error:
-                if not error.args[0].retriable() or monotonic() > deadline:
+                if error.args[0].code() not in _NO_LEADER_YET or monotonic() > deadline:
                     raise BusError(f"waiting for the leader of {place.topic}", error.args[0]) from error
                 waiting.append(place)
         if waiting:
