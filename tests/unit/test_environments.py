@@ -1,0 +1,197 @@
+"""The text protocol's laws, held against every built-in environment."""
+
+import asyncio
+import re
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.errors import UsageError
+from workers.environments.calculator import CALL, MALFORMED, SPARE_TURNS, Calculator
+from workers.environments.protocol import Environment, EnvironmentArgumentError, LifeCycleError, SnapshotError, Step
+from workers.environments.registry import BUILT_IN, UnknownEnvironment, load_environment
+
+SEEDS = st.integers(min_value=0, max_value=2**63 - 1)
+CALCULATOR_ACTIONS = st.one_of(
+    st.from_regex(r"-?[0-9]{1,3}[+-][0-9]{1,3}", fullmatch=True),
+    st.from_regex(r"=-?[0-9]{1,3}", fullmatch=True),
+    st.text(max_size=12),
+)
+LAKE_ACTIONS = st.one_of(st.sampled_from(["left", "down", "right", "up"]), st.text(max_size=6))
+CASES = {
+    "calculator": ({"max_operands": 4}, CALCULATOR_ACTIONS),
+    "frozenlake": ({"size": 3, "slippery": True}, LAKE_ACTIONS),
+}
+
+
+def play(environment: Environment, actions: Sequence[str]) -> list[Step]:
+    async def steps() -> list[Step]:
+        taken: list[Step] = []
+        for action in actions:
+            taken.append(await environment.step(action))
+            if taken[-1].done:
+                break
+        return taken
+
+    return asyncio.run(steps())
+
+
+def test_every_built_in_is_held_to_the_laws() -> None:
+    assert set(CASES) == set(BUILT_IN)
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(data=st.data(), seed=SEEDS)
+@settings(max_examples=60, deadline=None)
+def test_a_restored_environment_goes_on_as_the_original_would(name: str, data: st.DataObject, seed: int) -> None:
+    arguments, actions = CASES[name]
+    before = data.draw(st.lists(actions, max_size=5))
+    after = data.draw(st.lists(actions, min_size=1, max_size=12))
+    original, restored = load_environment(name)(), load_environment(name)()
+    asyncio.run(original.reset(seed, arguments))
+    taken = play(original, before)
+    state = asyncio.run(original.snapshot())
+    asyncio.run(restored.restore(state))
+    assert asyncio.run(restored.snapshot()) == state
+    if not (taken and taken[-1].done):
+        assert play(restored, after) == play(original, after)
+    assert asyncio.run(restored.snapshot()) == asyncio.run(original.snapshot())
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(data=st.data(), seed=SEEDS)
+@settings(max_examples=60, deadline=None)
+def test_whatever_a_policy_writes_is_a_step_and_every_task_ends(name: str, data: st.DataObject, seed: int) -> None:
+    arguments, actions = CASES[name]
+    environment = load_environment(name)()
+    asyncio.run(environment.reset(seed, arguments))
+    steps = play(environment, data.draw(st.lists(actions, min_size=20, max_size=20)))
+    assert steps[-1].done
+    assert not any(step.success for step in steps[:-1])
+    with pytest.raises(LifeCycleError):
+        play(environment, ["=1"])
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(seed=SEEDS)
+@settings(max_examples=20, deadline=None)
+def test_a_seed_names_one_task(name: str, seed: int) -> None:
+    arguments, _ = CASES[name]
+    first, second = (asyncio.run(load_environment(name)().reset(seed, arguments)) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(state=st.binary(max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_bytes_that_are_no_snapshot_are_refused(name: str, state: bytes) -> None:
+    with pytest.raises(SnapshotError):
+        asyncio.run(load_environment(name)().restore(state))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_unknown_arguments_are_refused_by_name(name: str) -> None:
+    with pytest.raises(EnvironmentArgumentError, match="colour"):
+        asyncio.run(load_environment(name)().reset(0, {"colour": "red"}))
+
+
+@given(seed=SEEDS, bounds=st.tuples(st.integers(1, 8), st.integers(1, 8)).map(sorted))
+@settings(max_examples=100, deadline=None)
+def test_the_straight_way_solves_every_sum_in_one_turn_an_operand_and_the_answer(seed: int, bounds: list[int]) -> None:
+    environment = Calculator()
+    least, most = bounds
+    observation = asyncio.run(environment.reset(seed, {"min_operands": least, "max_operands": most}))
+    operands = re.findall(r"[+-][1-9]", observation)
+    assert least <= len(operands) <= most and "".join(operands) == observation
+    total, turns = "0", 0
+    for operand in operands:
+        (step,) = play(environment, [total + operand])
+        assert not step.done and step.reward == 0
+        total, turns = step.observation, turns + 1
+    (last,) = play(environment, ["=" + total])
+    assert last.success and last.reward == 1 and last.info["turns"] == turns + 1 == len(operands) + 1
+
+
+@given(seed=SEEDS, guess=st.integers(-80, 80))
+@settings(max_examples=60, deadline=None)
+def test_an_answer_before_any_call_is_no_answer_and_a_wrong_one_earns_nothing(seed: int, guess: int) -> None:
+    environment = Calculator()
+    observation = asyncio.run(environment.reset(seed, {}))
+    (early,) = play(environment, [f"={guess}"])
+    assert (early.observation, early.done) == (MALFORMED, False)
+    total = sum(int(operand) for operand in re.findall(r"[+-][1-9]", observation))
+    *_, last = play(environment, ["0+1", f"={guess}"])
+    assert (last.success, last.reward) == ((True, 1.0) if guess == total else (False, 0.0))
+
+
+def test_the_longest_life_is_twelve_turns() -> None:
+    environment = Calculator()
+    asyncio.run(environment.reset(1, {"min_operands": 8}))
+    steps = play(environment, ["nonsense"] * 20)
+    assert len(steps) == 8 + 1 + SPARE_TURNS == 12
+    assert steps[-1].info["ending"] == "out of turns" and steps[-1].reward == 0
+
+
+@given(st.integers(-9999, 9999), st.sampled_from("+-"), st.integers(0, 9999))
+def test_the_tool_computes_what_it_is_asked(left: int, sign: str, right: int) -> None:
+    environment = Calculator()
+    asyncio.run(environment.reset(0, {}))
+    action = f"{left}{sign}{right}"
+    assert CALL.fullmatch(action)
+    (step,) = play(environment, [action])
+    assert int(step.observation) == (left + right if sign == "+" else left - right)
+
+
+def test_swapped_bounds_are_refused() -> None:
+    with pytest.raises(EnvironmentArgumentError, match="swap them"):
+        asyncio.run(Calculator().reset(0, {"min_operands": 5, "max_operands": 2}))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("sokoban", "calculator, frozenlake"),
+        ("no_such_package.tasks:Task", "cannot import no_such_package.tasks"),
+        ("json:Nothing", "json has no Nothing"),
+        ("json:JSONDecoder", "lacks reset, step, snapshot"),
+        ("json:__name__", "is not a class"),
+        (":Task", "calculator, frozenlake"),
+    ],
+)
+def test_a_name_that_leads_nowhere_says_so(name: str, says: str) -> None:
+    with pytest.raises(UnknownEnvironment, match=says) as refusal:
+        load_environment(name)
+    assert isinstance(refusal.value, UsageError)
+
+
+def test_a_users_own_environment_is_found() -> None:
+    assert load_environment("workers.environments.calculator:Calculator") is Calculator
+    assert isinstance(load_environment("calculator")(), Environment)
+
+
+@given(seed=SEEDS)
+@settings(max_examples=30, deadline=None)
+def test_every_lake_can_be_crossed(seed: int) -> None:
+    environment = load_environment("frozenlake")()
+    rows = asyncio.run(environment.reset(seed, {"size": 4})).split("\n")
+    assert rows[0][0] == "P" and rows[3][3] == "G"
+    reached, frontier = {(0, 0)}, [(0, 0)]
+    while frontier:
+        row, column = frontier.pop()
+        for cell in ((row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)):
+            if cell not in reached and 0 <= cell[0] < 4 and 0 <= cell[1] < 4 and rows[cell[0]][cell[1]] != "H":
+                reached.add(cell)
+                frontier.append(cell)
+    assert (3, 3) in reached
+
+
+def test_the_lakes_words_move_the_player_and_the_goal_pays() -> None:
+    environment = load_environment("frozenlake")()
+    assert asyncio.run(environment.reset(0, {"size": 2, "frozen_share": 1.0})) == "PF\nFG"
+    right, unknown, down = play(environment, ["right", "jump", "down"])
+    assert (right.observation, right.done) == ("SP\nFG", False)
+    assert (unknown.observation, unknown.done, unknown.reward) == (MALFORMED, False, 0.0)
+    assert (down.done, down.success, down.reward) == (True, True, 1.0)
+    assert down.info == {"turns": 3, "malformed": 1}
