@@ -1,0 +1,1 @@
+"""The benchmarks that the README's figures come from."""

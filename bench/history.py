@@ -1,0 +1,143 @@
+"""A history for the router's core: what a fleet of simulated executors and live trajectories would have it hear.
+
+Keeps true: a recorded history is what a router decided on, so a second router that hears it decides the same. The
+recording costs time of its own; replaying it costs the router's alone.
+"""
+
+import heapq
+import random
+from dataclasses import dataclass, field
+from itertools import count
+
+from pipeline.routing.router import Decision, Router
+from schemas.prompts import Sampling
+from schemas.record import Record
+from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
+from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+
+Event = tuple[float, Record]
+"""What the router hears, and when."""
+
+HEARTBEAT_SECONDS = 0.2
+GROUP_SIZE = 8
+MAX_TOKENS = 256
+KV_BYTES_PER_TOKEN = 100_000
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The shape of the load."""
+
+    workers: int
+    trajectories: int
+    """Live at once; one that ends is followed by another."""
+    turn_seconds: float
+    """Mean time from a dispatch to the request for the next turn."""
+    seed: int = 0
+
+
+@dataclass
+class Recorder:
+    """Drives a router with simulated executors and environments, and writes down what it hears."""
+
+    fleet: Fleet
+    router: Router = field(default_factory=Router)
+    history: list[Event] = field(default_factory=list)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.fleet.seed)
+        self._due: list[tuple[float, int, Record]] = []
+        self._order = count()
+        self._groups = count()
+        self._contexts = [bytes(4 * tokens) for tokens in range(8192)]
+        self._sampling = Sampling(max_tokens=MAX_TOKENS)
+        for worker in range(self.fleet.workers):
+            self._at(worker / self.fleet.workers * HEARTBEAT_SECONDS, self._beat(worker, 0))
+        for opened in range(0, self.fleet.trajectories, GROUP_SIZE):
+            self._open_group(HEARTBEAT_SECONDS + opened / self.fleet.trajectories * self.fleet.turn_seconds)
+
+    def record(self, seconds: float) -> None:
+        """Let `seconds` of simulated time go by."""
+        until = self.now + seconds
+        while self._due and self._due[0][0] <= until:
+            self.now, _, event = heapq.heappop(self._due)
+            self.history.append((self.now, event))
+            for decision in self.router.on(event, self.now):
+                self._obey(decision)
+            self._follow(event)
+        self.now = until
+
+    def _obey(self, decision: Decision) -> None:
+        assert isinstance(decision, TurnDispatch), "nothing fails in this history"
+        request = decision.request
+        new_tokens = self._random.randint(MAX_TOKENS // 8, MAX_TOKENS)
+        result = TurnResult(
+            trajectory_id=request.trajectory_id,
+            group_id=request.group_id,
+            home=request.home,
+            turn=request.turn,
+            attempt=request.attempt,
+            outcome=TurnOutcome.COMPLETED,
+            worker=decision.worker,
+            incarnation=decision.incarnation,
+            tokens=self._contexts[new_tokens],
+            spans=(VersionSpan(0, new_tokens, 0),),
+            context_tokens=len(request.context) // 4,
+        )
+        self._at(self.now + self._random.expovariate(1 / (0.9 * self.fleet.turn_seconds)), result)
+
+    def _follow(self, event: Record) -> None:
+        if isinstance(event, SlackHeartbeat):
+            self._at(self.now + HEARTBEAT_SECONDS, self._beat(event.slot, event.sequence + 1))
+        elif isinstance(event, TurnResult):
+            if event.turn + 1 < 2 + self._random.randrange(11):
+                tokens = event.context_tokens + len(event.tokens) // 4 + self._random.randint(10, 60)
+                self._ask(event.trajectory_id, event.group_id, event.turn + 1, tokens, 0.1 * self.fleet.turn_seconds)
+            elif self._random.randrange(GROUP_SIZE) == 0:
+                self._open_group(self.now)
+
+    def _open_group(self, at: float) -> None:
+        group, tokens = f"group-{next(self._groups)}", self._random.randint(50, 500)
+        for index in range(GROUP_SIZE):
+            self._ask(f"{group}:{index}", group, 0, tokens, at - self.now)
+
+    def _ask(self, trajectory_id: str, group_id: str, turn: int, tokens: int, after_seconds: float) -> None:
+        at = self.now + after_seconds
+        request = TurnRequest(
+            trajectory_id=trajectory_id,
+            group_id=group_id,
+            home=0,
+            turn=turn,
+            context=self._contexts[tokens],
+            sampling=self._sampling,
+            requested_at=at,
+            deadline=at + 600,
+        )
+        self._at(at, request)
+
+    def _beat(self, worker: int, sequence: int) -> SlackHeartbeat:
+        speed = 1 + worker % 4
+        return SlackHeartbeat(
+            worker=f"worker-{worker}",
+            incarnation=1,
+            slot=worker,
+            sequence=sequence,
+            worker_class=WorkerClass.DEDICATED,
+            state=ExecutorState.READY,
+            policy_version=0,
+            hardware=Hardware(
+                prefill_tokens_per_second=5_000.0 * speed * self._random.uniform(0.95, 1.05),
+                decode_tokens_per_second=200.0 * speed * self._random.uniform(0.95, 1.05),
+            ),
+            kv_bytes_total=KV_BYTES_PER_TOKEN * 400_000,
+            kv_bytes_free=KV_BYTES_PER_TOKEN * 200_000,
+            kv_bytes_per_token=KV_BYTES_PER_TOKEN,
+            max_turns=128,
+            token_budget=400_000,
+            ttl_seconds=2.0,
+            sent_at=self.now,
+        )
+
+    def _at(self, at: float, event: Record) -> None:
+        heapq.heappush(self._due, (at, next(self._order), event))

@@ -1,0 +1,19 @@
+"""What a user may set of the router."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """How the router treats turns and executors."""
+
+    max_attempts: int = 8
+    """Executions of one turn before it is failed."""
+    max_lag_versions: int = 2
+    """Policy versions that a LIVE executor may be behind the newest before it gets no new turns."""
+    max_waiting_turns: int = 20_000
+    """With more turns than this waiting for room, requests are left on their topic until some have gone."""
+    remembered_trajectories: int = 100_000
+    """Trajectories, and as many groups, whose place of cached tokens is remembered; the longest unused go first."""
+    low_water_seconds: float = 5.0
+    """How often the place from which a restart would read is noted and committed."""

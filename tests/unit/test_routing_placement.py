@@ -1,0 +1,181 @@
+"""Placement answers what a scan over all executors would."""
+
+import hashlib
+import math
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.routing.placement import DISPLACEMENT, STALENESS_SECONDS, TIE_SECONDS, Ask, Placement, lanes
+from schemas.slack import Hardware, SlackHeartbeat, Tenant
+from schemas.turns import PlacementCost
+from tests.unit.routing_world import heartbeat
+
+MASK = 2**64 - 1
+
+
+class Scan:
+    """The same cost, executor by executor, from the formula."""
+
+    def __init__(self) -> None:
+        self.offers: dict[str, tuple[SlackHeartbeat, bool, int]] = {}
+        self.held: dict[str, list[tuple[int, float]]] = {}
+        self.owed: dict[str, float] = {}
+        self.prefill_free_at: dict[str, float] = {}
+
+    def cost(self, worker: str, ask: Ask, now: float) -> float:
+        beat, is_open, lag = self.offers[worker]
+        held = self.held.get(worker, [])
+        room = beat.token_budget - sum(tokens for tokens, _ in held)
+        if not is_open or len(held) >= beat.max_turns or room < ask.room_tokens:
+            return math.inf
+        if beat.policy_version < ask.min_version or (
+            ask.max_version is not None and beat.policy_version > ask.max_version
+        ):
+            return math.inf
+        prefill, decode = 1 / beat.hardware.prefill_tokens_per_second, 1 / beat.hardware.decode_tokens_per_second
+        wait = max(0.0, self.prefill_free_at.get(worker, 0.0) - now)
+        wait += self.owed.get(worker, 0.0) * (decode / lanes(beat)) + lag * STALENESS_SECONDS
+        share = 1 + DISPLACEMENT
+        without_cache = wait + ask.context_tokens * share * prefill + ask.new_tokens * decode
+        return without_cache - dict(ask.cached).get(worker, 0) * share * prefill
+
+    def choose(self, ask: Ask, now: float) -> str | None:
+        costs = {worker: self.cost(worker, ask, now) for worker in self.offers}
+        lowest = min(costs.values(), default=math.inf)
+        if lowest == math.inf:
+            return None
+        equals = [worker for worker, cost in costs.items() if cost <= lowest + TIE_SECONDS]
+        return max(equals, key=lambda worker: weight(worker, ask.tie_key))
+
+    def take(self, worker: str, ask: Ask, now: float) -> None:
+        prefill = 1 / self.offers[worker][0].hardware.prefill_tokens_per_second
+        free_at = max(self.prefill_free_at.get(worker, 0.0), now)
+        self.prefill_free_at[worker] = free_at + (ask.context_tokens - dict(ask.cached).get(worker, 0)) * prefill
+        self.held.setdefault(worker, []).append((ask.room_tokens, ask.new_tokens))
+        self.owed[worker] = self.owed.get(worker, 0.0) + ask.new_tokens
+
+    def release(self, worker: str) -> tuple[int, float]:
+        tokens, new_tokens = self.held[worker].pop()
+        self.owed[worker] = self.owed[worker] - new_tokens if self.held[worker] else 0.0
+        return tokens, new_tokens
+
+
+def weight(worker: str, key: str) -> int:
+    ours, theirs = (
+        int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") for text in (worker, key)
+    )
+    mixed = (ours ^ theirs) * 0x9E3779B97F4A7C15 & MASK
+    return (mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93 & MASK
+
+
+RATES = st.sampled_from([500.0, 1000.0, 1000.0, 2000.0])
+BEATS = st.builds(
+    lambda worker, prefill, decode, turns, tokens, version, running, waiting: heartbeat(
+        worker,
+        hardware=Hardware(prefill_tokens_per_second=prefill, decode_tokens_per_second=decode / 10),
+        max_turns=turns,
+        token_budget=tokens,
+        policy_version=version,
+        rollout=Tenant(running=running, waiting=waiting),
+    ),
+    st.integers(0, 7),
+    RATES,
+    RATES,
+    st.integers(0, 6),
+    st.integers(0, 1000),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(0, 1),
+)
+ASKS = st.builds(
+    lambda context, new, most, key, low, high, holders: Ask(
+        context_tokens=context,
+        new_tokens=new,
+        room_tokens=context + most,
+        tie_key=key,
+        min_version=low,
+        max_version=high,
+        cached=tuple((f"w{worker}", min(tokens, context - 1)) for worker, tokens in holders.items()),
+    ),
+    st.integers(1, 200),
+    st.floats(1, 50),
+    st.integers(1, 50),
+    st.sampled_from(["a", "b", "c", "d"]),
+    st.sampled_from([-1, -1, 1]),
+    st.sampled_from([None, None, 2]),
+    st.dictionaries(st.integers(0, 9), st.integers(1, 200), max_size=3),
+)
+STEPS = st.one_of(
+    st.tuples(st.just("offer"), BEATS, st.sampled_from([True, True, True, False]), st.integers(0, 2)),
+    st.tuples(st.just("ask"), ASKS, st.sampled_from([0.0, 0.0, 0.1]), st.none()),
+    st.tuples(st.just("ask"), ASKS, st.sampled_from([0.0, 0.0, 0.1]), st.none()),
+    st.tuples(st.just("release"), st.integers(0, 7), st.none(), st.none()),
+    st.tuples(st.just("remove"), st.integers(0, 7), st.none(), st.none()),
+)
+
+
+@settings(deadline=None, max_examples=300, print_blob=True)
+@given(st.lists(BEATS, max_size=8), st.lists(STEPS, max_size=60))
+def test_the_vectors_choose_as_a_scan_over_all_executors_does(
+    fleet: list[SlackHeartbeat], steps: list[tuple[Any, ...]]
+) -> None:
+    placement, scan, now = Placement(), Scan(), 1.0
+    for what, first, second, third in [*(("offer", beat, True, 0) for beat in fleet), *steps]:
+        if what == "offer":
+            placement.offer(first, open=second, lag_versions=third)
+            scan.offers[first.worker] = (first, second, third)
+        elif what == "ask":
+            now += second
+            choice, expected = placement.choose(first, now), scan.choose(first, now)
+            assert (choice.worker if choice else None) == expected
+            if choice is not None:
+                check_cost(scan, choice.worker, first, now, choice.cost)
+                placement.take(choice, first, now)
+                scan.take(choice.worker, first, now)
+            assert placement.could_run(first) or choice is None
+        elif what == "release" and scan.held.get(f"w{first}"):
+            placement.release(f"w{first}", *scan.release(f"w{first}"))
+        elif what == "remove" and not scan.held.get(f"w{first}"):
+            placement.remove(f"w{first}")
+            for book in (scan.offers, scan.held, scan.owed, scan.prefill_free_at):
+                book.pop(f"w{first}", None)
+
+
+def check_cost(scan: Scan, worker: str, ask: Ask, now: float, cost: PlacementCost) -> None:
+    total = cost.wait_seconds + cost.prefill_seconds + cost.decode_seconds + cost.risk_seconds
+    assert math.isclose(total, scan.cost(worker, ask, now), rel_tol=1e-9, abs_tol=1e-9)
+    others = {other: scan.cost(other, ask, now) for other in scan.offers if other != worker}
+    others = {other: seconds for other, seconds in others.items() if seconds < math.inf}
+    if others:
+        assert cost.passed_over_seconds == min(others.values())
+        assert others[cost.passed_over] == min(others.values())
+    else:
+        assert cost.passed_over == ""
+
+
+def test_equal_executors_share_groups_whatever_the_order_in_which_they_were_met() -> None:
+    ask = [Ask(10, 5.0, 15, f"group-{group}") for group in range(400)]
+    chosen: list[list[str]] = []
+    for order in (range(8), reversed(range(8))):
+        placement = Placement()
+        for worker in order:
+            placement.offer(heartbeat(worker), open=True, lag_versions=0)
+        found = [placement.choose(each, 0.0) for each in ask]
+        chosen.append([choice.worker for choice in found if choice is not None])
+    assert chosen[0] == chosen[1] and len(chosen[0]) == 400
+    counts = [chosen[0].count(f"w{worker}") for worker in range(8)]
+    assert min(counts) >= 25 and max(counts) <= 80, counts
+
+
+def test_few_groups_move_when_an_executor_leaves() -> None:
+    before, after = Placement(), Placement()
+    for worker in range(8):
+        before.offer(heartbeat(worker), open=True, lag_versions=0)
+        after.offer(heartbeat(worker), open=worker != 3, lag_versions=0)
+    for group in range(200):
+        ask = Ask(10, 5.0, 15, f"group-{group}")
+        first, second = before.choose(ask, 0.0), after.choose(ask, 0.0)
+        assert first is not None and second is not None
+        assert second.worker == first.worker or first.worker == "w3"
