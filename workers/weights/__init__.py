@@ -1,0 +1,1 @@
+"""Policy versions on the log: cut into chunks and published, fetched, verified and staged."""
