@@ -29,8 +29,10 @@ class EnvironmentConfig:
     """A reset, step, snapshot or restore that takes longer fails its trajectory (no reward)."""
     turn_deadline_seconds: float = 300.0
     """A turn that nobody has completed by then fails its trajectory (no reward)."""
+    environments: tuple[str, ...] = ()
+    """Your own environments (`package.module:Class`) that prompts may name beside the built-in ones."""
     import_paths: tuple[Path, ...] = ()
-    """Folders to import your own environments (`package.module:Class`) from, before the installed packages."""
+    """Folders to import your own environments from, before the installed packages."""
 
     def __post_init__(self) -> None:
         in_range = {

@@ -1,0 +1,227 @@
+"""The other ends of an environment worker, over a real broker: executors whose turns follow a script, and outcomes.
+
+Keeps true: what is sampled is a function of trajectory and turn alone, so two runs can be compared token by token.
+The script works the calculator's sums out, rightly or wrongly, in a varying number of turns, and makes trouble that
+real executors make: preempted attempts before the result, and a second result with other tokens after it.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from confluent_kafka import OFFSET_BEGINNING
+
+from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
+from schemas.prompts import Prompt
+from schemas.samples import Outcome, Sample, SampleOutcome
+from schemas.turns import TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from topics.admin import create_topics
+from topics.bus import EndOfPartition, Envelope, Reader, Writer
+from topics.catalog import COMPLETED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Partitions
+from topics.settings import BusSettings
+
+WAIT_SECONDS = 120.0
+"""A run of a few hundred turns that takes longer than this has stopped."""
+
+CHARACTERS = "".join(chr(code) for code in range(32, 127))
+PAD, ACT, END = range(3)
+FIRST_CHARACTER = 3
+
+WORKER = """
+import json, sys, threading
+from pathlib import Path
+from topics.settings import BusSettings
+from workers.environments.config import EnvironmentConfig
+from workers.environments.main import run_environment_worker
+bus, config, name = json.loads(sys.argv[1])
+config["model_folder"] = Path(config["model_folder"])
+config["import_paths"] = tuple(map(Path, config.get("import_paths", ())))
+config["environments"] = tuple(config.get("environments", ()))
+run_environment_worker(BusSettings(**bus), EnvironmentConfig(**config), name, threading.Event())
+"""
+
+
+def model_folder(folder: Path) -> Path:
+    """A folder with a character tokenizer and the files that say how turns are read."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    words = ["<pad>", "<act>", "<end>"]
+    vocabulary = {token: index for index, token in enumerate([*words, *CHARACTERS])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="?"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "turn_format.json").write_text(json.dumps({"suffix": "<act>"}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
+    return folder
+
+
+@contextmanager
+def worker_process(settings: BusSettings, name: str, config: Mapping[str, Any]) -> Iterator[subprocess.Popen[str]]:
+    """An environment worker in a process of its own; killed at the end if it still runs."""
+    bus = {"bootstrap": settings.bootstrap, "namespace": settings.namespace, "properties": dict(settings.properties)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORKER, json.dumps([bus, dict(config), name])],
+        cwd=Path(__file__).parents[2],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield process
+    finally:
+        kill(process)
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """kill -9, and wait until it is gone."""
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+class ScriptedExecutors:
+    """Reads requests and samples, writes results and outcomes. Pumped by the test, in its own thread."""
+
+    def __init__(self, settings: BusSettings, partitions: Partitions) -> None:
+        create_topics(settings, partitions)
+        self.settings = settings
+        self._partitions = partitions
+        self._writer = Writer(settings, "scripted-executors")
+        self._reader = Reader(settings, "scripted-executors", group="scripted", bury=False)
+        homes = {(REQUESTED, home): OFFSET_BEGINNING for home in range(partitions.home)}
+        samples = {(SAMPLES, part): OFFSET_BEGINNING for part in range(partitions.samples)}
+        self._reader.assign({**homes, **samples})
+        self.requests: dict[tuple[str, int], TurnRequest] = {}
+        self.asked = 0
+        """Requests read, each time that one came."""
+        self.samples: dict[str, list[Sample]] = defaultdict(list)
+        self.settles = True
+        """Whether samples are given their outcome."""
+
+    def submit(self, prompt: Prompt, *, home: int) -> None:
+        self._writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home)
+        self._writer.flush()
+
+    def write_result(self, result: TurnResult) -> None:
+        self._writer.write(
+            COMPLETED, result, key=result.trajectory_id, partition=result.home, trajectory_id=result.trajectory_id
+        )
+
+    def pump(self, seconds: float = 0.05) -> None:
+        """Answer what is there."""
+        for item in self._reader.read(500, seconds):
+            assert not isinstance(item, EndOfPartition)
+            self._take(item)
+        self._writer.flush()
+
+    def pump_until(self, condition: Callable[[], bool], *, what: str) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {WAIT_SECONDS:.0f} s for {what}"
+            self.pump()
+
+    def settle(self, sample: Sample) -> None:
+        outcome = Outcome.INFRA_FAILED if sample.reward is None else Outcome.TRAINED
+        self._writer.write(
+            OUTCOMES,
+            SampleOutcome(
+                trajectory_id=sample.trajectory_id,
+                group_id=sample.group_id,
+                outcome=outcome,
+                step=0,
+                policy_version=0,
+                recorded_at=time.time(),
+            ),
+            key=sample.trajectory_id,
+            partition=0,
+        )
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _take(self, envelope: Envelope) -> None:
+        record = envelope.record
+        if isinstance(record, TurnRequest):
+            self.asked += 1
+            self.requests[record.trajectory_id, record.turn] = record
+            for result in results_of(record):
+                self.write_result(result)
+        elif isinstance(record, Sample):
+            self.samples[record.trajectory_id].append(record)
+            if self.settles:
+                self.settle(record)
+
+
+def results_of(request: TurnRequest) -> list[TurnResult]:
+    """What the executors answer, in order: perhaps a preempted attempt, the result, perhaps a second result."""
+    noise = draw(request.trajectory_id, request.turn)
+    results = []
+    if noise % 5 == 0:
+        results.append(_result(request, "", attempt=0, outcome=TurnOutcome.PREEMPTED))
+    results.append(_result(request, scripted_action(request), attempt=len(results)))
+    if noise % 3 == 0:
+        results.append(_result(request, "0+0", attempt=len(results)))
+    return results
+
+
+def draw(trajectory_id: str, turn: int) -> int:
+    """A number that depends on nothing but trajectory and turn."""
+    return int.from_bytes(hashlib.blake2b(f"{trajectory_id}/{turn}".encode(), digest_size=4).digest(), "little")
+
+
+def scripted_action(request: TurnRequest) -> str:
+    """A call of the tool for some turns, then the answer, right in half of the trajectories."""
+    noise = draw(request.trajectory_id, request.turn)
+    if request.turn == 0 or noise % 3:
+        return f"{noise % 90}+{noise % 7}"
+    task = unpack_tokens(request.context)
+    operands = "".join(CHARACTERS[token - FIRST_CHARACTER] for token in task[: task.index(ACT)])
+    total = sum(int(sign + digit) for sign, digit in zip(operands[::2], operands[1::2], strict=True))
+    return f"={total if draw(request.trajectory_id, -1) % 2 else 100}"
+
+
+def _result(
+    request: TurnRequest, text: str, *, attempt: int, outcome: TurnOutcome = TurnOutcome.COMPLETED
+) -> TurnResult:
+    tokens = [FIRST_CHARACTER + CHARACTERS.index(character) for character in text]
+    if outcome is TurnOutcome.COMPLETED:
+        tokens.append(END)
+    version = draw(request.trajectory_id, request.turn) % 7
+    half = len(tokens) // 2
+    spans = [VersionSpan(0, half, version), VersionSpan(half, len(tokens), version + 1)]
+    return TurnResult(
+        trajectory_id=request.trajectory_id,
+        group_id=request.group_id,
+        home=request.home,
+        turn=request.turn,
+        attempt=attempt,
+        outcome=outcome,
+        worker=f"scripted-{attempt}",
+        tokens=pack_tokens(tokens),
+        logprobs=pack_logprobs([-0.25 * (token % 8) for token in tokens]),
+        finish_reason="stop",
+        spans=tuple(span for span in spans if span.end > span.start),
+        context_tokens=len(request.context) // 4,
+        device_seconds={"dedicated": 0.5, "serving": 0.25 * attempt},
+    )
+
+
+def essence(sample: Sample) -> Sample:
+    """The sample without what a clock said: two runs of one trajectory have it in common."""
+    turns = tuple(
+        msgspec.structs.replace(turn, times=type(turn.times)(), environment_seconds=0.0) for turn in sample.turns
+    )
+    return msgspec.structs.replace(sample, turns=turns, completed_at=0.0)

@@ -1,0 +1,20 @@
+"""What an environment worker tells Prometheus. No label has more values than a page can hold."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Buckets from a calculator's step to a test suite's."""
+
+HOMES = Gauge("rose_environment_homes", "Home partitions that this worker owns.")
+TRAJECTORIES = Gauge("rose_environment_trajectories", "Trajectories that are open.")
+UNSETTLED = Gauge("rose_environment_unsettled_groups", "Groups opened of which not every trajectory has an outcome.")
+LIVE = Gauge("rose_environment_live_environments", "Environments that are held or stepped.")
+RECOVERIES = Counter("rose_environment_recoveries_total", "Times that the homes were built again from the log.")
+OPENED = Counter("rose_environment_trajectories_opened_total", "Trajectories opened.")
+ENDED = Counter("rose_environment_trajectories_ended_total", "Trajectories ended, by how.", ["ending"])
+REFUSED = Counter("rose_environment_prompts_refused_total", "Prompts put into the dead letters.")
+APPLIED = Counter("rose_environment_turns_applied_total", "Results that were applied.")
+DROPPED = Counter("rose_environment_results_dropped_total", "Results that were not applied, by why.", ["reason"])
+STEP_SECONDS = Histogram("rose_environment_step_seconds", "The environment's own step.", buckets=SECONDS)
+TRANSACTION_SECONDS = Histogram("rose_environment_transaction_seconds", "Begin to commit.", buckets=SECONDS)
+SNAPSHOT_BYTES = Counter("rose_environment_snapshot_bytes_total", "Bytes of environment state written.")
