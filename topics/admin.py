@@ -37,6 +37,7 @@ _NO_LEADER_YET = (
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError._NOENT,
 )
 """What a broker answers in the first moments of a topic; librdkafka does not count them as retriable here."""
