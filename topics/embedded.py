@@ -4,6 +4,7 @@ Keeps true
 - `start_broker` returns only when the broker answers on loopback and every partition has its leader.
 - The broker never outlives its parent, however the parent ends; a parent that is killed still gives it time to save.
 - All data of a broker and its log lie in one folder; starting again on that folder finds every record that was saved.
+- No topic comes into being by being named.
 - The port is the same across `restart`, so clients reconnect by themselves.
 - A broker that can no longer save what it acknowledges is reported by `check`, never left to be found out later.
 
@@ -35,7 +36,7 @@ from types import TracebackType
 from typing import Self
 
 from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 
 from schemas.errors import RoseError
 
@@ -44,8 +45,9 @@ HOST = "127.0.0.1"
 PORTS = range(20_000, 32_000)
 """Where a free port is looked for: below the ephemeral range, or a client that reconnects to a broker which is down can
 be given the broker's own port as its source, connect to itself, and keep the broker from coming back."""
-START_SECONDS = 90.0
-"""How long a broker may take to answer; Apache Kafka needs about 4 s on an idle machine, 6 s after it was killed."""
+START_SECONDS = 180.0
+"""How long a broker may take to answer. Apache Kafka needs about 4 s on an idle machine and 6 s after it was killed, but
+more than a minute where many processes want few cores."""
 STOP_SECONDS = 60.0
 """How long a broker may take to save and leave after it was asked to."""
 RESERVE_BYTES = 256 * 2**20
@@ -172,6 +174,8 @@ class Broker:
                 continue
             leaders = [partition.leader for topic in cluster.topics.values() for partition in topic.partitions.values()]
             if cluster.brokers and min(leaders, default=1) >= 0:
+                if self._kind.snapshot is not None:
+                    _forbid_auto_create(admin)
                 return
         self.kill()
         raise BrokerFailed(f"{self.name} did not answer on {self.bootstrap} in {START_SECONDS:.0f} s; see {self.log}")
@@ -236,6 +240,13 @@ def _embedded(data_folder: Path, port: int) -> _Kind:
     own.mkdir(exist_ok=True)
     name = f"noida-db {importlib.metadata.version('noida-db')}"
     return _Kind(name, [str(binary), "start", *options], snapshot=own / "kafka.json")
+
+
+def _forbid_auto_create(admin: AdminClient) -> None:
+    """The embedded broker makes a topic out of any misspelt name until it is told not to; it has no option for it."""
+    never = ConfigEntry("auto.create.topics.enable", "false", incremental_operation=AlterConfigOpType.SET)
+    broker = ConfigResource(ConfigResource.Type.BROKER, "1", incremental_configs=[never])
+    admin.incremental_alter_configs([broker])[broker].result()
 
 
 def _apache_kafka(data_folder: Path, port: int, kafka_home: Path, *, controller_port: int) -> _Kind:

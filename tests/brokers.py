@@ -1,0 +1,41 @@
+"""The brokers that tests run on.
+
+Keeps true
+- With ROSE_BOOTSTRAP the tests run on that broker alone and start none; else on the embedded broker and, with
+  KAFKA_HOME, on an Apache Kafka node too.
+- A test never sees what another left: it takes its own `namespace` before topics, groups and transactional ids.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from topics.embedded import Broker, start_broker
+
+EXTERNAL, EMBEDDED, KAFKA = "external", "embedded", "kafka"
+KINDS = [EXTERNAL] if os.environ.get("ROSE_BOOTSTRAP") else [EMBEDDED, KAFKA]
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalBroker:
+    """A broker that somebody else runs."""
+
+    bootstrap: str
+    name: str = "external broker"
+
+
+AnyBroker = Broker | ExternalBroker
+
+
+def start(kind: str, folder: Path) -> Broker:
+    """A broker of its own for the test that calls; skips the test where there is none to start."""
+    if kind == EXTERNAL:
+        pytest.skip("ROSE_BOOTSTRAP names a broker that tests may neither kill nor fill")
+    if kind == EMBEDDED:
+        return start_broker(folder)
+    home = os.environ.get("KAFKA_HOME")
+    if not home:
+        pytest.skip("KAFKA_HOME is not set: name a folder with Apache Kafka's libs/")
+    return start_broker(folder, kafka_home=Path(home))

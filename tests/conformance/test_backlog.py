@@ -1,0 +1,42 @@
+"""A long partition is read in pieces of the size that the reader asks for."""
+
+import random
+
+import pytest
+from confluent_kafka import KafkaException
+
+from tests.conformance.kit import Cluster
+
+RECORDS, RECORD_BYTES = 24, 500_000
+
+
+@pytest.fixture
+def backlog(cluster: Cluster) -> str:
+    topic = cluster.topic("backlog")
+    noise = random.Random(7).randbytes(RECORD_BYTES)
+    assert len(cluster.send(topic, (b"%04d" % index + noise for index in range(RECORDS)))) == RECORDS
+    return topic
+
+
+def whole(cluster: Cluster, topic: str, **limits: int) -> list[int]:
+    return [int(message.value()[:4]) for message in cluster.read(topic, **limits)]
+
+
+def test_a_backlog_is_read_with_room_to_receive_it(cluster: Cluster, backlog: str) -> None:
+    """With the limits that ROSE's readers have: they take an answer far larger than they asked for."""
+    limits = {"fetch_message_max_bytes": 4 * 2**20, "receive_message_max_bytes": 512 * 2**20}
+    assert whole(cluster, backlog, **limits) == list(range(RECORDS))
+
+
+@pytest.mark.embedded_fault(
+    "ignores fetch limits: one answer holds the whole partition, and a reader with less room for it stops",
+    raises=(KafkaException, AssertionError),
+)
+def test_a_fetch_is_no_larger_than_was_asked_for(cluster: Cluster, backlog: str) -> None:
+    limits = {
+        "fetch_message_max_bytes": 2**20,
+        "fetch_max_bytes": 2 * 2**20,
+        "message_max_bytes": 2**20,
+        "receive_message_max_bytes": 4 * 2**20,
+    }
+    assert whole(cluster, backlog, **limits) == list(range(RECORDS))

@@ -1,0 +1,113 @@
+"""What becomes of records when the broker's disk is full."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from confluent_kafka import KafkaError
+
+from tests.brokers import start
+from tests.conformance.kit import WAIT_SECONDS, Cluster, produce
+from topics.embedded import RESERVE_BYTES, Broker, BrokerFailed
+
+DISK_BYTES = RESERVE_BYTES + 128 * 2**20
+RECORDS = 100
+
+
+@contextmanager
+def mounted(disk: Path) -> Iterator[Path]:
+    """A disk of DISK_BYTES at this new folder."""
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("a small disk cannot be mounted here (it takes root)")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@dataclass
+class FullBroker:
+    """A broker that was sent 10 MB while its disk had room for one."""
+
+    broker: Broker
+    filler: Path
+    cluster: Cluster
+    topic: str
+    answers: list[KafkaError | None]
+    """The error, or None, with which each of the records was answered."""
+
+
+@contextmanager
+def filled(kind: str, disk: Path) -> Iterator[FullBroker]:
+    broker = start(kind, disk / "broker")
+    try:
+        cluster = Cluster(broker.bootstrap, "full.")
+        topic, filler, answers = cluster.topic("written"), fill(disk, leave_bytes=2**20), []
+        producer = cluster.producer(compression_type="none", message_timeout_ms=5000)
+        for _ in range(RECORDS):
+            producer.produce(topic, os.urandom(100_000), on_delivery=lambda error, _: answers.append(error))
+            producer.poll(0)
+        producer.flush(WAIT_SECONDS)
+        yield FullBroker(broker, filler, cluster, topic, answers)
+    finally:
+        broker.kill()
+
+
+def fill(disk: Path, *, leave_bytes: int) -> Path:
+    filler = disk / "filler"
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - leave_bytes)
+    return filler
+
+
+@pytest.fixture(scope="module")
+def full(broker_kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FullBroker]:
+    with mounted(tmp_path_factory.mktemp("full") / "disk") as disk, filled(broker_kind, disk) as broker:
+        yield broker
+
+
+@pytest.mark.slow
+@pytest.mark.embedded_fault("acknowledges records that it cannot save, and says nothing", raises=AssertionError)
+def test_a_record_that_cannot_be_saved_is_not_acknowledged(full: FullBroker) -> None:
+    assert len(full.answers) == RECORDS
+    assert any(error is not None for error in full.answers)
+
+
+@pytest.mark.slow
+def test_the_launcher_tells_of_a_full_disk_and_of_what_it_cost(full: FullBroker) -> None:
+    with pytest.raises(BrokerFailed, match=r"disk is too full for .*MiB free.*free some space"):
+        full.broker.check()
+    if full.broker.alive():
+        with pytest.raises(BrokerFailed, match="could not save its last records"):
+            full.broker.stop()
+
+
+@pytest.mark.slow
+def test_all_is_saved_once_there_is_room_again(broker_kind: str, tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk") as disk, filled(broker_kind, disk) as full:
+        full.filler.unlink()
+        if not full.broker.alive():  # Apache Kafka died of it, and takes no harm
+            full.broker.restart()
+        producer = full.cluster.producer()
+        delivered = produce(producer, full.topic, [b"room again"])
+        assert producer.flush(WAIT_SECONDS) == 0 and len(delivered) == 1
+        full.broker.check()
+        before = full.cluster.values(full.topic)
+        assert before[-1] == b"room again"
+        full.broker.restart()
+        assert full.cluster.values(full.topic) == before
+
+
+@pytest.mark.slow
+def test_a_broker_does_not_start_on_a_full_disk(broker_kind: str, tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk") as disk:
+        fill(disk, leave_bytes=RESERVE_BYTES // 2)
+        with pytest.raises(BrokerFailed, match="disk is too full"):
+            start(broker_kind, disk / "broker")

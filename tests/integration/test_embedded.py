@@ -1,0 +1,153 @@
+"""The launcher of the broker: one sentence for whatever is missing, and no broker left behind."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from tests.brokers import start
+from topics.embedded import Broker, BrokerFailed, start_broker
+
+REPOSITORY = Path(__file__).parents[2]
+WAIT_SECONDS = 60
+
+
+def test_the_embedded_broker_missing_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "noida_db", None)
+    with pytest.raises(BrokerFailed, match=r"pip install 'rose-rollouts\[embedded\]'.*KAFKA_HOME.*--bootstrap-server"):
+        start_broker(tmp_path)
+
+
+def test_a_folder_without_kafka_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BrokerFailed, match=f"no Apache Kafka in {tmp_path}/kafka: .*libs/"):
+        start_broker(tmp_path / "data", kafka_home=tmp_path / "kafka")
+
+
+@pytest.fixture
+def kafka_home(tmp_path: Path) -> Path:
+    """A folder that looks like an Apache Kafka until Java is asked for."""
+    libs = tmp_path / "kafka" / "libs"
+    libs.mkdir(parents=True)
+    (libs / "kafka_2.13-4.3.1.jar").touch()
+    return tmp_path / "kafka"
+
+
+def test_no_java_is_said(tmp_path: Path, kafka_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BrokerFailed, match="no Java found; Apache Kafka needs Java 17 or newer: install it, or set"):
+        start_broker(tmp_path / "data", kafka_home=kafka_home)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(BrokerFailed, match=f"no Java found in {tmp_path};"):
+        start_broker(tmp_path / "data", kafka_home=kafka_home)
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [('openjdk version "11.0.25" 2024-10-15', "Java 11.0.25"), ('java version "1.8.0_291"', "Java 1.8.0_291")],
+)
+def test_an_old_java_is_named(
+    said: str, named: str, tmp_path: Path, kafka_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text(f"#!/bin/sh\necho '{said}' >&2\n")
+    java.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(BrokerFailed, match=f"{java} is {named}; Apache Kafka needs Java 17 or newer"):
+        start_broker(tmp_path / "data", kafka_home=kafka_home)
+
+
+def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(BrokerFailed, match=f"port {port} of 127.0.0.1 is taken"):
+            start_broker(tmp_path, port=port)
+
+
+def test_a_folder_that_a_broker_already_uses_is_refused(tmp_path: Path) -> None:
+    with start_broker(tmp_path), pytest.raises(BrokerFailed, match=r"did not start: exit status 1, .*already running"):
+        start_broker(tmp_path)
+
+
+def test_data_that_is_damaged_is_refused_and_kept(tmp_path: Path) -> None:
+    damaged = tmp_path / "noida-db" / "kafka.json"
+    damaged.parent.mkdir()
+    damaged.write_text('{"topics": [')
+    with pytest.raises(BrokerFailed, match=r"did not start: .*parse.*broker\.log"):
+        start_broker(tmp_path)
+    assert damaged.read_text() == '{"topics": ['
+
+
+def test_a_broker_says_what_it_is_and_is_seen_to_die(own_broker: Broker) -> None:
+    assert own_broker.name.split()[-1][0].isdigit()
+    assert listening_addresses(int(own_broker.bootstrap.removeprefix("127.0.0.1:"))) <= LOOPBACK
+    own_broker.check()
+    assert own_broker.alive()
+    own_broker.kill()
+    assert not own_broker.alive()
+    with pytest.raises(BrokerFailed, match=f"{own_broker.name} died: killed by signal 9"):
+        own_broker.check()
+    own_broker.stop()
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
+"""127.0.0.1 as /proc/net writes it, plain and mapped into IPv6."""
+
+
+def listening_addresses(port: int) -> set[str]:
+    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    places = [line[1].split(":") for line in lines if line[3] == "0A"]
+    return {address for address, number in places if int(number, 16) == port}
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from tests.brokers import start
+broker = start(sys.argv[1], Path(sys.argv[2]))
+print(broker.bootstrap, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_a_broker_goes_with_its_killed_parent_and_saves_first(broker_kind: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PARENT, broker_kind, str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as parent:
+        assert parent.stdout is not None and parent.stderr is not None
+        bootstrap = parent.stdout.readline().strip()
+        if not bootstrap:
+            pytest.skip(parent.stderr.read().strip().splitlines()[-1])
+        [child] = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        broker = os.pidfd_open(int(child))
+        write(bootstrap, "kept")
+        parent.send_signal(signal.SIGKILL)
+    assert select.select([broker], [], [], WAIT_SECONDS)[0], "the broker outlived its parent"
+    os.close(broker)
+    with start(broker_kind, tmp_path) as again:
+        assert read(again.bootstrap) == b"kept"
+
+
+def write(bootstrap: str, value: str) -> None:
+    admin = AdminClient({"bootstrap.servers": bootstrap, "log_level": 0})
+    admin.create_topics([NewTopic("saved", 1, 1)])["saved"].result()
+    producer = Producer({"bootstrap.servers": bootstrap, "log_level": 0})
+    producer.produce("saved", value)
+    assert producer.flush(WAIT_SECONDS) == 0
+
+
+def read(bootstrap: str) -> object:
+    consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": "by-hand", "log_level": 0})
+    consumer.assign([TopicPartition("saved", 0, 0)])
+    message = consumer.poll(WAIT_SECONDS)
+    consumer.close()
+    return message and message.value()
