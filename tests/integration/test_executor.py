@@ -1,0 +1,181 @@
+"""The executor over a real broker with a real engine: turns in, results out, versions swapped under it."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from schemas.arrays import pack_tokens, unpack_logprobs, unpack_tokens
+from schemas.prompts import Sampling
+from schemas.slack import ExecutorState, SlackHeartbeat
+from schemas.turns import PlacementCost, TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from tests.brokers import AnyBroker
+from tests.integration.policies import logprobs_of, new_policy, save_policy, tensors_of
+from topics.admin import create_topics
+from topics.bus import Envelope, Reader, Writer
+from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, MANIFESTS, Partitions
+from topics.settings import BusSettings
+from workers.executor.config import ExecutorConfig
+from workers.executor.main import run_executor
+from workers.weights.manifests import manifest_key
+from workers.weights.publish import WeightPublisher
+
+pytestmark = pytest.mark.slow
+
+SLOT = 1
+WAIT_SECONDS = 120.0
+"""What has not come by then has been lost."""
+
+
+@dataclass
+class Router:
+    """The executor's other side: publishes versions, dispatches turns, hears results and heartbeats."""
+
+    settings: BusSettings
+
+    def __post_init__(self) -> None:
+        self.writer = Writer(self.settings, "test")
+        self.publisher = WeightPublisher(self.settings, "policy")
+        self.reader = Reader(self.settings, "test", group="test")
+        self.reader.assign({(HEARTBEATS, 0): 0, (COMPLETED, 0): 0, (COMPLETED, 1): 0})
+        self.beats: list[SlackHeartbeat] = []
+        self.results: list[TurnResult] = []
+
+    def publish(self, model: Any, version: int, *, digest: bytes | None = None) -> None:
+        named = tensors_of(model).items()
+        manifest = self.publisher.publish(named, version, step=version, published_at=time.time())
+        if digest is not None:
+            manifest = msgspec.structs.replace(manifest, digest=digest)
+        self.writer.write(MANIFESTS, manifest, key=manifest_key(manifest))
+        self.writer.flush()
+
+    def dispatch(self, name: str, context: list[int], *, incarnation: int | None = None, max_tokens: int = 8) -> None:
+        now = time.time()
+        request = TurnRequest(
+            trajectory_id=name,
+            group_id="g",
+            home=1,
+            turn=0,
+            context=pack_tokens(context),
+            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=(0,)),
+            requested_at=now,
+            deadline=now + 600,
+        )
+        record = TurnDispatch(
+            request=request,
+            worker="executor-1",
+            slot=SLOT,
+            incarnation=self.beats[-1].incarnation if incarnation is None else incarnation,
+            lease_until=now + 600,
+            dispatched_at=now,
+            cost=PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0),
+        )
+        self.writer.write(DISPATCHED, record, key=name, partition=SLOT)
+        self.writer.flush()
+
+    def until(self, met: Callable[[], bool]) -> None:
+        """Listen until it is so."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not met():
+            assert time.monotonic() < deadline, (self.beats[-1:], self.results[-1:])
+            for item in self.reader.read(100, 0.5):
+                assert isinstance(item, Envelope)
+                if isinstance(item.record, SlackHeartbeat):
+                    self.beats.append(item.record)
+                elif isinstance(item.record, TurnResult):
+                    assert item.partition == item.record.home == 1
+                    self.results.append(item.record)
+
+    def serves(self, version: int) -> bool:
+        return bool(self.beats) and self.beats[-1].policy_version == version
+
+    def result(self, name: str) -> TurnResult:
+        self.until(lambda: any(result.trajectory_id == name for result in self.results))
+        return next(result for result in self.results if result.trajectory_id == name)
+
+
+@pytest.fixture
+def router(broker: AnyBroker, namespace: str, tmp_path: Path) -> Iterator[Router]:
+    settings = BusSettings(broker.bootstrap, namespace)
+    create_topics(settings, Partitions(home=2, slots=2, samples=1, chunks=2))
+    folder = save_policy(tmp_path / "model", new_policy(0, tied=True))
+    config = ExecutorConfig(model_folder=folder, slot=SLOT, max_model_len=256, kv_cache_bytes=16 << 20)
+    stop = Event()
+    thread = Thread(target=run_executor, args=(settings, config, "executor-1", stop))
+    thread.start()
+    try:
+        yield Router(settings)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def prove(result: TurnResult, model: Any, context: list[int], version: int) -> None:
+    """The result is what this model sampled under this version: its logprobs are transformers' own."""
+    tokens = unpack_tokens(result.tokens)
+    assert result.outcome is TurnOutcome.COMPLETED
+    assert result.spans == (VersionSpan(0, len(tokens), version),)
+    assert result.context_tokens == len(context)
+    expected = logprobs_of(model, context, tokens).numpy()
+    assert np.abs(unpack_logprobs(result.logprobs) - expected).max() < 1e-4
+
+
+def test_an_executor_from_start_to_its_second_version(router: Router) -> None:
+    models = [new_policy(seed, tied=True) for seed in (0, 1, 2)]
+    context = [3, 4, 5, 6] * 20
+
+    router.until(lambda: bool(router.beats))
+    assert (router.beats[-1].state, router.beats[-1].policy_version) == (ExecutorState.STARTING, -1)
+    router.dispatch("too-early", context)
+    refused = router.result("too-early")
+    assert refused.outcome is TurnOutcome.REFUSED and "too old" in refused.reason
+
+    router.publish(models[1], 1)
+    router.until(lambda: router.serves(1))
+    assert router.beats[-1].state is ExecutorState.READY
+    router.dispatch("first", context)
+    prove(router.result("first"), models[1], context, 1)
+    router.dispatch("second", context)
+    assert router.result("second").cached_tokens > 0
+
+    router.publish(models[2], 2, digest=bytes(16))
+    router.publish(models[2], 3)
+    router.until(lambda: router.serves(3))
+    assert not any(beat.policy_version == 2 for beat in router.beats)
+    router.dispatch("third", context)
+    third = router.result("third")
+    prove(third, models[2], context, 3)
+    assert third.cached_tokens == 0
+
+    router.dispatch("ghost", context, incarnation=router.beats[-1].incarnation - 1)
+    router.dispatch("too-long", context, max_tokens=60_000)
+    router.dispatch("long", [3] * 300)
+    assert router.result("too-long").outcome is TurnOutcome.REFUSED
+    long = router.result("long")
+    assert long.outcome is TurnOutcome.REFUSED and "context" in long.reason
+    assert not any(result.trajectory_id == "ghost" for result in router.results)
+
+    times = third.times
+    assert 0 < times.requested_at <= times.dispatched_at <= times.received_at <= times.scheduled_at
+    assert times.scheduled_at <= times.first_token_at <= times.finished_at
+    assert third.device_seconds["dedicated"] > 0
+
+
+def test_more_than_it_offers_is_refused_and_all_else_is_answered_once(router: Router) -> None:
+    router.publish(new_policy(0, tied=True), 0)
+    router.until(lambda: router.serves(0))
+    offered = router.beats[-1].max_turns
+    names = [f"t{number}" for number in range(offered + 40)]
+    for number, name in enumerate(names):
+        router.dispatch(name, [1 + number % 40] * 20, max_tokens=100)
+    router.until(lambda: len(router.results) >= len(names))
+    assert sorted(result.trajectory_id for result in router.results) == sorted(names)
+    outcomes = {result.outcome for result in router.results}
+    assert outcomes <= {TurnOutcome.COMPLETED, TurnOutcome.REFUSED}
+    assert all(result.reason == "full" for result in router.results if result.outcome is TurnOutcome.REFUSED)

@@ -1,0 +1,235 @@
+"""The executor's loop: inbox, staged weights, one engine step, results, heartbeat; again.
+
+Keeps true
+- Everything happens in one thread, in this order: a hung engine is a silent executor, and the router notices.
+- A staged policy version is applied between two steps, whole or not at all.
+- Every turn taken on is answered once; a turn that cannot be taken is refused with the reason.
+- No turn is taken on before a version from the log has been applied.
+
+It decides nothing: the inbox does.
+"""
+
+import time
+from dataclasses import dataclass
+from threading import Event
+
+import structlog
+
+from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
+from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
+from schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
+from topics.bus import Envelope, Reader, Writer
+from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
+from topics.settings import BusSettings
+from workers.executor import metrics
+from workers.executor.config import ExecutorConfig
+from workers.executor.inbox import Inbox, Verdict
+from workers.executor.step_cost import StepCost
+from workers.executor.vllm.engine import Engine
+from workers.executor.vllm.types import EngineRefusal, Finished, SwapRefused
+from workers.weights.receive import WeightReceiver
+
+INBOX_BATCH = 256
+"""Dispatches taken from the inbox between two steps."""
+
+TTL_SECONDS = 2.0
+"""How long a heartbeat is good for: after that, silence means no slack."""
+
+IDLE_SECONDS = 0.02
+"""Longest wait for the inbox while the engine has nothing to do: staged weights are picked up within it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A turn in the engine."""
+
+    key: TurnKey
+    received_at: float
+    share_before: float
+    """The executor's running sum of seconds per turn when this one began."""
+
+
+class Executor:
+    """Moves turns between the inbox and the engine."""
+
+    def __init__(
+        self, settings: BusSettings, config: ExecutorConfig, name: str, engine: Engine, receiver: WeightReceiver
+    ) -> None:
+        self._config = config
+        self._name = name
+        self._engine = engine
+        self._receiver = receiver
+        self._log = structlog.get_logger("executor").bind(worker=name)
+        load = engine.load()
+        self._incarnation = int(time.time() * 1000)
+        self._token_budget = load.kv_bytes_total // load.kv_bytes_per_token
+        self._inbox = Inbox(self._incarnation, max_turns=config.max_turns, token_budget=self._token_budget)
+        self._running: dict[str, Running] = {}
+        self._share = 0.0
+        self._cost = StepCost(base_seconds=0.01, token_seconds=0.0001)
+        self._version = -1
+        self._swap_seconds = 0.0
+        self._sequence = 0
+        self._next_heartbeat = 0.0
+        self._writer = Writer(settings, name)
+        self._reader = Reader(settings, name, group="executor")
+        # The end as it is now, not as it will be at the first fetch: what is dispatched after a heartbeat must be read.
+        inbox = (DISPATCHED, config.slot)
+        self._reader.assign({inbox: self._reader.watermarks(inbox)[1]})
+
+    def run(self, stop: Event) -> None:
+        """Until `stop` is set; what is in the engine then is left to the router, which issues it again."""
+        self._log.info("started", incarnation=self._incarnation, slot=self._config.slot, tokens=self._token_budget)
+        while not stop.is_set():
+            for item in self._reader.read(INBOX_BATCH, 0.0 if self._running else IDLE_SECONDS):
+                if isinstance(item, Envelope) and isinstance(item.record, TurnDispatch):
+                    self._consider(item.record)
+            self._swap_if_staged()
+            if self._running:
+                self._step()
+            self._writer.poll()
+            self._beat_if_due(ExecutorState.READY if self._version >= 0 else ExecutorState.STARTING)
+        self._beat(ExecutorState.STOPPING)
+        self._writer.flush()
+        self._reader.close()
+
+    def _consider(self, dispatch: TurnDispatch) -> None:
+        now = time.time()
+        answer = self._inbox.offer(dispatch, self._version, now)
+        if answer.verdict is Verdict.DROP:
+            metrics.TURNS.labels(f"dropped_{answer.reason}").inc()
+        elif answer.verdict is Verdict.REFUSE:
+            self._refuse(dispatch, answer.reason, now)
+        else:
+            request = dispatch.request
+            name = "/".join(map(str, request.key))
+            try:
+                context = unpack_tokens(request.context)
+                self._engine.add(name, context, request.sampling, policy_version=self._version)
+            except EngineRefusal as refusal:
+                self._inbox.release(request.key)
+                self._refuse(dispatch, str(refusal), now)
+            else:
+                self._running[name] = Running(request.key, now, self._share)
+
+    def _swap_if_staged(self) -> None:
+        staged = self._receiver.staged()
+        if staged is None:
+            return
+        try:
+            self._swap_seconds = self._engine.swap(staged.version, staged.tensors.items())
+        except SwapRefused as refusal:
+            metrics.SWAPS_REFUSED.inc()
+            self._log.error("version refused, the old one serves on", version=staged.version, reason=str(refusal))
+            return
+        self._version = staged.version
+        metrics.SWAP_SECONDS.observe(self._swap_seconds)
+        metrics.POLICY_VERSION.set(staged.version)
+        self._log.info("serving", version=staged.version, swap_seconds=round(self._swap_seconds, 4))
+        self._beat(ExecutorState.READY)
+
+    def _step(self) -> None:
+        step = self._engine.step()
+        self._share += step.seconds / len(self._running)
+        self._cost.observe(step.tokens, step.seconds)
+        metrics.STEP_SECONDS.observe(step.seconds)
+        for finished in step.finished:
+            self._answer(finished)
+
+    def _answer(self, finished: Finished) -> None:
+        running = self._running.pop(finished.key)
+        dispatch = self._inbox.release(running.key)
+        request = dispatch.request
+        metrics.TURNS.labels("completed").inc()
+        metrics.TOKENS.labels("sampled").inc(len(finished.tokens))
+        metrics.TOKENS.labels("cached").inc(finished.cached_tokens)
+        metrics.TURN_SECONDS.observe(finished.finished_at - running.received_at)
+        self._send(
+            TurnResult(
+                trajectory_id=request.trajectory_id,
+                group_id=request.group_id,
+                home=request.home,
+                turn=request.turn,
+                attempt=request.attempt,
+                outcome=TurnOutcome.COMPLETED,
+                worker=self._name,
+                incarnation=self._incarnation,
+                tokens=pack_tokens(finished.tokens),
+                logprobs=pack_logprobs(finished.logprobs),
+                finish_reason=finished.finish_reason,
+                spans=finished.spans,
+                context_tokens=finished.context_tokens,
+                cached_tokens=finished.cached_tokens,
+                times=TurnTimes(
+                    requested_at=request.requested_at,
+                    dispatched_at=dispatch.dispatched_at,
+                    received_at=running.received_at,
+                    scheduled_at=finished.scheduled_at,
+                    first_token_at=finished.first_token_at,
+                    finished_at=finished.finished_at,
+                ),
+                device_seconds={WorkerClass.DEDICATED.value: self._share - running.share_before},
+            )
+        )
+
+    def _refuse(self, dispatch: TurnDispatch, reason: str, now: float) -> None:
+        request = dispatch.request
+        metrics.TURNS.labels("refused").inc()
+        self._log.info("refused", trajectory=request.trajectory_id, turn=request.turn, reason=reason)
+        times = TurnTimes(
+            requested_at=request.requested_at, dispatched_at=dispatch.dispatched_at, received_at=now, finished_at=now
+        )
+        self._send(
+            TurnResult(
+                trajectory_id=request.trajectory_id,
+                group_id=request.group_id,
+                home=request.home,
+                turn=request.turn,
+                attempt=request.attempt,
+                outcome=TurnOutcome.REFUSED,
+                reason=reason,
+                worker=self._name,
+                incarnation=self._incarnation,
+                times=times,
+            )
+        )
+
+    def _send(self, result: TurnResult) -> None:
+        self._writer.write(
+            COMPLETED, result, key=result.trajectory_id, partition=result.home, trajectory_id=result.trajectory_id
+        )
+
+    def _beat_if_due(self, state: ExecutorState) -> None:
+        if time.monotonic() >= self._next_heartbeat:
+            self._beat(state)
+
+    def _beat(self, state: ExecutorState) -> None:
+        self._next_heartbeat = time.monotonic() + self._config.heartbeat_seconds
+        load = self._engine.load()
+        metrics.HELD_TURNS.set(len(self._running))
+        metrics.KV_FREE_BYTES.set(load.kv_bytes_free)
+        beat = SlackHeartbeat(
+            worker=self._name,
+            incarnation=self._incarnation,
+            slot=self._config.slot,
+            sequence=self._sequence,
+            worker_class=WorkerClass.DEDICATED,
+            state=state,
+            policy_version=self._version,
+            hardware=Hardware(
+                device=load.device,
+                prefill_tokens_per_second=self._cost.prefill_tokens_per_second,
+                decode_tokens_per_second=self._cost.decode_tokens_per_second(load.running),
+            ),
+            kv_bytes_total=load.kv_bytes_total,
+            kv_bytes_free=load.kv_bytes_free,
+            kv_bytes_per_token=load.kv_bytes_per_token,
+            rollout=Tenant(running=load.running, waiting=load.waiting),
+            max_turns=self._config.max_turns,
+            token_budget=self._token_budget,
+            ttl_seconds=TTL_SECONDS,
+            sent_at=time.time(),
+            swap_seconds=self._swap_seconds,
+        )
+        self._sequence += 1
+        self._writer.write(HEARTBEATS, beat, key=self._name)

@@ -1,0 +1,36 @@
+"""The executor as a program."""
+
+from threading import Event
+
+from topics.settings import BusSettings
+from workers.executor.config import ExecutorConfig
+
+
+def run_executor(settings: BusSettings, config: ExecutorConfig, name: str, stop: Event) -> None:
+    """Run turns of the inbox `config.slot` until `stop` is set.
+
+    Raises RoseError: a broken model folder, an unreachable broker, a missing topic.
+    """
+    from workers.executor.loop import Executor
+    from workers.executor.vllm.engine import Engine
+    from workers.executor.vllm.types import EngineConfig
+    from workers.weights.receive import WeightReceiver
+
+    engine = Engine(
+        EngineConfig(
+            model_folder=config.model_folder,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            max_running=config.max_turns,
+            kv_cache_bytes=config.kv_cache_bytes,
+            step_tokens=config.step_tokens,
+            seed=config.seed,
+        )
+    )
+    receiver = WeightReceiver(settings, config.model_id, shapes=engine.shapes, client_id=f"{name}-weights")
+    receiver.start()
+    try:
+        Executor(settings, config, name, engine, receiver).run(stop)
+    finally:
+        receiver.stop()
+        engine.close()
