@@ -1,0 +1,47 @@
+"""Small random policies as model folders, and what transformers says about their tokens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 48
+
+
+def new_policy(seed: int, *, tied: bool) -> Any:
+    """A Qwen3 model of 0.45M parameters, 4 layers; weights large enough that its distributions are far from uniform."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+    )
+    return Qwen3ForCausalLM(config).float().eval()
+
+
+def save_policy(folder: Path, model: Any) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    """A version of its own: later changes of the model do not reach it."""
+    return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, context: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+    """What transformers gives for each of `tokens` after `context`."""
+    ids = torch.tensor([[*context, *tokens]])
+    logits = model(input_ids=ids).logits[0, len(context) - 1 : -1] / temperature
+    return torch.log_softmax(logits, -1).gather(-1, ids[0, len(context) :, None])[:, 0]

@@ -1,0 +1,412 @@
+"""The engine against transformers: every claim about weights is proven by logprobs."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.layers import utils as layer_utils
+
+from schemas.prompts import Sampling
+from schemas.turns import VersionSpan
+from tests.integration.policies import VOCABULARY, logprobs_of, new_policy, save_policy, tensors_of
+from workers.executor.vllm.engine import (
+    Engine,
+    EngineBroken,
+    EngineConfig,
+    EngineRefusal,
+    EngineStartError,
+    Finished,
+    SwapRefused,
+)
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-4
+"""Largest difference of two logprobs that counts as the same."""
+
+BLOCK = 32
+MAX_MODEL_LEN = 256
+MAX_RUNNING = 16
+
+
+@dataclass
+class Rig:
+    """An engine, and the transformers model whose weights it should serve."""
+
+    engine: Engine
+    model: Any
+    tied: bool
+    seed: int = 0
+
+    def swap(self) -> None:
+        """To the next random policy, under the next version."""
+        self.seed += 1
+        self.model = new_policy(self.seed, tied=self.tied)
+        self.engine.swap(self.engine.version + 1, tensors_of(self.model).items())
+
+    def add(self, key: str, context: Sequence[int], **sampling: Any) -> None:
+        self.engine.add(key, context, Sampling(**sampling), policy_version=self.engine.version)
+
+    def drain(self) -> dict[str, Finished]:
+        done: dict[str, Finished] = {}
+        while len(self.engine):
+            done |= {turn.key: turn for turn in self.engine.step().finished}
+        return done
+
+    def run(self, context: Sequence[int], **sampling: Any) -> Finished:
+        self.add("only", context, **sampling)
+        return self.drain()["only"]
+
+    def check(self, seed: int, turns: int = 40) -> float:
+        """Many turns of different lengths together; the largest difference to transformers."""
+        rng = random.Random(seed)
+        contexts = {f"t{i}": contexts_of(rng, rng.randint(1, 150)) for i in range(turns)}
+        for key, context in contexts.items():
+            self.add(key, context, max_tokens=rng.randint(1, 40))
+            if rng.random() < 0.3:
+                self.engine.step()
+        return max(difference(self.model, contexts[key], turn) for key, turn in self.drain().items() if key in contexts)
+
+
+def contexts_of(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCABULARY) for _ in range(length)]
+
+
+def difference(model: Any, context: Sequence[int], turn: Finished, temperature: float = 1.0) -> float:
+    expected = logprobs_of(model, context, turn.tokens, temperature)
+    return float((expected - torch.from_numpy(turn.logprobs)).abs().max())
+
+
+def folder_config(folder: Path, **settings: Any) -> EngineConfig:
+    standard = {"max_model_len": MAX_MODEL_LEN, "max_running": MAX_RUNNING, "step_tokens": 512, "seed": 1}
+    return EngineConfig(model_folder=folder, **(standard | settings))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    model = new_policy(0, tied=request.param)
+    folder = save_policy(tmp_path_factory.mktemp("policy"), model)
+    rig = Rig(Engine(folder_config(folder, policy_version=0)), model, request.param)
+    yield rig
+    rig.engine.close()
+
+
+@pytest.fixture
+def rig(started: Rig) -> Iterator[Rig]:
+    yield started
+    for key in list(started.engine._turns):
+        started.engine.abort(key)
+
+
+def fail_after(calls: int, times: int = 1) -> Callable[..., None]:
+    """The function that packs a layer, failing `times` times after it packed `calls` layers."""
+    real = layer_utils.dispatch_cpu_unquantized_gemm
+    seen = 0
+
+    def pack(layer: torch.nn.Module, remove_weight: bool) -> None:
+        nonlocal seen
+        seen += 1
+        if calls < seen <= calls + times:
+            raise RuntimeError("out of memory")
+        real(layer, remove_weight)
+
+    return pack
+
+
+def test_a_failed_first_swap_leaves_the_folders_weights_serving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rig.engine.version == 0, "has to be the first test: no version has been swapped in yet"
+    monkeypatch.setattr(layer_utils, "dispatch_cpu_unquantized_gemm", fail_after(5))
+    with pytest.raises(SwapRefused, match="out of memory"):
+        rig.engine.swap(7, tensors_of(new_policy(99, tied=rig.tied)).items())
+    assert rig.engine.version == 0
+    assert rig.check(0) < TOLERANCE
+
+
+def test_logprobs_are_those_of_transformers_before_and_after_swaps(rig: Rig) -> None:
+    assert rig.check(1) < TOLERANCE
+    for seed in (2, 3):
+        rig.swap()
+        assert rig.check(seed) < TOLERANCE
+
+
+def test_a_failed_later_swap_leaves_the_version_before_it_serving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.swap()
+    version = rig.engine.version
+    monkeypatch.setattr(layer_utils, "dispatch_cpu_unquantized_gemm", fail_after(5))
+    with pytest.raises(SwapRefused, match="out of memory"):
+        rig.engine.swap(version + 1, tensors_of(new_policy(98, tied=rig.tied)).items())
+    assert rig.engine.version == version
+    assert rig.check(4) < TOLERANCE
+
+
+def test_a_swap_that_cannot_be_undone_says_that_nothing_serves(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as faults:
+        faults.setattr(layer_utils, "dispatch_cpu_unquantized_gemm", fail_after(5, times=2))
+        with pytest.raises(EngineBroken):
+            rig.engine.swap(rig.engine.version + 1, tensors_of(new_policy(97, tied=rig.tied)).items())
+    rig.swap()
+    assert rig.check(5) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda v: v.pop("model.layers.2.mlp.up_proj.weight"), "missing"),
+        (lambda v: v.update({"model.layers.9.mlp.up_proj.weight": torch.zeros(1)}), "no tensor model.layers.9"),
+        (lambda v: v.update({"model.norm.weight": torch.zeros(95)}), "shape"),
+        (lambda v: v.update({"model.norm.weight": torch.zeros(96, dtype=torch.float64)}), "float64"),
+        (lambda v: v.update({"model.norm.weight": torch.zeros(96, dtype=torch.int32)}), "int32"),
+        (lambda v: v.update({"model.norm.weight": torch.zeros(96, device="meta")}), "no dense data"),
+        (lambda v: v.update({"lm_head.weight": torch.zeros(VOCABULARY - 1, 96)}), "lm_head"),
+    ],
+    ids=["missing", "unknown", "shape", "float64", "int32", "meta", "head"],
+)
+def test_a_version_that_is_not_the_models_is_refused_before_the_first_write(
+    rig: Rig, spoil: Callable[[dict[str, torch.Tensor]], object], reason: str
+) -> None:
+    version = rig.engine.version
+    spoiled = tensors_of(new_policy(96, tied=rig.tied))
+    spoil(spoiled)
+    with pytest.raises(SwapRefused, match=reason):
+        rig.engine.swap(version + 1, spoiled.items())
+    assert rig.engine.version == version
+    assert rig.check(6, turns=4) < TOLERANCE
+
+
+def test_a_tensor_that_comes_twice_is_refused(rig: Rig) -> None:
+    tensors = list(tensors_of(rig.model).items())
+    with pytest.raises(SwapRefused, match="twice"):
+        rig.engine.swap(rig.engine.version + 1, [*tensors, tensors[0]])
+
+
+def test_a_narrower_element_type_is_widened_exactly_in_any_order_with_a_tied_head_beside(rig: Rig) -> None:
+    rig.model = new_policy(95, tied=rig.tied)
+    with torch.no_grad():
+        for parameter in rig.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    state = rig.model.state_dict()  # holds lm_head.weight, tied or not
+    tensors = [(name, tensor.bfloat16()) for name, tensor in state.items()]
+    random.Random(0).shuffle(tensors)
+    rig.engine.swap(rig.engine.version + 1, tensors)
+    assert rig.check(7) < TOLERANCE
+
+
+def test_a_turn_that_a_swap_overtakes_goes_on_and_says_which_version_sampled_what(rig: Rig) -> None:
+    context = contexts_of(random.Random(8), 70)
+    rig.add("over", context, max_tokens=30)
+    for _ in range(11):
+        rig.engine.step()
+    before, old = rig.engine.version, rig.model
+    rig.swap()
+    turn = rig.drain()["over"]
+    assert turn.spans == (VersionSpan(0, 11, before), VersionSpan(11, 30, before + 1))
+
+    # Its cache holds what the old weights computed: all but the last token that they sampled.
+    ids = torch.tensor([[*context, *turn.tokens]])
+    split = len(context) + 10
+    with torch.no_grad():
+        first = old(input_ids=ids[:, :split], use_cache=True)
+        second = rig.model(input_ids=ids[:, split:], past_key_values=first.past_key_values)
+    logits = torch.cat([first.logits, second.logits], 1)[0, len(context) - 1 : -1]
+    expected = torch.log_softmax(logits, -1).gather(-1, ids[0, len(context) :, None])[:, 0]
+    assert float((expected - torch.from_numpy(turn.logprobs)).abs().max()) < TOLERANCE
+
+
+def test_a_turn_that_waits_through_a_swap_is_of_the_new_version_alone(rig: Rig) -> None:
+    context = contexts_of(random.Random(9), 3 * BLOCK + 1)
+    rig.run(context, max_tokens=1)
+    for i in range(MAX_RUNNING + 4):
+        rig.add(f"t{i}", context, max_tokens=20)
+    rig.engine.step()
+    assert rig.engine.load().waiting == 4
+    rig.swap()
+    done = rig.drain()
+    assert [done[f"t{i}"].cached_tokens for i in range(MAX_RUNNING)] == [3 * BLOCK] * MAX_RUNNING
+    for i in range(MAX_RUNNING, MAX_RUNNING + 4):
+        assert done[f"t{i}"].spans == (VersionSpan(0, 20, rig.engine.version),)
+        assert difference(rig.model, context, done[f"t{i}"]) < TOLERANCE
+    assert done[f"t{MAX_RUNNING}"].cached_tokens == 0
+
+
+def test_the_next_turn_finds_its_prefix_and_no_version_finds_anothers(rig: Rig) -> None:
+    rng = random.Random(10)
+    context = contexts_of(rng, 3 * BLOCK)
+    first = rig.run(context, max_tokens=BLOCK + 1)
+    assert first.cached_tokens == 0
+    longer = [*context, *first.tokens, *contexts_of(rng, 5)]
+    assert rig.run(longer, max_tokens=5).cached_tokens == 4 * BLOCK
+    rig.swap()
+    assert rig.run(longer, max_tokens=5).cached_tokens == 0
+    assert rig.run(longer, max_tokens=5).cached_tokens == 4 * BLOCK
+    weights = tensors_of(new_policy(94, tied=rig.tied))
+    rig.engine.swap(rig.engine.version, weights.items())  # other weights under the same number
+    assert rig.run(longer, max_tokens=5).cached_tokens == 0
+    rig.swap()
+
+
+def test_logprobs_are_of_the_distribution_that_was_sampled(rig: Rig) -> None:
+    context = contexts_of(random.Random(11), 40)
+    for temperature in (0.5, 1.7):
+        turn = rig.run(context, max_tokens=30, temperature=temperature)
+        assert difference(rig.model, context, turn, temperature) < TOLERANCE
+
+    greedy = rig.run(context, max_tokens=30, temperature=0.0)
+    assert difference(rig.model, context, greedy) < TOLERANCE
+
+    nucleus = rig.run(context, max_tokens=30, top_p=0.6)
+    with torch.no_grad():
+        logits = rig.model(input_ids=torch.tensor([[*context, *nucleus.tokens]])).logits[0, len(context) - 1 : -1]
+    probabilities, order = torch.softmax(logits, -1).sort(-1, descending=True)
+    kept = probabilities.cumsum(-1) - probabilities < 0.6
+    for row, token in enumerate(nucleus.tokens):
+        place = int((order[row] == token).nonzero())
+        assert kept[row, place]
+        expected = (probabilities[row, place] / probabilities[row][kept[row]].sum()).log()
+        assert abs(float(expected) - nucleus.logprobs[row]) < TOLERANCE
+
+
+def test_tokens_are_as_frequent_as_their_logprobs_say(rig: Rig) -> None:
+    context = contexts_of(random.Random(12), 2 * BLOCK + 1)
+    turns = 4000
+    for i in range(turns):
+        rig.add(str(i), context, max_tokens=1, temperature=1.5)
+    counts = torch.zeros(VOCABULARY)
+    for turn in rig.drain().values():
+        counts[turn.tokens[0]] += 1
+    with torch.no_grad():
+        expected = turns * torch.softmax(rig.model(input_ids=torch.tensor([context])).logits[0, -1] / 1.5, -1)
+    common = expected >= 5
+    chi_square = float(((counts - expected)[common] ** 2 / expected[common]).sum())
+    freedom = int(common.sum())
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, "more than five standard deviations away"
+
+
+def test_a_seed_fixes_the_tokens_whatever_else_runs(rig: Rig) -> None:
+    rng = random.Random(13)
+    context = contexts_of(rng, 50)
+    alone = rig.run(context, max_tokens=30, seed=5)
+    for i in range(6):
+        rig.add(f"other{i}", contexts_of(rng, 20), max_tokens=25)
+    rig.add("seeded", context, max_tokens=30, seed=5)
+    rig.add("unseeded", context, max_tokens=30)
+    done = rig.drain()
+    assert done["seeded"].tokens == alone.tokens
+    assert done["unseeded"].tokens != alone.tokens
+
+
+def test_a_turn_ends_at_a_stop_token_at_its_limit_or_when_the_model_is_full(rig: Rig) -> None:
+    context = contexts_of(random.Random(14), 40)
+    turn = rig.run(context, max_tokens=30, seed=3)
+    assert (turn.finish_reason, len(turn.tokens), turn.context_tokens) == ("length", 30, 40)
+
+    stop = turn.tokens[12]
+    stopped = rig.run(context, max_tokens=30, seed=3, stop_token_ids=(stop,))
+    assert stopped.finish_reason == "stop"
+    assert stopped.tokens == turn.tokens[: turn.tokens.index(stop) + 1]
+
+    full = rig.run(contexts_of(random.Random(15), MAX_MODEL_LEN - 3), max_tokens=30)
+    assert (full.finish_reason, len(full.tokens)) == ("length", 3)
+
+
+def test_an_aborted_turn_keeps_what_it_has_sampled(rig: Rig) -> None:
+    context = contexts_of(random.Random(16), 60)
+    rig.add("gone", context, max_tokens=50)
+    for _ in range(9):
+        rig.engine.step()
+    turn = rig.engine.abort("gone")
+    assert turn is not None
+    assert (turn.finish_reason, len(turn.tokens), len(turn.logprobs)) == ("abort", 9, 9)
+    assert turn.spans == (VersionSpan(0, 9, rig.engine.version),)
+    assert difference(rig.model, context, turn) < TOLERANCE
+    assert rig.engine.abort("gone") is None
+    again = rig.run(context, max_tokens=2)
+    assert difference(rig.model, context, again) < TOLERANCE
+
+    rig.add("never", context, max_tokens=50)
+    unstarted = rig.engine.abort("never")
+    assert unstarted is not None
+    assert (unstarted.tokens, unstarted.spans, unstarted.scheduled_at) == ([], (), 0.0)
+
+
+def test_what_cannot_run_is_refused_with_the_reason(rig: Rig) -> None:
+    rig.add("held", [1], max_tokens=5)
+    refused: list[tuple[str, list[int], dict[str, Any]]] = [
+        ("already in the engine", [1], {"key": "held"}),
+        ("context of 0 tokens", [], {}),
+        (f"1 to {MAX_MODEL_LEN - 1}", [1] * MAX_MODEL_LEN, {}),
+        (f"token id {VOCABULARY} is outside", [1, VOCABULARY], {}),
+        ("token id -1 is outside", [1, -1], {}),
+        (f"token id {VOCABULARY} is outside", [1], {"stop_token_ids": (VOCABULARY,)}),
+        ("temperature", [1], {"temperature": 5.0}),
+        ("temperature", [1], {"temperature": 0.001}),
+    ]
+    for reason, context, sampling in refused:
+        key = sampling.pop("key", "new")
+        with pytest.raises(EngineRefusal, match=reason):
+            rig.add(key, context, **sampling)
+    with pytest.raises(EngineRefusal, match="serves, not 1000"):
+        rig.engine.add("new", [1], Sampling(), policy_version=1000)
+    assert list(rig.drain()) == ["held"]
+
+
+def test_load_and_times_follow_the_turns(rig: Rig) -> None:
+    idle = rig.engine.load()
+    assert idle.kv_bytes_free == idle.kv_bytes_total > 0
+    assert (idle.running, idle.waiting, idle.tokens) == (0, 0, 0)
+    assert idle.kv_bytes_per_token == 4 * 2 * 2 * 32 * 4, "layers, keys and values, heads, head size, float32"
+    assert rig.engine.step().tokens == 0
+
+    for i in range(MAX_RUNNING + 2):
+        rig.add(f"t{i}", contexts_of(random.Random(i), 28), max_tokens=3)
+    assert rig.engine.load().waiting == MAX_RUNNING + 2
+    step = rig.engine.step()
+    assert (step.tokens, step.finished) == (MAX_RUNNING * 28, []) and step.seconds > 0
+    busy = rig.engine.load()
+    assert (busy.running, busy.waiting, busy.tokens) == (MAX_RUNNING, 2, (MAX_RUNNING + 2) * 28 + MAX_RUNNING)
+    assert idle.kv_bytes_total - busy.kv_bytes_free == MAX_RUNNING * BLOCK * busy.kv_bytes_per_token
+    done = rig.drain()
+    assert len(done) == MAX_RUNNING + 2
+    for turn in done.values():
+        assert 0 < turn.added_at <= turn.scheduled_at <= turn.first_token_at <= turn.finished_at
+    assert done[f"t{MAX_RUNNING}"].scheduled_at > done["t0"].first_token_at
+
+
+def test_a_cache_that_is_too_small_for_all_changes_no_logprob(tmp_path: Path) -> None:
+    model = new_policy(20, tied=True)
+    kv_bytes = 20 * BLOCK * 4 * 2 * 2 * 32 * 4
+    engine = Engine(folder_config(save_policy(tmp_path, model), kv_cache_bytes=kv_bytes))
+    small = Rig(engine, model, True, seed=20)
+    assert small.check(17) < TOLERANCE
+    small.swap()
+    for i in range(MAX_RUNNING):
+        small.add(f"t{i}", contexts_of(random.Random(i), 60), max_tokens=60)
+    for _ in range(30):
+        engine.step()
+    assert any(turn.request.num_preemptions for turn in engine._turns.values()), "the cache was not too small"
+    small.swap()
+    done = small.drain()
+    for turn in done.values():
+        assert len(turn.tokens) == len(turn.logprobs) == 60
+        assert (turn.spans[0].start, turn.spans[-1].end) == (0, 60)
+        assert all(a.end == b.start for a, b in zip(turn.spans, turn.spans[1:], strict=False))
+    engine.close()
+
+
+def test_settings_that_vllm_does_not_take_are_one_sentence(tmp_path: Path) -> None:
+    folder = save_policy(tmp_path / "good", new_policy(0, tied=True))
+    with pytest.raises(EngineStartError, match=r"max seq len"):
+        Engine(folder_config(folder, kv_cache_bytes=4 * BLOCK * 4 * 2 * 2 * 32 * 4))
+    with pytest.raises(EngineStartError, match="no_such_argument"):
+        Engine(folder_config(folder, vllm_arguments={"no_such_argument": 1}))
+    with pytest.raises(EngineStartError, match="dtype"):
+        Engine(folder_config(folder, dtype="float99"))
+    with pytest.raises(EngineStartError, match="max_running"):
+        Engine(folder_config(folder, step_tokens=8))
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace("Qwen3ForCausalLM", "NoSuchModel"))
+    with pytest.raises(EngineStartError, match="NoSuchModel"):
+        Engine(folder_config(folder))

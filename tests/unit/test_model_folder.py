@@ -1,0 +1,75 @@
+"""A broken model folder is one clear sentence, before any engine is made."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from workers.executor.vllm.folder import check_folder
+from workers.executor.vllm.types import ModelFolderError
+
+VOCABULARY = 12
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCABULARY}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {"model.embed_tokens.weight": np.zeros((VOCABULARY, 4), np.float32), "model.norm.weight": np.zeros(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def write_tokenizer(folder: Path, tokens: int) -> None:
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {chr(ord("a") + i): i for i in range(tokens)}
+    Tokenizer(models.BPE(vocab=vocabulary, merges=[])).save(str(folder / "tokenizer.json"))
+
+
+def test_a_whole_folder_gives_its_shapes_and_vocabulary(folder: Path) -> None:
+    write_tokenizer(folder, VOCABULARY)
+    shapes, vocabulary = check_folder(folder)
+    assert shapes == {"model.embed_tokens.weight": (VOCABULARY, 4), "model.norm.weight": (4,)}
+    assert vocabulary == VOCABULARY
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def rewrite_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda f: (f / "config.json").unlink(), "no readable config.json"),
+        (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), "is not a JSON object"),
+        (lambda f: rewrite_config(f, architectures=[]), "names no architectures"),
+        (lambda f: rewrite_config(f, vocab_size="12"), "names no architectures or vocab_size"),
+        (lambda f: (f / "model.safetensors").unlink(), "holds no"),
+        (truncate, "no readable safetensors"),
+        (lambda f: rewrite_config(f, vocab_size=13), "a vocabulary of 13"),
+        (lambda f: write_tokenizer(f, 13), "the tokenizer has 13 tokens, the model 12"),
+        (lambda f: (f / "tokenizer.json").write_text("{}"), "no readable tokenizer"),
+    ],
+)
+def test_a_broken_folder_is_one_sentence(folder: Path, spoil: Callable[[Path], object], reason: str) -> None:
+    spoil(folder)
+    with pytest.raises(ModelFolderError, match=reason) as caught:
+        check_folder(folder)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_status == 2
+
+
+def test_a_path_that_is_no_folder_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match="is not a model folder"):
+        check_folder(tmp_path / "nowhere")

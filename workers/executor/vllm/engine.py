@@ -1,0 +1,250 @@
+"""The rollout engine: token ids in, token ids and their logprobs out, weights replaced between two steps.
+
+Keeps true
+- One thread, one bounded step at a time: between two steps nothing computes, so a swap needs no pause protocol.
+- A token's version is that of the weights that sampled it; a turn that a swap overtakes goes on, with two spans.
+- KV computed before a swap serves only turns that were running then: whoever holds none begins under the new weights.
+- A turn that cannot run is refused before anything is taken for it.
+
+It drives vLLM's `EngineCore` and not `LLM`: nothing here needs text, and a core can also live beside another one in a
+serving process.
+"""
+
+import gc
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.request import Request, RequestStatus
+
+from schemas.prompts import Sampling
+from schemas.turns import VersionSpan
+from workers.executor.vllm.folder import check_folder
+from workers.executor.vllm.start import start_core, worker_of
+from workers.executor.vllm.types import (
+    EngineBroken,
+    EngineConfig,
+    EngineRefusal,
+    EngineStartError,
+    Finished,
+    Load,
+    ModelFolderError,
+    Step,
+    SwapRefused,
+)
+from workers.executor.vllm.weights import PolicyWeights
+
+__all__ = [
+    "Engine",
+    "EngineBroken",
+    "EngineConfig",
+    "EngineRefusal",
+    "EngineStartError",
+    "Finished",
+    "Load",
+    "ModelFolderError",
+    "Step",
+    "SwapRefused",
+]
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises anything lower, but not 0, to this in silence."""
+
+WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+"""Holds no KV."""
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A turn in the engine."""
+
+    request: Request
+    added_at: float
+    scheduled_at: float = 0.0
+    first_token_at: float = 0.0
+    cached_tokens: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+
+    def close_span(self, version: int) -> None:
+        """Everything sampled since the last span was sampled by `version`."""
+        start = self.spans[-1].end if self.spans else 0
+        if len(self.logprobs) > start:
+            self.spans.append(VersionSpan(start, len(self.logprobs), version))
+
+
+class Engine:
+    """One model, the turns in it, and the policy version that it serves.
+
+    A logprob is that of the distribution from which its token was drawn: after temperature and top_p, vLLM's
+    `processed_logprobs`. At temperature 1 and top_p 1 it is the model's own log_softmax. Greedy turns (temperature 0)
+    get the log_softmax at temperature 1.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Takes seconds. Raises ModelFolderError or EngineStartError."""
+        self.shapes, self.vocabulary = check_folder(config.model_folder)
+        self.version = config.policy_version
+        self._max_model_len = config.max_model_len
+        self._core = start_core(config)
+        self._scheduler = self._core.scheduler
+        self._weights = PolicyWeights(worker_of(self._core), config.model_folder, self.shapes)
+        self._swaps = 0
+        self._turns: dict[str, _Turn] = {}
+        self._unscheduled: deque[_Turn] = deque()
+        kv = self._scheduler.kv_cache_config
+        self._block_bytes = sum(tensor.size for tensor in kv.kv_cache_tensors) // kv.num_blocks
+        self._block_tokens = self._scheduler.block_size
+        self._blocks = kv.num_blocks - 1  # vLLM keeps one for itself
+        self._device = current_platform.get_device_name() or current_platform.device_type
+
+    def __len__(self) -> int:
+        """Turns held, running and waiting."""
+        return len(self._turns)
+
+    def add(self, key: str, context: Sequence[int], sampling: Sampling, *, policy_version: int) -> None:
+        """Take a turn on. It ends at a stop token, at `max_tokens`, or when `max_model_len` is full.
+
+        `policy_version` is the version that the caller means; it must be the one that serves. Raises EngineRefusal.
+        """
+        if policy_version != self.version:
+            raise EngineRefusal(f"policy version {self.version} serves, not {policy_version}")
+        if key in self._turns:
+            raise EngineRefusal(f"turn {key} is already in the engine")
+        if not 0 < len(context) < self._max_model_len:
+            raise EngineRefusal(f"a context of {len(context)} tokens: 1 to {self._max_model_len - 1} can be run")
+        for token in (min(context), max(context), *sampling.stop_token_ids):
+            if not 0 <= token < self.vocabulary:
+                raise EngineRefusal(f"token id {token} is outside the vocabulary of {self.vocabulary}")
+        request = Request(
+            request_id=key,
+            prompt_token_ids=list(context),
+            sampling_params=_parameters(sampling),
+            pooling_params=None,
+            cache_salt=self._salt,
+            block_hasher=self._core.request_block_hasher,
+        )
+        self._core.add_request(request)
+        self._turns[key] = turn = _Turn(request, added_at=time.time())
+        self._unscheduled.append(turn)
+
+    def abort(self, key: str) -> Finished | None:
+        """Take a turn out, with what it has sampled; None if it is not in the engine."""
+        turn = self._turns.pop(key, None)
+        if turn is None:
+            return None
+        self._core.abort_requests([key])
+        return self._finish(turn, "abort", time.time())
+
+    def step(self) -> Step:
+        """One bounded step: at most `step_tokens` tokens, prefill and decode together."""
+        if not self._scheduler.has_requests():
+            return Step([], 0, 0.0)
+        began_at, began = time.time(), time.perf_counter()
+        outputs, _ = self._core.step_fn()
+        seconds = time.perf_counter() - began
+        now = began_at + seconds
+        while self._unscheduled and self._unscheduled[0].request.status not in WAITING:
+            self._unscheduled.popleft().scheduled_at = began_at
+        finished = [turn for batch in outputs.values() for output in batch.outputs if (turn := self._take(output, now))]
+        return Step(finished, self._scheduler.scheduled_tokens, seconds)
+
+    def _take(self, output: EngineCoreOutput, now: float) -> Finished | None:
+        """Note the token of one turn; the turn itself if it has ended."""
+        turn = self._turns[output.request_id]
+        if not turn.first_token_at:
+            turn.first_token_at = now
+            turn.cached_tokens = output.prefill_stats.num_cached_tokens
+        turn.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+        if output.finish_reason is None:
+            return None
+        del self._turns[output.request_id]
+        return self._finish(turn, str(output.finish_reason), now)
+
+    def _finish(self, turn: _Turn, reason: str, now: float) -> Finished:
+        turn.close_span(self.version)
+        return Finished(
+            key=turn.request.request_id,
+            tokens=list(turn.request.output_token_ids),
+            logprobs=np.array(turn.logprobs, dtype=np.float32),
+            finish_reason=reason,
+            spans=tuple(turn.spans),
+            context_tokens=turn.request.num_prompt_tokens,
+            cached_tokens=turn.cached_tokens,
+            added_at=turn.added_at,
+            scheduled_at=turn.scheduled_at,
+            first_token_at=turn.first_token_at,
+            finished_at=now,
+        )
+
+    def swap(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
+        """Serve `version` from the next step on; returns the seconds that this took.
+
+        `tensors` are all tensors of the model by Hugging Face name, on any device, in the engine's element type or one
+        that it holds exactly. They are kept: do not write to them afterwards. Raises SwapRefused when the old version
+        serves on, EngineBroken when none does.
+        """
+        began = time.perf_counter()
+        self._weights.apply(self._weights.check(tensors))
+        for turn in self._turns.values():
+            turn.close_span(self.version)
+        self.version = version
+        self._swaps += 1
+        for request in self._scheduler.waiting:
+            request.cache_salt = self._salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
+        return time.perf_counter() - began
+
+    @property
+    def _salt(self) -> str:
+        """Names the weights, whose KV is found again under no other; the count tells two of one version apart."""
+        return f"{self.version}/{self._swaps}"
+
+    def load(self) -> Load:
+        """Figures of this moment, from the scheduler itself."""
+        running, waiting = self._scheduler.get_request_counts()
+        return Load(
+            device=self._device,
+            running=running,
+            waiting=waiting,
+            tokens=sum(turn.request.num_tokens for turn in self._turns.values()),
+            kv_bytes_total=self._blocks * self._block_bytes,
+            kv_bytes_free=self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * self._block_bytes,
+            kv_bytes_per_token=self._block_bytes // self._block_tokens,
+        )
+
+    def close(self) -> None:
+        """Give the memory back. Not vLLM's own shutdown: that also ends process groups that another engine may use."""
+        self._core.model_executor.shutdown()
+        del self._core, self._scheduler, self._weights
+        self._turns.clear()
+        self._unscheduled.clear()
+        gc.collect()
+
+
+@lru_cache(maxsize=256)
+def _parameters(sampling: Sampling) -> SamplingParams:
+    """vLLM's parameters; it never writes to them, so turns share them. Raises EngineRefusal."""
+    if 0 < sampling.temperature < LEAST_TEMPERATURE:
+        raise EngineRefusal(f"temperature {sampling.temperature} is neither 0 nor at least {LEAST_TEMPERATURE}")
+    try:
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=sampling.seed,
+            logprobs=0,
+            detokenize=False,
+        )
+    except VLLMValidationError as error:
+        raise EngineRefusal(str(error)) from None

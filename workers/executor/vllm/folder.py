@@ -1,0 +1,62 @@
+"""Model folders, checked before an engine is made from them.
+
+Keeps true: what vLLM would answer with a traceback (no config, a truncated file, another vocabulary) is one sentence.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from workers.executor.vllm.types import ModelFolderError
+from workers.weights.layout import LayoutError, folder_shapes
+
+VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
+"""Endings of the names of tensors that have one row per token id."""
+
+
+def check_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
+    """The shape of every tensor of the folder, and the vocabulary's size. Raises ModelFolderError."""
+    config = _read_config(folder)
+    vocabulary = config.get("vocab_size")
+    if not isinstance(vocabulary, int) or not config.get("architectures"):
+        raise ModelFolderError(f"{folder}/config.json names no architectures or vocab_size: is it a language model's?")
+    try:
+        shapes = folder_shapes(folder)
+    except LayoutError as error:
+        raise ModelFolderError(str(error)) from None
+    _check_vocabulary(folder, shapes, vocabulary)
+    return shapes, vocabulary
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except OSError:
+        raise ModelFolderError(f"{folder} is not a model folder: it has no readable config.json") from None
+    except ValueError as error:
+        raise ModelFolderError(f"{folder}/config.json is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelFolderError(f"{folder}/config.json is not a JSON object")
+    return config
+
+
+def _check_vocabulary(folder: Path, shapes: Mapping[str, tuple[int, ...]], vocabulary: int) -> None:
+    for name, shape in shapes.items():
+        if name.endswith(VOCABULARY_TENSORS) and shape[:1] != (vocabulary,):
+            what = f"{name} has shape {shape}, config.json says a vocabulary of {vocabulary}"
+            raise ModelFolderError(f"{folder}: {what}: the weights belong to another config or tokenizer")
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.is_file():
+        tokens = _tokenizer_size(tokenizer)
+        if tokens > vocabulary:
+            raise ModelFolderError(f"{folder}: the tokenizer has {tokens} tokens, the model {vocabulary}")
+
+
+def _tokenizer_size(file: Path) -> int:
+    from tokenizers import Tokenizer
+
+    try:
+        return int(Tokenizer.from_file(str(file)).get_vocab_size())
+    except Exception as error:  # the library raises bare Exception for every broken file
+        raise ModelFolderError(f"{file} is no readable tokenizer: {error}") from error

@@ -1,0 +1,64 @@
+"""Cheaper steps for small models on a CPU: vLLM's own C++ kernels where its eager mode takes five torch calls each.
+
+Keeps true: the same functions of the same inputs, and for this model only; another engine in the process is untouched.
+Measured on 0.4M parameters: a step of 1, 32 or 128 turns takes 0.75 of the time.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.platforms import current_platform
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.sampler import Sampler
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+"""Element types that the C++ kernels take."""
+
+
+def use_cpu_kernels(runner: Any) -> None:
+    """Make a model runner's norms, activations and logprobs cheaper. Does nothing where there is no CPU runner."""
+    if not current_platform.is_cpu():
+        return
+    if isinstance(runner.sampler, Sampler):
+        runner.sampler.gather_logprobs = sampled_logprobs
+    for layer in runner.get_model().modules():
+        if isinstance(layer, SiluAndMul):
+            layer._forward_method = _silu_and_mul
+        elif isinstance(layer, RMSNorm) and layer.has_weight and layer.variance_size_override is None:
+            layer._forward_method = _norm_of(layer)
+
+
+def sampled_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+    """The sampled tokens' logprobs alone: (rows, vocabulary) and (rows,) in.
+
+    vLLM's own also ranks the tokens, in a function that the first step compiles with a C++ compiler (2 to 16 s).
+    """
+    assert num_logprobs == 0
+    rows = token_ids.unsqueeze(-1)
+    return LogprobsTensors(rows.to(torch.int32), logprobs.gather(-1, rows), torch.zeros_like(token_ids))
+
+
+def _silu_and_mul(x: Tensor) -> Tensor:
+    if x.dtype not in KERNEL_DTYPES:
+        native: Tensor = SiluAndMul.forward_native(x)
+        return native
+    out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype)
+    torch.ops._C.silu_and_mul(out, x.contiguous())
+    return out
+
+
+def _norm_of(layer: Any) -> Any:
+    def norm(x: Tensor, residual: Tensor | None = None) -> Any:
+        if x.dtype not in KERNEL_DTYPES or layer.weight.dtype != x.dtype:
+            return layer.forward_native(x, residual)
+        if residual is not None:
+            torch.ops._C.fused_add_rms_norm(x, residual, layer.weight.data, layer.variance_epsilon)
+            return x, residual
+        out = torch.empty(x.shape, dtype=x.dtype)
+        torch.ops._C.rms_norm(out, x.contiguous(), layer.weight.data, layer.variance_epsilon)
+        return out
+
+    return norm

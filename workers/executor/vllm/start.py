@@ -1,0 +1,87 @@
+"""Starting vLLM's engine core in this process.
+
+Keeps true: the core has no tokenizer, reads no pickle, and never runs ahead of the weights it reports: a step computes
+and samples before it returns.
+"""
+
+import os
+import secrets
+import warnings
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+
+from workers.executor.vllm.kernels import use_cpu_kernels
+from workers.executor.vllm.types import EngineConfig, EngineStartError
+from workers.executor.vllm.weights import plain_weights_kept
+
+
+class StepScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler, which also remembers how many tokens it scheduled last."""
+
+    scheduled_tokens = 0
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        output = super().schedule(throttle_prefills)
+        self.scheduled_tokens = output.total_num_scheduled_tokens
+        return output
+
+
+def start_core(config: EngineConfig) -> EngineCore:
+    """A core that is ready to step. Raises EngineStartError."""
+    if config.step_tokens < config.max_running:
+        what = f"step_tokens ({config.step_tokens}) is less than max_running ({config.max_running})"
+        raise EngineStartError(f"{what}: a step must hold one token of every running turn")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch may have been imported before it was set
+    try:
+        with warnings.catch_warnings(), plain_weights_kept():
+            warnings.simplefilter("ignore", FutureWarning)
+            vllm_config = EngineArgs(**_arguments(config)).create_engine_config()
+            core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    except Exception as error:  # vLLM answers a model or a setting that it cannot take with any exception at all
+        raise EngineStartError(f"vLLM does not start with {config.model_folder}: {_first_line(error)}") from error
+    use_cpu_kernels(worker_of(core).model_runner)
+    return core
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        text = ": ".join([*map(str, first["loc"]), first["msg"]])
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+
+
+def worker_of(core: EngineCore) -> Any:
+    """The one worker, which lives in this process."""
+    return core.model_executor.driver_worker.worker
+
+
+def _arguments(config: EngineConfig) -> dict[str, Any]:
+    return {
+        "model": str(config.model_folder),
+        "skip_tokenizer_init": True,
+        "load_format": "safetensors",
+        "use_tqdm_on_load": False,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_running,
+        "max_num_batched_tokens": config.step_tokens,
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "block_size": config.block_tokens,
+        "seed": secrets.randbits(31) if config.seed is None else config.seed,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "scheduler_cls": StepScheduler,
+        "async_scheduling": False,  # a step that runs ahead would sample with weights that were swapped meanwhile
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": True,
+        **config.vllm_arguments,
+    }
