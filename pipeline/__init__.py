@@ -1,0 +1,1 @@
+"""The stream processors and the `rose` command: routing, accounting, replay, report, command."""

@@ -1,0 +1,84 @@
+"""The broker of a run: one that is named, or one of the run's own on this machine.
+
+Keeps true: a broker that was started here is stopped here; one that is named is never started nor stopped.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.command.config import RESOLVED, Config
+from topics.embedded import Broker, start_broker
+from topics.settings import BusSettings
+
+DATA = "broker"
+"""Folder of the run's own broker in the run's folder."""
+
+CONNECT_SECONDS = 1.0
+"""How long a broker on this machine may take to accept a connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunBroker:
+    """How a run reaches its broker."""
+
+    settings: BusSettings
+    name: str
+    own: Broker | None
+    """None: it was named."""
+
+    def check(self) -> None:
+        """Raise BrokerFailed if the run's own broker died or has no room left."""
+        if self.own is not None:
+            self.own.check()
+
+
+@contextmanager
+def run_broker(config: Config) -> Iterator[RunBroker]:
+    """The named broker, or the run's own, started now and stopped at the end. Raises BrokerFailed."""
+    named = config.settings.broker.bootstrap_server
+    if named:
+        yield RunBroker(config.bus(), f"Kafka at {named}", None)
+        return
+    with start_broker(config.run_folder / DATA, kafka_home=kafka_home(config)) as broker:
+        yield RunBroker(config.bus(broker.bootstrap), broker.name, broker)
+
+
+@contextmanager
+def log_of(config: Config) -> Iterator[BusSettings]:
+    """The log of a run for reading: its own broker is started for as long as that takes, unless it runs anyway."""
+    named = config.settings.broker.bootstrap_server
+    if named and _is_own(config) and not _accepts(named):
+        home = config.settings.broker.kafka_home
+        with start_broker(config.run_folder / DATA, kafka_home=home, port=_port(named)) as broker:
+            yield config.bus(broker.bootstrap)
+    else:
+        yield config.bus()
+
+
+def kafka_home(config: Config) -> Path | None:
+    """The Apache Kafka to start; None is the embedded broker."""
+    said = os.environ.get("KAFKA_HOME")
+    return config.settings.broker.kafka_home or (Path(said) if said else None)
+
+
+def _is_own(config: Config) -> bool:
+    """Whether the address is that of the run's own broker, as the run itself wrote it down."""
+    origin = config.origins.get("broker.bootstrap_server", "")
+    return Path(origin) == config.run_folder / RESOLVED and (config.run_folder / DATA).is_dir()
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def _accepts(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), CONNECT_SECONDS):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,160 @@
+"""The commands that talk to the log and nothing else: topics, prompts, watch, audit, replay, report."""
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from pipeline.command.broker import log_of
+from pipeline.command.config import Config, load
+from pipeline.command.options import Common
+from schemas.errors import RoseError
+from topics.admin import create_topics, describe_topics, drift, reach
+from topics.settings import BusSettings
+
+
+class LawBroken(RoseError):
+    """The audit is not clean."""
+
+
+class TopicsDrifted(RoseError):
+    """The broker's topics are not the catalog's."""
+
+
+def create(common: Common) -> None:
+    """`rose topics create`."""
+    config = load(common)
+    created = create_topics(
+        config.bus(), config.partitions, replication_factor=config.settings.topics.replication_factor
+    )
+    for name in created:
+        _say(f"created {name}")
+    _say(f"{len(created)} topics created, all topics have their leaders")
+
+
+def describe(common: Common) -> None:
+    """`rose topics describe`."""
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for title in ("topic", "key"):
+        table.add_column(title)
+    for title in ("partitions", "offsets"):
+        table.add_column(title, justify="right")
+    table.add_column("settings")
+    with log_of(config := load(common)) as settings:
+        for state in describe_topics(settings):
+            told = ", ".join(f"{name} {value}" for name, value in state.config.items())
+            name = f"{config.settings.broker.namespace}{state.topic.name}"
+            table.add_row(name, state.topic.key, str(state.partitions), str(state.records), told)
+    Console().print(table, highlight=False)
+
+
+def check(common: Common) -> None:
+    """`rose topics check`. Raises TopicsDrifted."""
+    with log_of(config := load(common)) as settings:
+        found = drift(settings, config.partitions)
+    for each in found:
+        _say(str(each))
+    if found:
+        missing = any(each.what == "topic" for each in found)
+        advice = "run `rose topics create`" if missing else "correct the topics, or the [topics] configuration"
+        raise TopicsDrifted(f"the broker differs from the catalog in {len(found)} things: {advice}")
+    _say("the broker's topics are those of the catalog")
+
+
+def submit_file(common: Common, file: Path) -> None:
+    """`rose submit`. Raises BadPrompts."""
+    from pipeline.command.submit import read_prompts, send_prompts
+    from workers.environments.registry import load_environment
+
+    config = load(common)
+    sys.path[:0] = [str(folder) for folder in config.settings.environment.import_paths]
+    prompts = read_prompts(file, load_environment)
+    settings = config.bus()
+    _check_topics(settings, config)
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("prompts", total=len(prompts))
+        send_prompts(settings, prompts, sent=lambda: progress.advance(task))
+    _say(f"{len(prompts)} prompts submitted, {sum(prompt.group_size for prompt in prompts)} trajectories")
+
+
+def watch_run(common: Common) -> None:
+    """`rose watch`: until Ctrl-C."""
+    from pipeline.command.processes import stop_on_signals
+    from pipeline.command.screen import Watcher
+
+    config = load(common)
+    settings = config.bus()
+    reach(settings)
+    stop = stop_on_signals()
+    watcher = Watcher(settings, Console(), title=f"ROSE on {settings.bootstrap}")
+    try:
+        watcher.run(lambda: not stop.is_set())
+    finally:
+        watcher.close()
+
+
+def audit_run(common: Common) -> None:
+    """`rose audit`. Raises LawBroken."""
+    from pipeline.accounting.audit import audit_log
+
+    with log_of(load(common)) as settings:
+        reach(settings)
+        audit = audit_log(settings)
+    terms = audit.trajectories()
+    right = " + ".join(f"{count} {name.replace('_', ' ')}" for name, count in terms.items() if name != "requested")
+    _say(f"{terms['requested']} requested = {right}")
+    where = audit.in_flight
+    if where.total:
+        _say(
+            f"in flight: {where.not_opened} not opened, {where.in_a_turn} in a turn, "
+            f"{where.waiting_for_trainer} waiting for the trainer"
+        )
+    for kind, names in (("lost", audit.lost), ("doubled", audit.doubled), ("unasked", audit.unasked)):
+        _say(f"{len(names)} {kind}{': ' if names else ''}{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}")
+    if not audit.clean:
+        raise LawBroken("the conservation law does not hold on this log: see the trajectories above")
+
+
+def replay_trajectory(common: Common, trajectory: str) -> None:
+    """`rose replay`. Raises UnknownTrajectory."""
+    from pipeline.replay.life import read_life
+    from pipeline.replay.text import told
+    from workers.environments.turn_format import TurnFormat, TurnFormatError
+
+    config = load(common)
+    with log_of(config) as settings:
+        reach(settings)
+        life = read_life(settings, trajectory)
+    decode = None
+    try:
+        decode = TurnFormat(config.settings.environment.model_folder).action_text
+    except TurnFormatError as error:
+        sys.stderr.write(f"without text: {error}\n")
+    for line in told(life, decode):
+        _say(line)
+
+
+def report_run(common: Common) -> None:
+    """`rose report`. Raises UsageError when the run was never finished."""
+    from pipeline.command.closing import earlier_facts, show_summary, write_report
+
+    config = load(common)
+    facts = earlier_facts(config.run_folder)
+    with log_of(config) as settings:
+        reach(settings)
+        summary = write_report(config, settings, facts)
+    show_summary(Console(), summary, config.run_folder)
+
+
+def _check_topics(settings: BusSettings, config: Config) -> None:
+    """Raises TopicsDrifted when a topic is missing: a prompt must not be the first to find out."""
+    missing = [each for each in drift(settings, config.partitions) if each.what == "topic"]
+    if missing:
+        raise TopicsDrifted(f"topic {missing[0].topic} is not on the broker: run `rose topics create`")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")

@@ -1,0 +1,274 @@
+"""The configuration: one TOML file, the environment, flags, and which of them said what.
+
+Keeps true
+- One precedence: flags, then `ROSE_SECTION__FIELD` of the environment, then the file, then the defaults.
+- A key that does not exist, or a value that does not fit, is one sentence that names where it was said.
+- A role's section is the role's own dataclass: fields, defaults and sentences are declared there alone. Fields that
+  several roles have in common (`SHARED`) are said once, in the section that they come from.
+"""
+
+import dataclasses
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from pipeline.command.options import Common
+from pipeline.command.sections import (
+    BrokerSection,
+    MetricsSection,
+    ModelSection,
+    RunSection,
+    TasksSection,
+    TopicsSection,
+)
+from pipeline.routing.config import RouterConfig
+from schemas.errors import UsageError
+from topics.catalog import Partitions
+from topics.settings import BusSettings, parse_properties
+from workers.environments.config import EnvironmentConfig
+from workers.executor.config import ExecutorConfig
+from workers.trainer.config import TrainerConfig
+
+PREFIX = "ROSE_"
+DELIMITER = "__"
+
+RUNS = Path("runs")
+"""Where `--run NAME` looks for a run's configuration."""
+
+RESOLVED = "config.toml"
+"""The file in a run's folder that holds its whole configuration."""
+
+SHARED: Mapping[str, tuple[str, ...]] = {
+    "environment.model_folder": ("model.folder",),
+    "executor.model_folder": ("model.folder",),
+    "executor.model_id": ("model.id",),
+    "executor.seed": ("run.seed",),
+    "trainer.model_folder": ("model.folder",),
+    "trainer.model_id": ("model.id",),
+    "trainer.run_folder": ("run.folder", "run.name"),
+    "trainer.seed": ("run.seed",),
+}
+"""Fields of roles that follow from other sections: from one field, or as a path from several."""
+
+Values = dict[str, Any]
+"""Sections by name; in each, what was said of its fields."""
+
+Said = tuple[str, tuple[str, ...], Any]
+"""Who said it, of which field (section, field, and further down), and what."""
+
+
+class Settings(BaseSettings):
+    """All sections. Each is a frozen dataclass, declared in the room that it belongs to."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter=DELIMITER, extra="forbid")
+
+    run: RunSection = Field(default_factory=RunSection)
+    broker: BrokerSection = Field(default_factory=BrokerSection)
+    topics: TopicsSection = Field(default_factory=TopicsSection)
+    model: ModelSection = Field(default_factory=ModelSection)
+    environment: EnvironmentConfig
+    executor: ExecutorConfig
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    trainer: TrainerConfig
+    metrics: MetricsSection = Field(default_factory=MetricsSection)
+    tasks: TasksSection = Field(default_factory=TasksSection)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what `load` hands over: it reads the sources one by one, so as to know who said what."""
+        return (init_settings,)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The resolved configuration."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+    """Who said it, by `section.field`; what nobody said is a default and not listed."""
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the run keeps all it writes."""
+        return self.settings.run.folder / self.settings.run.name
+
+    @property
+    def partitions(self) -> Partitions:
+        topics = self.settings.topics
+        return Partitions(topics.home_partitions, topics.inbox_slots, topics.sample_partitions, topics.chunk_partitions)
+
+    def bus(self, bootstrap: str = "") -> BusSettings:
+        """How to reach the broker, at `bootstrap` if given. Raises UsageError when no broker is named."""
+        broker = self.settings.broker
+        address = bootstrap or broker.bootstrap_server
+        if not address:
+            raise UsageError("no broker is named: give --bootstrap-server HOST:PORT, or --run NAME for that of a run")
+        return BusSettings(address, broker.namespace, broker.properties)
+
+
+def load(common: Common) -> Config:
+    """Read every source and resolve them. Raises UsageError."""
+    merged: Values = {}
+    origins: dict[str, str] = {}
+    for origin, path, value in [*_file(common), *_environment(), *_flags(common)]:
+        _check_known(path, origin)
+        _put(merged, path, value)
+        origins[".".join(path[:2])] = origin
+    given = parse_properties(common.properties or [], common.command_config)
+    if given:
+        _put(merged, ("broker", "properties"), given)
+        origins["broker.properties"] = "-X or --command-config"
+    for field, sources in SHARED.items():
+        values = [_value_or_default(merged, *source.split(".")) for source in sources]
+        _put(merged, tuple(field.split(".")), Path(*values) if len(values) > 1 else values[0])
+    settings = _validate(merged, origins)
+    _check_together(settings)
+    return Config(settings, origins)
+
+
+def section_types() -> dict[str, type]:
+    """Every section's dataclass by name, in the order in which they are shown."""
+    return {
+        name: field.annotation for name, field in Settings.model_fields.items() if isinstance(field.annotation, type)
+    }
+
+
+def _file(common: Common) -> Iterator[Said]:
+    if common.run is not None and common.config is not None:
+        raise UsageError("--run and --config both name a configuration: give one of them")
+    path = common.config if common.run is None else RUNS / common.run / RESOLVED
+    if path is None:
+        return
+    try:
+        said = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is no TOML: {error}") from None
+    for section, fields in said.items():
+        if not isinstance(fields, dict):
+            raise UsageError(f"{path}: {section} stands in no section; the sections are {', '.join(section_types())}")
+        for name, value in fields.items():
+            yield str(path), (section, name), value
+
+
+def _environment() -> Iterator[Said]:
+    for variable in os.environ:
+        section, delimiter, _ = variable.removeprefix(PREFIX).partition(DELIMITER)
+        if variable.startswith(PREFIX) and delimiter and section.lower() not in Settings.model_fields:
+            raise UsageError(f"{variable}: there is no section {section.lower()}{_meant(section, section_types())}")
+    for section, fields in EnvSettingsSource(Settings)().items():
+        for name, value in fields.items():
+            variable = f"{PREFIX}{section}{DELIMITER}{name}".upper()
+            yield variable, (section, name), _from_text(value)
+
+
+def _flags(common: Common) -> Iterator[Said]:
+    for setting in common.settings or []:
+        path, equals, value = setting.partition("=")
+        if not equals or "." not in path:
+            raise UsageError(f"--set {setting}: write it as --set section.key=value")
+        yield f"--set {path}", tuple(path.split(".")), _from_text(value)
+    for flag, path, value in common.said:
+        yield flag, tuple(path.split(".")), value
+    if common.bootstrap_server is not None:
+        yield "--bootstrap-server", ("broker", "bootstrap_server"), common.bootstrap_server
+    if common.namespace is not None:
+        yield "--namespace", ("broker", "namespace"), common.namespace
+
+
+def _from_text(value: Any) -> Any:
+    """A list or table comes as JSON; everything else stays text, which pydantic converts."""
+    if isinstance(value, str) and value[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return value
+    return value
+
+
+def _put(into: Values, path: tuple[str, ...], value: Any) -> None:
+    """Say a value; tables are joined key by key."""
+    for name in path[:-1]:
+        into = into.setdefault(name, {})
+    last = path[-1]
+    if isinstance(value, dict) and isinstance(into.get(last), dict):
+        for key, inner in value.items():
+            _put(into[last], (key,), inner)
+    else:
+        into[last] = value
+
+
+def _check_known(path: tuple[str, ...], origin: str) -> None:
+    sections = section_types()
+    section, name = path[:2]
+    if section not in sections:
+        raise UsageError(f"{origin}: there is no section {section}{_meant(section, sections)}")
+    names = [field.name for field in dataclasses.fields(sections[section])]
+    if name not in names:
+        raise UsageError(f"{origin}: there is no {section}.{name}{_meant(name, names)}")
+    if f"{section}.{name}" in SHARED:
+        sources = " and ".join(SHARED[f"{section}.{name}"])
+        raise UsageError(f"{origin}: {section}.{name} always follows {sources}: set that")
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word.lower(), list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+
+
+def _value_or_default(merged: Values, section: str, name: str) -> Any:
+    if name in merged.get(section, {}):
+        return merged[section][name]
+    return getattr(section_types()[section](), name)
+
+
+def _validate(merged: Values, origins: Mapping[str, str]) -> Settings:
+    try:
+        return Settings(**merged)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join(str(part) for part in first["loc"])
+        origin = origins.get(".".join(str(part) for part in first["loc"][:2]))
+        said = "" if first["loc"][1:] == () else f", not {first['input']!r}"
+        message = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{f'{origin}: ' if origin else ''}{path}: {message}{said}") from None
+
+
+def _check_together(settings: Settings) -> None:
+    """What no section can check alone. Raises UsageError."""
+    run, topics, environment, trainer = settings.run, settings.topics, settings.environment, settings.trainer
+    executor = settings.executor
+    fits = {
+        f"environment.window_groups ({environment.window_groups}) is less than trainer.groups_per_step "
+        f"({trainer.groups_per_step}): the trainer would wait for groups that may not open": (
+            environment.window_groups * run.environment_workers >= trainer.groups_per_step
+        ),
+        f"run.executors ({run.executors}) is more than topics.inbox_slots ({topics.inbox_slots})": (
+            run.executors <= topics.inbox_slots
+        ),
+        f"run.environment_workers ({run.environment_workers}) is more than topics.home_partitions "
+        f"({topics.home_partitions}): some would have nothing to do": (
+            run.environment_workers <= topics.home_partitions
+        ),
+        f"environment.max_context_tokens ({environment.max_context_tokens}) is more than executor.max_model_len "
+        f"({executor.max_model_len})": environment.max_context_tokens <= executor.max_model_len,
+    }
+    for sentence, holds in fits.items():
+        if not holds:
+            raise UsageError(sentence)

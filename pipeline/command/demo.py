@@ -1,0 +1,105 @@
+"""`rose demo`: a policy that learns over the bus, measured on held-out tasks before and after, with a report."""
+
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from time import monotonic, time
+
+import msgspec
+from rich.console import Console
+
+from pipeline.command.broker import run_broker
+from pipeline.command.client import LawBroken
+from pipeline.command.closing import facts_now, show_summary, write_report
+from pipeline.command.config import Config, load
+from pipeline.command.options import Common
+from pipeline.command.processes import stop_on_signals
+from pipeline.command.session import LOGS, Interrupted, run_roles, write_configuration
+from pipeline.command.supervisor import Role, Supervisor
+from pipeline.command.tasks import training_prompts
+from pipeline.report.summary import Success, Summary
+from schemas.errors import UsageError
+from workers.evaluate import Evaluation
+
+CONFIGURATION = "demo.toml"
+"""The demo's own configuration, beside this module; `--config` takes its place."""
+
+FINAL_POLICY = "model"
+"""Where the trainer leaves the final policy, in the run's folder."""
+
+LOOK_SECONDS = 0.2
+"""Between two looks at a process that measures."""
+
+
+def run_demo(common: Common) -> None:
+    """Everything on this machine. Raises UsageError, RoleFailed, BrokerFailed, or LawBroken for an unclean audit."""
+    config = _configuration(common)
+    settings, console = config.settings, Console()
+    prompts = training_prompts(
+        settings.tasks, run=settings.run.name, seed=settings.run.seed, groups=settings.trainer.total_groups
+    )
+    started_at, began = time(), monotonic()
+    with run_broker(config) as broker:
+        console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")
+        configuration = write_configuration(config, broker)
+        try:
+            before = _measure(config, configuration, settings.model.folder, "before", console)
+            run_roles(config, broker, console, prompts=prompts, title=settings.run.name)
+            after = _measure(config, configuration, config.run_folder / FINAL_POLICY, "after", console)
+        except Interrupted:
+            console.print(f"ended before it was done; `rose up --run {settings.run.name}` goes on with the training")
+            return
+        success = Success(before=before.success, after=after.success, n=after.tasks)
+        facts = facts_now(broker.name, started_at=started_at, seconds=monotonic() - began, success=success)
+        summary = write_report(config, broker.settings, facts)
+    show_summary(console, summary, config.run_folder)
+    _check_law(summary)
+
+
+def _configuration(common: Common) -> Config:
+    """The demo's configuration, with a run name that is free. Raises UsageError when the name given is taken."""
+    if common.run is not None:
+        raise UsageError("a demo is a run of its own: give it --name, or go on with a run by `rose up --run NAME`")
+    if common.config is None:
+        common = replace(common, config=Path(str(files("pipeline.command") / CONFIGURATION)))
+    config = load(common)
+    name, folder = config.settings.run.name, config.settings.run.folder
+    if (folder / name).exists():
+        if "run.name" in config.origins:
+            raise UsageError(f"{folder / name} is there already: choose another --name, or remove it")
+        name = next(free for number in range(2, 10**6) if not (folder / (free := f"{name}-{number}")).exists())
+    groups = config.settings.tasks.steps * config.settings.trainer.groups_per_step
+    common = common.saying(name=("run.name", name), groups=("trainer.total_groups", groups))
+    broker = config.settings.broker
+    if broker.bootstrap_server and not broker.namespace:  # a shared cluster: the demo keeps to topics of its own
+        common = replace(common, namespace=f"{name}-{int(time())}.")
+    return load(common)
+
+
+def _measure(config: Config, configuration: Path, model: Path, when: str, console: Console) -> Evaluation:
+    """Held-out success, in a process of its own. Raises Interrupted or RoleFailed."""
+    output = config.run_folder / f"success-{when}.json"
+    arguments = ("evaluate", str(model), "--json", str(output), "--config", str(configuration))
+    supervisor = Supervisor([Role(f"evaluate-{when}", arguments, ends_run=True)], config.run_folder / LOGS)
+    stop = stop_on_signals()
+    try:
+        supervisor.start()
+        with console.status(f"measuring held-out success {when} training"):
+            while not (supervisor.finished or stop.wait(LOOK_SECONDS)):
+                supervisor.tick()
+    finally:
+        supervisor.stop()
+    if not supervisor.finished:
+        raise Interrupted
+    evaluation = msgspec.json.decode(output.read_bytes(), type=Evaluation)
+    console.print(
+        f"held-out success {when} training: [bold]{evaluation.success:.3f}[/bold] "
+        f"({evaluation.tasks} tasks, temperature 1)",
+        highlight=False,
+    )
+    return evaluation
+
+
+def _check_law(summary: Summary) -> None:
+    if summary.lost or summary.doubled:
+        raise LawBroken(f"{summary.lost} trajectories were lost and {summary.doubled} doubled: see `rose audit`")

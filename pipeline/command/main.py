@@ -1,0 +1,218 @@
+"""`rose`: every program of ROSE behind one command.
+
+Keeps true
+- `rose --help` costs nothing: a command imports what it needs when it runs.
+- What a user can mend is one sentence on standard error and an exit status, 2 for bad input; never a traceback.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.command.options import Common, with_common
+from schemas.errors import RoseError
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+RUNNING, ROLES, LOOKING = "Run", "Roles, one process each", "Look"
+
+app = typer.Typer(
+    help="Lends idle vLLM serving capacity to agentic RL rollouts, turn by turn, over Kafka.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+topics = typer.Typer(help="Create, describe and check the topics.", no_args_is_help=True)
+app.add_typer(topics, name="topics", rich_help_panel=LOOKING)
+
+Name = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Name of the run.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of tasks, sampling and training.")]
+
+
+@app.command(rich_help_panel=RUNNING)
+@with_common
+def demo(common: Common, name: Name = None, seed: Seed = None) -> None:
+    """A policy that learns: everything on this machine, success measured before and after, and a report."""
+    from pipeline.command.demo import run_demo
+
+    run_demo(common.saying(name=("run.name", name), seed=("run.seed", seed)))
+
+
+@app.command(rich_help_panel=RUNNING)
+@with_common
+def up(
+    common: Common,
+    name: Name = None,
+    seed: Seed = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE.jsonl", help="Prompts to submit at the start.")
+    ] = None,
+) -> None:
+    """All roles of a configuration on this machine, until the trainer is done."""
+    from pipeline.command.up import run_up
+
+    run_up(common.saying(name=("run.name", name), seed=("run.seed", seed)), prompts)
+
+
+@app.command(rich_help_panel=RUNNING)
+@with_common
+def submit(
+    common: Common, file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One prompt a line.")]
+) -> None:
+    """Prompts to the input topic: every line is checked first, and all are sent or none."""
+    from pipeline.command.client import submit_file
+
+    submit_file(common, file)
+
+
+@app.command(rich_help_panel=RUNNING)
+@with_common
+def evaluate(
+    common: Common,
+    model: Annotated[
+        Path | None, typer.Argument(metavar="FOLDER", help="Model folder; left out, model.folder.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here.")] = None,
+) -> None:
+    """Success of a policy on the held-out tasks, sampled at temperature 1, in one process without Kafka."""
+    from pipeline.command.evaluation import evaluate_folder
+
+    evaluate_folder(common, model, output)
+
+
+@app.command(rich_help_panel=ROLES)
+@with_common
+def environment(
+    common: Common,
+    number: Annotated[int, typer.Option("--number", metavar="N", help="Which environment worker this is.")] = 0,
+) -> None:
+    """An environment worker: opens groups, steps environments, asks for turns."""
+    from pipeline.command.roles import run_environment
+
+    run_environment(common, number)
+
+
+@app.command(rich_help_panel=ROLES)
+@with_common
+def executor(
+    common: Common,
+    slot: Annotated[
+        int | None, typer.Option("--slot", metavar="N", help="Its inbox; no two executors share one.")
+    ] = None,
+) -> None:
+    """A rollout executor: runs turns on vLLM and takes up new policy versions."""
+    from pipeline.command.roles import run_executor_role
+
+    run_executor_role(common.saying(slot=("executor.slot", slot)))
+
+
+@app.command(rich_help_panel=ROLES)
+@with_common
+def router(common: Common) -> None:
+    """The router: places every turn on an executor."""
+    from pipeline.command.roles import run_router_role
+
+    run_router_role(common)
+
+
+@app.command(rich_help_panel=ROLES)
+@with_common
+def trainer(common: Common) -> None:
+    """The trainer: learns from finished groups and publishes policy versions."""
+    from pipeline.command.roles import run_trainer_role
+
+    run_trainer_role(common)
+
+
+@app.command(rich_help_panel=LOOKING)
+@with_common
+def watch(common: Common) -> None:
+    """A live view of a run."""
+    from pipeline.command.client import watch_run
+
+    watch_run(common)
+
+
+@app.command(rich_help_panel=LOOKING)
+@with_common
+def audit(common: Common) -> None:
+    """The conservation law, from the log alone: one end for every trajectory. Exit status 1 if it is broken."""
+    from pipeline.command.client import audit_run
+
+    audit_run(common)
+
+
+@app.command(rich_help_panel=LOOKING)
+@with_common
+def replay(
+    common: Common, trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX")]
+) -> None:
+    """The life of one trajectory, turn by turn."""
+    from pipeline.command.client import replay_trajectory
+
+    replay_trajectory(common, trajectory)
+
+
+@app.command(rich_help_panel=LOOKING)
+@with_common
+def report(common: Common) -> None:
+    """Write summary.json and report.html of a run again, from its log."""
+    from pipeline.command.client import report_run
+
+    report_run(common)
+
+
+@app.command("config", rich_help_panel=LOOKING)
+@with_common
+def show_config(common: Common) -> None:
+    """The resolved configuration: every field, its value, what it is and who said so."""
+    from pipeline.command.config import load
+    from pipeline.command.resolved import resolved_toml
+
+    sys.stdout.write(resolved_toml(load(common), explained=True))
+
+
+@topics.command("create")
+@with_common
+def topics_create(common: Common) -> None:
+    """Create the topics that are not there yet."""
+    from pipeline.command.client import create
+
+    create(common)
+
+
+@topics.command("describe")
+@with_common
+def topics_describe(common: Common) -> None:
+    """The topics as the broker has them."""
+    from pipeline.command.client import describe
+
+    describe(common)
+
+
+@topics.command("check")
+@with_common
+def topics_check(common: Common) -> None:
+    """Compare the broker with the catalog. Exit status 1 if they differ."""
+    from pipeline.command.client import check
+
+    check(common)
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app()
+    except RoseError as error:
+        sys.stderr.write(f"rose: {error}\n")
+        sys.exit(error.exit_status)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

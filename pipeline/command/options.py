@@ -1,0 +1,90 @@
+"""The options that every command has, declared once.
+
+Keeps true: importing this costs nothing but typer.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+PANEL = "Configuration and broker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """What the options say. `said` is more of the same: (flag, `section.field`, value)."""
+
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="TOML configuration.", rich_help_panel=PANEL)
+    ] = None
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--run", metavar="NAME", help="A run of this folder: its configuration, broker.", rich_help_panel=PANEL
+        ),
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            help="One setting; see `rose config`. Repeatable.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    bootstrap_server: Annotated[
+        str | None,
+        typer.Option("--bootstrap-server", metavar="HOST:PORT", help="A running Kafka.", rich_help_panel=PANEL),
+    ] = None
+    command_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--command-config", metavar="FILE", help="librdkafka settings, key=value lines.", rich_help_panel=PANEL
+        ),
+    ] = None
+    properties: Annotated[
+        list[str] | None,
+        typer.Option("-X", metavar="KEY=VALUE", help="One librdkafka setting. Repeatable.", rich_help_panel=PANEL),
+    ] = None
+    namespace: Annotated[
+        str | None,
+        typer.Option("--namespace", metavar="PREFIX", help="Before every topic, group and id.", rich_help_panel=PANEL),
+    ] = None
+    said: tuple[tuple[str, str, str], ...] = ()
+
+    def saying(self, **flags: tuple[str, object]) -> "Common":
+        """With flags of a command's own, e.g. `saying(seed=("run.seed", 3))`; a value of None says nothing."""
+        more = tuple(
+            (f"--{flag.replace('_', '-')}", path, str(value))
+            for flag, (path, value) in flags.items()
+            if value is not None
+        )
+        return replace(self, said=self.said + more)
+
+
+def with_common(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a typer command the options of `Common`; it receives them as its parameter `common`."""
+    hints = get_type_hints(Common, include_extras=True)
+    options = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hints[field.name])
+        for field in fields(Common)
+        if field.name != "said"
+    ]
+    own = [parameter for parameter in inspect.signature(command).parameters.values() if parameter.name != "common"]
+
+    @wraps(command)
+    def called(**given: Any) -> None:
+        common = Common(**{option.name: given.pop(option.name) for option in options})
+        command(**given, common=common)
+
+    described: Any = called
+    described.__signature__ = inspect.Signature(
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + options
+    )
+    described.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options]}
+    return called

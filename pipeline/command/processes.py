@@ -1,0 +1,51 @@
+"""What every role has as a process: logs, metrics, and a way to be asked to stop."""
+
+import signal
+from threading import Event
+from types import FrameType
+
+import structlog
+
+
+def configure_logging() -> None:
+    """One line a decision on standard error: for eyes on a terminal, `key=value` in a file."""
+    import sys
+
+    pretty = sys.stderr.isatty()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.dev.ConsoleRenderer() if pretty else structlog.processors.LogfmtRenderer(bool_as_flag=False),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+def stop_on_signals() -> Event:
+    """An event that SIGTERM or the first Ctrl-C sets; a second Ctrl-C ends the process at once."""
+    stop = Event()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGINT, ask)
+    return stop
+
+
+def serve_metrics(host: str, port: int) -> None:
+    """Serve this process's Prometheus metrics; port 0 is off. Raises UsageError when the port cannot be had."""
+    if port:
+        from prometheus_client import start_http_server
+
+        from schemas.errors import UsageError
+
+        try:
+            start_http_server(port, addr=host)
+        except OSError as error:
+            raise UsageError(f"metrics cannot be served on {host}:{port} ({error.strerror}): choose another") from None

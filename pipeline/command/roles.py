@@ -1,0 +1,56 @@
+"""Each role as a program: configuration, logs, metrics and signals around its loop."""
+
+from threading import Event
+
+from pipeline.command.config import Config, load
+from pipeline.command.options import Common
+from pipeline.command.processes import configure_logging, serve_metrics, stop_on_signals
+from topics.admin import reach
+from topics.settings import BusSettings
+
+
+def run_environment(common: Common, number: int) -> None:
+    """Environment worker `number`, until it is asked to stop."""
+    from workers.environments.main import run_environment_worker
+
+    config = load(common)
+    settings, stop = _begin(config, config.settings.metrics.environment, number)
+    run_environment_worker(settings, config.settings.environment, f"environment-{number}", stop)
+
+
+def run_executor_role(common: Common) -> None:
+    """The executor of inbox `executor.slot`, until it is asked to stop."""
+    from workers.executor.main import run_executor
+
+    config = load(common)
+    slot = config.settings.executor.slot
+    settings, stop = _begin(config, config.settings.metrics.executor, slot)
+    run_executor(settings, config.settings.executor, f"executor-{slot}", stop)
+
+
+def run_router_role(common: Common) -> None:
+    """The router, until it is asked to stop."""
+    from pipeline.routing.main import run_router
+
+    config = load(common)
+    settings, stop = _begin(config, config.settings.metrics.router)
+    run_router(settings, config.settings.router, stop)
+
+
+def run_trainer_role(common: Common) -> None:
+    """The trainer, until all groups are settled or it is asked to stop."""
+    from workers.trainer.main import run_trainer
+
+    config = load(common)
+    settings, stop = _begin(config, config.settings.metrics.trainer)
+    run_trainer(settings, config.settings.trainer, stop)
+
+
+def _begin(config: Config, metrics_port: int, number: int = 0) -> tuple[BusSettings, Event]:
+    """What every role does first. Raises BrokerUnreachable, or UsageError for metrics that cannot be served."""
+    settings = config.bus()
+    configure_logging()
+    stop = stop_on_signals()
+    reach(settings)
+    serve_metrics(config.settings.metrics.host, metrics_port + number if metrics_port else 0)
+    return settings, stop

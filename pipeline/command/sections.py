@@ -1,0 +1,102 @@
+"""The sections of the configuration that belong to no role. Every field is documented here and nowhere else."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+WARM_START = Path(__file__).parents[2] / "workers" / "trainer" / "warm_start"
+"""The small policy that ships with ROSE: pre-trained on noisy demonstrations of the calculator task."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerSection:
+    """Which Kafka."""
+
+    bootstrap_server: str = ""
+    """`host:port[,host:port]` of a running Kafka; empty: `rose up` and `rose demo` start one on this machine."""
+    kafka_home: Path | None = None
+    """Folder with Apache Kafka's `libs/`, to start instead of the embedded broker; KAFKA_HOME says the same."""
+    namespace: str = ""
+    """Put before every topic, group and transactional id, to share a cluster."""
+    properties: dict[str, str] = field(default_factory=dict)
+    """librdkafka settings, verbatim."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicsSection:
+    """How topics are created."""
+
+    home_partitions: int = 8
+    """Partitions of prompts, requests, results and snapshots; at least one for each environment worker."""
+    inbox_slots: int = 32
+    """Partitions of the executors' inboxes; at least one for each executor."""
+    sample_partitions: int = 4
+    """Partitions of finished samples."""
+    chunk_partitions: int = 4
+    """Partitions of weight chunks."""
+    replication_factor: int = 1
+    """Copies of every partition; 3 on a cluster that must survive the loss of a broker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """The policy that is trained and served."""
+
+    folder: Path = WARM_START
+    """Hugging Face model folder with tokenizer and `turn_format.json`; the default is the warm start of the demo."""
+    id: str = "policy"
+    """Names the policy on the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    """One run on this machine."""
+
+    name: str = "demo"
+    """All that a run writes lies in `<folder>/<name>`."""
+    folder: Path = Path("runs")
+    """Where runs are kept."""
+    seed: int = 0
+    """Seeds tasks, sampling and training."""
+    environment_workers: int = 1
+    """Environment workers that `rose up` starts."""
+    executors: int = 2
+    """Executors that `rose up` starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsSection:
+    """Prometheus metrics, one port a process; 0 is off."""
+
+    host: str = "127.0.0.1"
+    """Address that the metrics are served on; loopback unless said otherwise."""
+    router: int = 0
+    """Port of the router's metrics."""
+    trainer: int = 0
+    """Port of the trainer's metrics."""
+    environment: int = 0
+    """Port of the first environment worker's metrics; worker n has this plus n."""
+    executor: int = 0
+    """Port of the first executor's metrics; executor n has this plus n."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TasksSection:
+    """The tasks of `rose demo` and `rose evaluate`."""
+
+    environment: str = "calculator"
+    """A built-in environment's name, or `package.module:Class`."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Handed to the environment's `reset`."""
+    group_size: int = 16
+    """Trajectories of one prompt."""
+    steps: int = 24
+    """Optimizer steps of the demo; it asks for as many groups as they take."""
+    max_turns: int = 16
+    """Turns after which a trajectory ends as it stands."""
+    held_out: int = 256
+    """Fixed tasks, never trained on, that success before and after is measured on."""
+    first_seed: int = 0
+    """Seed of the first training task of run seed 0; every run seed has a range of its own."""
+    held_out_seed: int = 1_000_000_000
+    """Seed of the first held-out task; the same for every run."""

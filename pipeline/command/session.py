@@ -1,0 +1,83 @@
+"""A run on this machine: broker, topics, roles and prompts, watched until the trainer is done, then reported.
+
+Keeps true
+- All that a run writes lies in its folder: `config.toml` (the whole configuration), `logs/`, `broker/`, the trainer's
+  checkpoints.
+- Whatever ends the run, its processes and its own broker are stopped before the command ends.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.command.broker import RunBroker, kafka_home
+from pipeline.command.config import RESOLVED, Config, load
+from pipeline.command.options import Common
+from pipeline.command.processes import stop_on_signals
+from pipeline.command.resolved import resolved_toml
+from pipeline.command.screen import Watcher
+from pipeline.command.submit import send_prompts
+from pipeline.command.supervisor import Role, Supervisor
+from schemas.prompts import Prompt
+from topics.admin import create_topics
+
+LOGS = "logs"
+"""Folder of the roles' logs in a run's folder."""
+
+
+class Interrupted(Exception):
+    """The user asked the run to end before it was done."""
+
+
+def write_configuration(config: Config, broker: RunBroker) -> Path:
+    """Write the whole configuration, broker included, into the run's folder; the roles read it from there."""
+    said = [("broker", "broker.bootstrap_server", broker.settings.bootstrap)]
+    home = kafka_home(config)
+    if broker.own is not None and home is not None:
+        said.append(("broker", "broker.kafka_home", str(home)))
+    path = config.run_folder / RESOLVED
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(resolved_toml(config, explained=False))
+    path.write_text(resolved_toml(load(Common(config=path, said=tuple(said))), explained=True))
+    return path
+
+
+def roles_of(config: Config, configuration: Path) -> list[Role]:
+    """The processes of a run."""
+    common = ("--config", str(configuration))
+    run = config.settings.run
+    executors = [Role(f"executor-{n}", ("executor", "--slot", str(n), *common)) for n in range(run.executors)]
+    workers = [
+        Role(f"environment-{n}", ("environment", "--number", str(n), *common)) for n in range(run.environment_workers)
+    ]
+    return [
+        Role("trainer", ("trainer", *common), ends_run=True),
+        Role("router", ("router", *common)),
+        *executors,
+        *workers,
+    ]
+
+
+def run_roles(config: Config, broker: RunBroker, console: Console, *, prompts: Sequence[Prompt], title: str) -> None:
+    """Run everything until the trainer is done. Raises Interrupted, RoleFailed, BrokerFailed or BusError."""
+    create_topics(broker.settings, config.partitions, replication_factor=config.settings.topics.replication_factor)
+    configuration = write_configuration(config, broker)
+    supervisor = Supervisor(roles_of(config, configuration), config.run_folder / LOGS)
+    total = sum(prompt.group_size for prompt in prompts)
+    stop = stop_on_signals()
+    watcher = Watcher(broker.settings, console, title=title, total=total)
+
+    def look_after() -> list[str]:
+        broker.check()
+        return supervisor.tick()
+
+    try:
+        supervisor.start()
+        send_prompts(broker.settings, prompts)
+        watcher.run(lambda: not (supervisor.finished or stop.is_set()), events=look_after)
+    finally:
+        supervisor.stop()
+        watcher.close()
+    if not supervisor.finished:
+        raise Interrupted

@@ -1,0 +1,97 @@
+"""Prompts from a JSONL file to the input topic: all of them, or none.
+
+Keeps true: nothing is sent before every line was found good; every bad line is named with its number and the reason.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from schemas.errors import RecordError, UsageError
+from schemas.prompts import Prompt
+from schemas.wire import encode
+from topics.bus import Writer
+from topics.catalog import PROMPTS
+from topics.settings import BusSettings
+
+SHOWN_LINES = 20
+"""Bad lines that are named one by one; of more, the count is told."""
+
+FIELDS = frozenset(field.encode_name for field in msgspec.structs.fields(Prompt))
+
+_decoder = msgspec.json.Decoder(Prompt)
+
+
+class BadPrompts(UsageError):
+    """A prompt file with bad lines."""
+
+    def __init__(self, path: Path, lines: int, bad: Sequence[tuple[int, str]]) -> None:
+        named = [f"  line {number}: {reason}" for number, reason in bad[:SHOWN_LINES]]
+        if len(bad) > SHOWN_LINES:
+            named.append(f"  and {len(bad) - SHOWN_LINES} more")
+        told = f"{len(bad)} of {lines} lines are no prompts" if lines else "there is no prompt in it"
+        super().__init__("\n".join([f"{path}: {told}; nothing was sent", *named]))
+
+
+def read_prompts(path: Path, known_environment: Callable[[str], object]) -> list[Prompt]:
+    """The prompts of a JSONL file; empty lines are skipped.
+
+    `known_environment` raises UsageError for a name that leads to no environment. Raises BadPrompts or UsageError.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    prompts: dict[str, Prompt] = {}
+    first_seen: dict[str, int] = {}
+    reasons: dict[str, str] = {}
+    bad: list[tuple[int, str]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            prompt = _prompt(line)
+            if prompt.group_id in prompts:
+                raise UsageError(f"group_id {prompt.group_id} is that of line {first_seen[prompt.group_id]}")
+            if prompt.environment not in reasons:
+                reasons[prompt.environment] = _reason(known_environment, prompt.environment)
+            if reasons[prompt.environment]:
+                raise UsageError(reasons[prompt.environment])
+        except (UsageError, RecordError) as error:
+            bad.append((number, str(error)))
+        else:
+            prompts[prompt.group_id] = prompt
+            first_seen[prompt.group_id] = number
+    if bad or not prompts:
+        raise BadPrompts(path, len(bad) + len(prompts), bad)
+    return list(prompts.values())
+
+
+def send_prompts(settings: BusSettings, prompts: Iterable[Prompt], *, sent: Callable[[], None] = lambda: None) -> None:
+    """Write the prompts and wait until they are stored; `sent` is called once for each. Raises BusError."""
+    writer = Writer(settings, "rose-submit")
+    for prompt in prompts:
+        writer.write(PROMPTS, prompt, key=prompt.group_id, on_delivery=lambda partition, offset: sent())
+        writer.poll()
+    writer.flush()
+
+
+def _prompt(line: bytes) -> Prompt:
+    try:
+        prompt = _decoder.decode(line)
+        unknown = sorted(set(msgspec.json.decode(line)) - FIELDS)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(str(error)) from None
+    if unknown:
+        raise UsageError(f"unknown field {unknown[0]}; the fields are {', '.join(sorted(FIELDS))}")
+    encode(prompt)  # refuses what is too large to travel
+    return prompt
+
+
+def _reason(known_environment: Callable[[str], object], name: str) -> str:
+    try:
+        known_environment(name)
+    except UsageError as error:
+        return str(error)
+    return ""

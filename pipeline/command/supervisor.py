@@ -1,0 +1,182 @@
+"""The processes of a run on this machine: started, logged, started again when they crash, and ended together.
+
+Keeps true
+- A role that crashes is started again, later each time; one that crashes `MOST_QUICK_CRASHES` times in a row soon after
+  its start, or that refuses its input (exit status 2), ends the run with one sentence and its last words.
+- When the supervisor ends, however it ends, its processes end: the kernel kills them if it cannot.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+import structlog
+
+from schemas.errors import RoseError, UsageError
+
+QUICK_SECONDS = 120.0
+"""A process that ran for less crashed quickly; an engine takes ten seconds to start, and a minute on a busy machine."""
+
+MOST_QUICK_CRASHES = 5
+"""As many quick crashes in a row, and the run ends."""
+
+FIRST_PAUSE_SECONDS = 0.5
+"""Before the first new start after a crash; doubled with every quick crash in a row."""
+
+STOP_SECONDS = 20.0
+"""How long a process may take to end after SIGTERM."""
+
+LAST_WORDS = 6
+"""Lines of a log that are shown when its role fails."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class RoleFailed(RoseError):
+    """A role cannot be kept running."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """When a crashed process may start again. Pure.
+
+    Example: crashes after 3 s, 2 s, 70 s -> pauses of 0.5 s, 1 s, 0.5 s.
+    """
+
+    quick_crashes: int = 0
+
+    def crashed(self, ran_seconds: float) -> "Restarts":
+        """After a crash."""
+        return Restarts(self.quick_crashes + 1 if ran_seconds < QUICK_SECONDS else 1)
+
+    @property
+    def pause_seconds(self) -> float | None:
+        """Until the next start; None: give up."""
+        if self.quick_crashes >= MOST_QUICK_CRASHES:
+            return None
+        return FIRST_PAUSE_SECONDS * 2.0 ** max(0, self.quick_crashes - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One process of a run."""
+
+    name: str
+    """Also that of its log."""
+    arguments: tuple[str, ...]
+    """Of the `rose` command."""
+    ends_run: bool = False
+    """Its exit with status 0 ends the run."""
+
+
+class _Supervised:
+    """One role and its present process."""
+
+    def __init__(self, role: Role, log: Path) -> None:
+        self.role = role
+        self.log = log
+        self.process: subprocess.Popen[bytes] | None = None
+        self.restarts = Restarts()
+        self.started_at = 0.0
+        self.start_at = 0.0
+
+    def start(self, now: float) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pipeline.command.main", *self.role.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the supervisor, which asks each role to stop
+                preexec_fn=_end_with(os.getpid()),
+            )
+        self.started_at = now
+
+    def last_words(self) -> str:
+        return "\n".join(f"    {line}" for line in self._lines()[-LAST_WORDS:])
+
+    def last_line(self) -> str:
+        return (self._lines() or ["nothing"])[-1].strip()
+
+    def _lines(self) -> list[str]:
+        return [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+
+
+class Supervisor:
+    """Keeps the roles of a run going. Call it from one thread that lives as long as they should."""
+
+    def __init__(self, roles: Sequence[Role], log_folder: Path) -> None:
+        log_folder.mkdir(parents=True, exist_ok=True)
+        self._supervised = [_Supervised(role, log_folder / f"{role.name}.log") for role in roles]
+        self._log = structlog.get_logger("supervisor")
+        self.finished = False
+        """The role that ends the run has ended well."""
+
+    def start(self) -> None:
+        for each in self._supervised:
+            each.start(monotonic())
+
+    def tick(self) -> list[str]:
+        """Look after the processes; return a line for each thing that happened. Raises RoleFailed. Call it often."""
+        happened = []
+        for each in self._supervised:
+            if each.process is None:
+                if monotonic() >= each.start_at:
+                    each.start(monotonic())
+                    happened.append(f"{each.role.name} starts again")
+            elif (status := each.process.poll()) is not None:
+                each.process = None
+                if each.role.ends_run and status == 0:
+                    self.finished = True
+                else:
+                    happened.append(self._crashed(each, status))
+        return happened
+
+    def stop(self) -> None:
+        """Ask every process to stop, and kill what does not."""
+        running = [each.process for each in self._supervised if each.process is not None]
+        for process in running:
+            process.terminate()
+        deadline = monotonic() + STOP_SECONDS
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    @property
+    def process_ids(self) -> dict[str, int]:
+        """The running processes by role."""
+        return {each.role.name: each.process.pid for each in self._supervised if each.process is not None}
+
+    def _crashed(self, each: _Supervised, status: int) -> str:
+        ended = f"was killed by signal {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        each.restarts = each.restarts.crashed(monotonic() - each.started_at)
+        pause = each.restarts.pause_seconds
+        if status == UsageError.exit_status or pause is None:
+            often = "" if status == UsageError.exit_status else f", {each.restarts.quick_crashes} times in a row"
+            raise RoleFailed(f"{each.role.name} {ended}{often}; the end of {each.log}:\n{each.last_words()}")
+        each.start_at = monotonic() + pause
+        return f"{each.role.name} {ended} and starts again in {pause:.1f} s; it said: {each.last_line()}"
+
+
+def _end_with(parent: int) -> Callable[[], None]:
+    """What a child runs first: the kernel kills it the moment its parent is gone.
+
+    Safe between fork and exec: the library is loaded before the fork, so the child makes two system calls and no more.
+    """
+    prctl = ctypes.CDLL(None).prctl
+
+    def ask_kernel() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # the parent went before the kernel was asked
+
+    return ask_kernel

@@ -1,0 +1,1 @@
+"""A trajectory's life, told from the log."""

@@ -1,0 +1,325 @@
+"""The pictures of a run, as plotly figures in one calm style.
+
+Keeps true: a figure shows what the history holds, nothing smoothed or made up; one without data is left out.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
+from plotly.subplots import make_subplots
+
+from pipeline.report.history import History, TurnFact
+from pipeline.report.summary import Success
+
+INK, MUTED, GRID = "#1f2933", "#7b8794", "#e9edf1"
+BLUE, TEAL, AMBER, ROSE, GREY = "#3b6fb6", "#3a9d8f", "#d9a441", "#c8506b", "#b8c2cc"
+VERSION_COLOURS = ["#9db7d9", BLUE, TEAL, AMBER, ROSE]
+"""Of policy versions, in turn: neighbours are told apart, also where versions are many."""
+
+FONT = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
+
+TIMELINE_TURNS = 700
+"""About as many turns as one timeline shows legibly; it is a window around a weight swap in the middle of the run."""
+
+OCCUPANCY_POINTS = 400
+"""Points in time at which the turns in the engines are counted."""
+
+
+QUANTILES = ((0.99, "99th percentile", GREY), (0.9, "90th percentile", "#7fa3d1"), (0.5, "median", BLUE))
+"""Of latencies, the widest bar last."""
+
+
+def learning_curve(history: History, success: Success) -> go.Figure | None:
+    """Success of the trajectories that each step trained on, between the two held-out measurements."""
+    steps = history.steps()
+    if not steps:
+        return None
+    numbers = list(steps)
+    shares = [sum(each.success for each in steps[number]) / len(steps[number]) for number in numbers]
+    sizes = [len(steps[number]) for number in numbers]
+    figure = _figure(height=360)
+    errors = [1.96 * float(np.sqrt(p * (1 - p) / n)) for p, n in zip(shares, sizes, strict=True)]
+    upper = [p + e for p, e in zip(shares, errors, strict=True)]
+    lower = [p - e for p, e in zip(shares, errors, strict=True)]
+    figure.add_scatter(
+        x=numbers + numbers[::-1],
+        y=upper + lower[::-1],
+        fill="toself",
+        fillcolor="rgba(59,111,182,0.13)",
+        line={"width": 0},
+        hoverinfo="skip",
+        name="95 % interval",
+        showlegend=False,
+    )
+    figure.add_scatter(
+        x=numbers,
+        y=shares,
+        mode="lines+markers",
+        line={"color": BLUE, "width": 2.5},
+        marker={"size": 5},
+        name="trajectories of the step",
+        customdata=sizes,
+        hovertemplate="step %{x}: %{y:.1%} of %{customdata} trajectories<extra></extra>",
+    )
+    held_out = [(numbers[0] - 1, success.before), (numbers[-1] + 1, success.after)]
+    measured = [(step, share) for step, share in held_out if share is not None]
+    if measured:
+        figure.add_scatter(
+            x=[step for step, _ in measured],
+            y=[share for _, share in measured],
+            mode="markers+text",
+            marker={"size": 13, "color": ROSE, "symbol": "diamond", "line": {"color": "white", "width": 2}},
+            text=[f"<b>{share:.0%}</b>" for _, share in measured],
+            textposition="top center",
+            textfont={"color": ROSE, "size": 15},
+            cliponaxis=False,
+            name=f"held out, {success.n} tasks",
+            hovertemplate="held out: %{y:.1%}<extra></extra>",
+        )
+    figure.update_yaxes(tickformat=".0%", range=[0, 1.02], title_text="solved")
+    figure.update_xaxes(title_text="optimizer step")
+    return figure
+
+
+def trajectory_turns(history: History) -> go.Figure | None:
+    """How many turns trajectories took, solved or not: the long tail."""
+    counts = {
+        solved: Counter(each.turns for each in history.trajectories if each.success is solved and not each.failure)
+        for solved in (True, False)
+    }
+    if not any(counts.values()):
+        return None
+    figure = _figure(height=320)
+    for solved, name, colour in ((True, "solved", TEAL), (False, "not solved", GREY)):
+        turns = sorted(counts[solved])
+        figure.add_bar(
+            x=turns,
+            y=[counts[solved][turn] for turn in turns],
+            name=name,
+            marker={"color": colour},
+            hovertemplate="%{y} trajectories of %{x} turns<extra>" + name + "</extra>",
+        )
+    figure.update_layout(barmode="stack", bargap=0.18)
+    figure.update_xaxes(title_text="turns of the trajectory", dtick=1)
+    figure.update_yaxes(title_text="trajectories")
+    return figure
+
+
+def occupancy(history: History) -> go.Figure | None:
+    """Turns in each engine over the whole run, and when policy versions were published."""
+    turns = [turn for turn in history.turns if turn.worker]
+    if not turns:
+        return None
+    begun, ended = history.span_seconds
+    moments = np.linspace(begun, ended, OCCUPANCY_POINTS)
+    workers = sorted({turn.worker for turn in turns})
+    figure = _figure(height=260)
+    for worker, colour in zip(workers, _spread([BLUE, TEAL, AMBER], len(workers)), strict=True):
+        own = [turn.times for turn in turns if turn.worker == worker]
+        starts = np.sort([times.received_at for times in own])
+        ends = np.sort([times.finished_at for times in own])
+        held = np.searchsorted(starts, moments, "right") - np.searchsorted(ends, moments, "right")
+        figure.add_scatter(
+            x=moments - begun,
+            y=held,
+            stackgroup="engines",
+            line={"width": 0.5, "color": colour},
+            fillcolor=colour,
+            name=worker,
+            hovertemplate="%{y} turns at %{x:.0f} s<extra>" + worker + "</extra>",
+        )
+    for version in history.versions:
+        figure.add_vline(x=version.published_at - begun, line={"color": INK, "width": 0.8, "dash": "dot"}, opacity=0.35)
+    figure.update_xaxes(title_text="seconds", range=[0, ended - begun])
+    figure.update_yaxes(title_text="turns in engine")
+    return figure
+
+
+def timeline(history: History) -> go.Figure | None:
+    """Single turns on the workers, coloured by policy version, in a window around a swap."""
+    window = _window(history)
+    if not window:
+        return None
+    begun, _ = history.span_seconds
+    workers = sorted({turn.worker for turn in window})
+    versions = sorted({turn.version for turn in window})
+    colours = {version: VERSION_COLOURS[version % len(VERSION_COLOURS)] for version in versions}
+    figure = make_subplots(rows=len(workers), cols=1, shared_xaxes=True, vertical_spacing=0.1)
+    for row, worker in enumerate(workers, 1):
+        lanes = _lanes([turn for turn in window if turn.worker == worker])
+        for version in versions:
+            figure.add_trace(_bars(lanes, version, begun, colours[version], legend=row == 1), row=row, col=1)
+        figure.update_yaxes(title_text=worker, showticklabels=False, row=row, col=1)
+        for swap in history.swaps:
+            if swap.worker == worker and _starts(window[0]) <= swap.at <= _ends(window):
+                figure.add_vline(
+                    x=swap.at - begun,
+                    line={"color": INK, "width": 1.2},
+                    annotation={
+                        "text": f"version {swap.version}, {1000 * swap.seconds:.0f} ms",
+                        "font": {"size": 11, "color": INK},
+                        "bgcolor": "rgba(255,255,255,0.85)",
+                        "yanchor": "bottom",
+                    },
+                    row=row,
+                    col=1,
+                )
+    _styled(figure, height=90 + 210 * len(workers))
+    figure.update_xaxes(title_text="seconds", row=len(workers), col=1)
+    figure.update_yaxes(showgrid=False)
+    figure.update_layout(barmode="overlay", legend_title_text="policy version", legend_y=1.06)
+    return figure
+
+
+def latency(history: History) -> go.Figure | None:
+    """Where a turn's time goes: the median and the tail of each stage."""
+    turns = history.turns
+    if not turns:
+        return None
+    stages = {
+        "router: hop and wait for room": [turn.router_seconds for turn in turns],
+        "hops to the engine and back": [turn.hop_seconds for turn in turns],
+        "queue in the engine": [turn.queue_seconds for turn in turns],
+        "prefill": [turn.prefill_seconds for turn in turns],
+        "decode": [turn.decode_seconds for turn in turns],
+        "environment step": [turn.environment_seconds for turn in turns],
+    }
+    figure = _figure(height=340)
+    names = list(stages)[::-1]
+    for share, label, colour in (
+        (0.99, "99th percentile", GREY),
+        (0.9, "90th percentile", "#7fa3d1"),
+        (0.5, "median", BLUE),
+    ):
+        figure.add_bar(
+            y=names,
+            x=[1000 * max(0.0, float(np.quantile(stages[name], share))) for name in names],
+            orientation="h",
+            name=label,
+            marker={"color": colour},
+            width=0.62 - 0.65 * (share - 0.5),
+            hovertemplate="%{y}: %{x:.2f} ms<extra>" + label + "</extra>",
+        )
+    figure.update_layout(barmode="overlay", legend_traceorder="reversed")
+    figure.update_xaxes(title_text="milliseconds", type="log", dtick=1)
+    figure.update_yaxes(showgrid=False, ticksuffix="  ")
+    return figure
+
+
+def prefix_cache(history: History) -> go.Figure | None:
+    """By turn number, how much of a context came from the cache."""
+    totals: dict[int, list[int]] = {}
+    for turn in history.turns:
+        context, cached, reusable = totals.setdefault(turn.turn, [0, 0, 0])
+        totals[turn.turn] = [
+            context + turn.context_tokens,
+            cached + turn.cached_tokens,
+            reusable + turn.reusable_tokens,
+        ]
+    numbers = [number for number in sorted(totals) if totals[number][0]]
+    if not numbers:
+        return None
+    figure = _figure(height=320)
+    figure.add_bar(
+        x=numbers,
+        y=[totals[number][1] / totals[number][0] for number in numbers],
+        name="from the cache",
+        marker={"color": TEAL},
+        hovertemplate="turn %{x}: %{y:.1%} from the cache<extra></extra>",
+    )
+    figure.add_scatter(
+        x=numbers,
+        y=[totals[number][2] / totals[number][0] for number in numbers],
+        mode="markers",
+        marker={"symbol": "line-ew-open", "size": 18, "color": INK, "line": {"width": 2}},
+        name="computed by the turn before, same version",
+        hovertemplate="turn %{x}: %{y:.1%} could have been<extra></extra>",
+    )
+    figure.update_yaxes(tickformat=".0%", range=[0, 1.02], title_text="share of the context")
+    figure.update_xaxes(title_text="turn of the trajectory", dtick=1)
+    return figure
+
+
+def _starts(turn: TurnFact) -> float:
+    return turn.times.received_at
+
+
+def _held_seconds(turn: TurnFact) -> float:
+    return turn.times.finished_at - turn.times.received_at
+
+
+def _ends(turns: Sequence[TurnFact]) -> float:
+    return max(turn.times.finished_at for turn in turns)
+
+
+def _window(history: History) -> list[TurnFact]:
+    """Turns in order of arrival around the swap that is nearest to the middle of the run."""
+    turns = sorted((turn for turn in history.turns if turn.worker), key=_starts)
+    if not turns:
+        return []
+    middle = (_starts(turns[0]) + _starts(turns[-1])) / 2
+    centre = min((swap.at for swap in history.swaps), key=lambda at: abs(at - middle), default=middle)
+    index = int(np.searchsorted([_starts(turn) for turn in turns], centre))
+    first = max(0, min(index - TIMELINE_TURNS // 2, len(turns) - TIMELINE_TURNS))
+    return turns[first : first + TIMELINE_TURNS]
+
+
+def _lanes(turns: Sequence[TurnFact]) -> list[tuple[int, TurnFact]]:
+    """Each turn in the lowest lane that is free when it arrives."""
+    free_at: list[float] = []
+    placed = []
+    for turn in turns:
+        lane = next((number for number, free in enumerate(free_at) if free <= _starts(turn)), len(free_at))
+        if lane == len(free_at):
+            free_at.append(0.0)
+        free_at[lane] = turn.times.finished_at
+        placed.append((lane, turn))
+    return placed
+
+
+def _bars(lanes: Sequence[tuple[int, TurnFact]], version: int, begun: float, colour: str, *, legend: bool) -> go.Bar:
+    own = [(lane, turn) for lane, turn in lanes if turn.version == version]
+    return go.Bar(
+        y=[lane for lane, _ in own],
+        base=[_starts(turn) - begun for _, turn in own],
+        x=[_held_seconds(turn) for _, turn in own],
+        orientation="h",
+        marker={"color": colour, "line": {"width": 0.4, "color": "white"}},
+        width=0.86,
+        name=str(version),
+        legendgroup=str(version),
+        showlegend=legend,
+        customdata=[
+            [turn.trajectory_id, turn.turn, 1000 * (turn.times.finished_at - _starts(turn))] for _, turn in own
+        ],
+        hovertemplate="%{customdata[0]} turn %{customdata[1]}: %{customdata[2]:.1f} ms<extra>version "
+        + f"{version}</extra>",
+    )
+
+
+def _spread(colours: list[str], count: int) -> list[str]:
+    return list(sample_colorscale(colours, np.linspace(0, 1, count).tolist())) if count > 1 else colours[-1:]
+
+
+def _figure(*, height: int) -> go.Figure:
+    return _styled(go.Figure(), height=height)
+
+
+def _styled(figure: go.Figure, *, height: int) -> go.Figure:
+    figure.update_layout(
+        height=height,
+        margin={"l": 64, "r": 24, "t": 36, "b": 52},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"family": FONT, "size": 13, "color": INK},
+        hoverlabel={"bgcolor": "white", "bordercolor": GRID, "font": {"family": FONT}},
+        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"},
+    )
+    axis = {"gridcolor": GRID, "zeroline": False, "linecolor": GRID, "tickfont_color": MUTED}
+    axis |= {"title_font": {"color": MUTED, "size": 12.5}}
+    figure.update_xaxes(showgrid=False, ticks="outside", tickcolor=GRID, **axis)
+    figure.update_yaxes(**axis)
+    return figure

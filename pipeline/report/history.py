@@ -1,0 +1,217 @@
+"""A run as its log tells it: turns, trajectories, policy versions and the moments at which workers took them up.
+
+Keeps true: a pure fold; the same records give the same history, whatever the order of topics.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from schemas.record import Record
+from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
+from schemas.slack import SlackHeartbeat
+from schemas.turns import TurnTimes, VersionSpan
+from schemas.weights import WeightManifest
+from topics.catalog import HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
+from topics.log import read_topics
+from topics.settings import BusSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnFact:
+    """One applied turn."""
+
+    trajectory_id: str
+    turn: int
+    attempt: int
+    worker: str
+    version: int
+    """The policy version of its first token; -1 if it sampled none."""
+    sampled_tokens: int
+    context_tokens: int
+    cached_tokens: int
+    reusable_tokens: int
+    """Tokens that the turn before had computed under the same policy version: what a perfect cache would hold."""
+    times: TurnTimes
+    environment_seconds: float
+
+    @property
+    def router_seconds(self) -> float:
+        """From the request to the dispatch: one hop, and the wait for a worker with room."""
+        return self.times.dispatched_at - self.times.requested_at
+
+    @property
+    def hop_seconds(self) -> float:
+        """On the way to the inbox, and from the engine back to the environment worker."""
+        return (self.times.received_at - self.times.dispatched_at) + (self.times.applied_at - self.times.finished_at)
+
+    @property
+    def bus_seconds(self) -> float:
+        """Outside engine and environment."""
+        return self.router_seconds + self.hop_seconds
+
+    @property
+    def queue_seconds(self) -> float:
+        """In the engine, before its prefill began."""
+        return self.times.scheduled_at - self.times.received_at
+
+    @property
+    def prefill_seconds(self) -> float:
+        return self.times.first_token_at - self.times.scheduled_at
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.times.finished_at - self.times.first_token_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryFact:
+    """One finished trajectory."""
+
+    trajectory_id: str
+    group_id: str
+    reward: float | None
+    success: bool
+    failure: str
+    turns: int
+    sampled_tokens: int
+    oldest_version: int
+    newest_version: int
+    completed_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionFact:
+    """A policy version on the log."""
+
+    version: int
+    step: int
+    published_at: float
+    bytes: int
+    """Of its chunks' payloads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """A worker took a policy version up."""
+
+    worker: str
+    version: int
+    at: float
+    """Unix seconds of the first heartbeat that says so."""
+    seconds: float
+    """The engine's pause."""
+
+
+@dataclass(slots=True)
+class History:
+    """Everything in order of time."""
+
+    turns: list[TurnFact] = field(default_factory=list)
+    trajectories: list[TrajectoryFact] = field(default_factory=list)
+    versions: list[VersionFact] = field(default_factory=list)
+    swaps: list[Swap] = field(default_factory=list)
+    outcomes: dict[str, SampleOutcome] = field(default_factory=dict)
+    """By trajectory id."""
+
+    def steps(self) -> dict[int, list[TrajectoryFact]]:
+        """The trajectories that each optimizer step settled, infrastructure failures left out."""
+        steps: dict[int, list[TrajectoryFact]] = {}
+        for trajectory in self.trajectories:
+            outcome = self.outcomes.get(trajectory.trajectory_id)
+            if outcome is not None and outcome.outcome is not Outcome.INFRA_FAILED:
+                steps.setdefault(outcome.step, []).append(trajectory)
+        return dict(sorted(steps.items()))
+
+    @property
+    def span_seconds(self) -> tuple[float, float]:
+        """Unix seconds of the first and the last thing that happened; zeros if nothing did."""
+        moments = [turn.times.requested_at for turn in self.turns] + [turn.times.applied_at for turn in self.turns]
+        moments += [version.published_at for version in self.versions]
+        return (min(moments), max(moments)) if moments else (0.0, 0.0)
+
+
+def read_history(settings: BusSettings) -> History:
+    """The history of all that the log keeps. Raises TopicMissing or BusError."""
+    envelopes = read_topics(settings, [SAMPLES, OUTCOMES, HEARTBEATS, MANIFESTS], client_id="rose-report")
+    return fold_history(envelope.record for envelope in envelopes if envelope.record is not None)
+
+
+def fold_history(records: Iterable[Record]) -> History:
+    """The history that these records tell; samples that come twice count once."""
+    history = History()
+    known: set[str] = set()
+    proven: dict[str, tuple[int, int]] = {}
+    for record in records:
+        match record:
+            case Sample() if record.trajectory_id not in known:
+                known.add(record.trajectory_id)
+                history.turns.extend(_turns(record))
+                history.trajectories.append(_trajectory(record))
+            case SampleOutcome():
+                history.outcomes.setdefault(record.trajectory_id, record)
+            case WeightManifest():
+                history.versions.append(_version(record))
+            case SlackHeartbeat() if proven.get(record.worker) != (record.incarnation, record.policy_version):
+                proven[record.worker] = (record.incarnation, record.policy_version)
+                if record.policy_version >= 0:
+                    history.swaps.append(_swap(record))
+            case _:
+                pass
+    history.turns.sort(key=lambda turn: turn.times.requested_at)
+    history.trajectories.sort(key=lambda trajectory: trajectory.completed_at)
+    history.versions.sort(key=lambda version: version.published_at)
+    history.swaps.sort(key=lambda swap: swap.at)
+    return history
+
+
+def _turns(sample: Sample) -> Iterable[TurnFact]:
+    before: SampleTurn | None = None
+    for turn in sample.turns:
+        version = _version_at(sample.spans, turn.start)
+        reusable = before.end if before is not None and _version_at(sample.spans, before.end - 1) == version else 0
+        yield TurnFact(
+            trajectory_id=sample.trajectory_id,
+            turn=turn.turn,
+            attempt=turn.attempt,
+            worker=turn.worker,
+            version=version,
+            sampled_tokens=turn.end - turn.start,
+            context_tokens=turn.start,
+            cached_tokens=turn.cached_tokens,
+            reusable_tokens=reusable,
+            times=turn.times,
+            environment_seconds=turn.environment_seconds,
+        )
+        before = turn
+
+
+def _version_at(spans: tuple[VersionSpan, ...], token: int) -> int:
+    return next((span.version for span in spans if span.start <= token < span.end), -1)
+
+
+def _trajectory(sample: Sample) -> TrajectoryFact:
+    return TrajectoryFact(
+        trajectory_id=sample.trajectory_id,
+        group_id=sample.group_id,
+        reward=sample.reward,
+        success=sample.success,
+        failure=sample.failure,
+        turns=len(sample.turns),
+        sampled_tokens=sum(turn.end - turn.start for turn in sample.turns),
+        oldest_version=sample.oldest_version,
+        newest_version=max((span.version for span in sample.spans), default=-1),
+        completed_at=sample.completed_at,
+    )
+
+
+def _version(manifest: WeightManifest) -> VersionFact:
+    return VersionFact(
+        version=manifest.version,
+        step=manifest.step,
+        published_at=manifest.published_at,
+        bytes=sum(chunk.bytes for chunk in manifest.chunks),
+    )
+
+
+def _swap(beat: SlackHeartbeat) -> Swap:
+    return Swap(worker=beat.worker, version=beat.policy_version, at=beat.sent_at, seconds=beat.swap_seconds)

@@ -1,0 +1,96 @@
+"""The report: one HTML file with everything in it, plotly's own script included. It loads nothing from anywhere."""
+
+from datetime import UTC, datetime
+from importlib.resources import files
+
+from jinja2 import Environment, StrictUndefined
+from plotly.io import to_html
+from plotly.offline import get_plotlyjs
+
+from pipeline.report import figures
+from pipeline.report.history import History
+from pipeline.report.summary import Success, Summary
+
+
+def report_html(summary: Summary, history: History, *, configuration: str) -> str:
+    """The whole page; `configuration` is the run's resolved TOML."""
+    drawn = {
+        "learning": figures.learning_curve(history, summary.success),
+        "turns": figures.trajectory_turns(history),
+        "occupancy": figures.occupancy(history),
+        "timeline": figures.timeline(history),
+        "latency": figures.latency(history),
+        "cache": figures.prefix_cache(history),
+    }
+    pictures = {
+        name: to_html(
+            figure,
+            full_html=False,
+            include_plotlyjs=False,
+            div_id=name,
+            config={"displayModeBar": False, "responsive": True},
+        )
+        for name, figure in drawn.items()
+        if figure is not None
+    }
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.filters.update(number=_number, duration=_duration, milliseconds=_milliseconds, size=_size, percent=_percent)
+    template = page.from_string((files("pipeline.report") / "report.html.j2").read_text())
+    return template.render(
+        summary=summary,
+        headline=headline(summary.success),
+        law=law(summary),
+        pictures=pictures,
+        configuration=configuration,
+        plotly=get_plotlyjs(),
+        date=datetime.fromtimestamp(summary.started_at, UTC).strftime("%-d %B %Y, %H:%M UTC"),
+    )
+
+
+def headline(success: Success) -> str:
+    """What the run came to, in one sentence."""
+    match success:
+        case Success(before=float(before), after=float(after)):
+            return f"Held-out success went from {_percent(before)} to {_percent(after)} on {success.n} fixed tasks."
+        case Success(after=float(after)):
+            return f"Held-out success was {_percent(after)} on {success.n} fixed tasks."
+        case _:
+            return "Held-out success was not measured."
+
+
+def law(summary: Summary) -> str:
+    """The conservation law with its numbers, in one sentence."""
+    terms = summary.trajectories
+    ends = ", ".join(
+        f"{_number(count)} {name.replace('_', ' ')}" for name, count in terms.items() if name != "requested" and count
+    )
+    verdict = "none was lost and none counted twice"
+    if summary.lost or summary.doubled:
+        verdict = f"{summary.lost} were lost and {summary.doubled} counted twice"
+    return (
+        f"Of {_number(terms['requested'])} trajectories asked for, each has one end: {ends or 'none yet'}; {verdict}."
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:,.1f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def _milliseconds(seconds: float) -> str:
+    milliseconds = 1000 * seconds
+    if milliseconds >= 1000:
+        return f"{seconds:.2f} s"
+    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
+
+
+def _size(value: int) -> str:
+    return f"{value / 2**20:,.1f} MiB" if value < 2**30 else f"{value / 2**30:,.2f} GiB"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

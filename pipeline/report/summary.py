@@ -1,0 +1,163 @@
+"""The figures of a run: what `summary.json` holds and the terminal shows.
+
+Keeps true: every figure is computed from the log, or was measured by the run itself and handed in; none is assumed.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from pipeline.accounting.ledger import Audit
+from pipeline.report.history import History
+
+
+class Success(msgspec.Struct, frozen=True, kw_only=True):
+    """Share of the held-out tasks that were solved, sampled at temperature 1; None where it was not measured."""
+
+    before: float | None = None
+    after: float | None = None
+    n: int = 0
+    """Tasks."""
+
+
+class PrefixCache(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of contexts, over all applied turns."""
+
+    hit_tokens: int
+    """Of `reusable_tokens`, those that were not computed again."""
+    reusable_tokens: int
+    """Computed by the turn before, under the same policy version."""
+    cached_tokens: int
+    """All that were not computed, prompts shared within a group among them."""
+    context_tokens: int
+
+
+class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
+    p50: float
+    p99: float
+
+
+class Latency(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a turn's seconds go."""
+
+    queue: Quantiles
+    """In the engine, before prefill."""
+    prefill: Quantiles
+    decode: Quantiles
+    router: Quantiles
+    """To the router, and there until a worker has room."""
+    hops: Quantiles
+    """From the router to the inbox, and from the engine back to the environment worker."""
+    environment: Quantiles
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True):
+    """Policy versions on the log."""
+
+    versions: int
+    bytes: int
+    """Of all chunks."""
+    swap_seconds_p99: float
+    """The engine's pause."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and with what the run was made."""
+
+    cores: int
+    processor: str
+    memory_bytes: int
+    python: str
+    packages: dict[str, str]
+    """Versions of what the figures depend on."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """`summary.json`."""
+
+    run: str
+    seed: int
+    started_at: float
+    """Unix seconds."""
+    seconds: float
+    """Wall clock of the whole run, evaluations included."""
+    broker: str
+    trajectories: dict[str, int]
+    """requested, trained, stale, filtered, infra_failed, superseded, in_flight."""
+    lost: int
+    doubled: int
+    success: Success
+    turns: int
+    """Applied turns."""
+    turns_per_second: float
+    turns_repeated: int
+    """Applied turns that an earlier attempt had begun."""
+    sampled_tokens: int
+    prefix_cache: PrefixCache
+    bus_seconds: Quantiles
+    """A turn's time outside engine and environment: hops, and the wait in the router for a worker with room."""
+    latency_seconds: Latency
+    weights: Weights
+    machine: Machine
+
+
+def summarise(
+    history: History,
+    audit: Audit,
+    *,
+    run: str,
+    seed: int,
+    started_at: float,
+    seconds: float,
+    broker: str,
+    success: Success,
+    machine: Machine,
+) -> Summary:
+    """The figures of one run."""
+    turns = history.turns
+    begun, ended = history.span_seconds
+    return Summary(
+        run=run,
+        seed=seed,
+        started_at=started_at,
+        seconds=seconds,
+        broker=broker,
+        trajectories=audit.trajectories(),
+        lost=len(audit.lost),
+        doubled=len(audit.doubled),
+        success=success,
+        turns=len(turns),
+        turns_per_second=len(turns) / (ended - begun) if ended > begun else 0.0,
+        turns_repeated=sum(turn.attempt > 0 for turn in turns),
+        sampled_tokens=sum(turn.sampled_tokens for turn in turns),
+        prefix_cache=PrefixCache(
+            hit_tokens=sum(min(turn.cached_tokens, turn.reusable_tokens) for turn in turns),
+            reusable_tokens=sum(turn.reusable_tokens for turn in turns),
+            cached_tokens=sum(turn.cached_tokens for turn in turns),
+            context_tokens=sum(turn.context_tokens for turn in turns),
+        ),
+        bus_seconds=_quantiles([turn.bus_seconds for turn in turns]),
+        latency_seconds=Latency(
+            queue=_quantiles([turn.queue_seconds for turn in turns]),
+            prefill=_quantiles([turn.prefill_seconds for turn in turns]),
+            decode=_quantiles([turn.decode_seconds for turn in turns]),
+            router=_quantiles([turn.router_seconds for turn in turns]),
+            hops=_quantiles([turn.hop_seconds for turn in turns]),
+            environment=_quantiles([turn.environment_seconds for turn in turns]),
+        ),
+        weights=Weights(
+            versions=len(history.versions),
+            bytes=sum(version.bytes for version in history.versions),
+            swap_seconds_p99=_quantiles([swap.seconds for swap in history.swaps]).p99,
+        ),
+        machine=machine,
+    )
+
+
+def _quantiles(values: Sequence[float]) -> Quantiles:
+    """Zeros when there is nothing to measure."""
+    if not values:
+        return Quantiles(p50=0.0, p99=0.0)
+    p50, p99 = np.quantile(np.asarray(values), [0.5, 0.99])
+    return Quantiles(p50=float(p50), p99=float(p99))

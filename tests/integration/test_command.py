@@ -1,0 +1,167 @@
+"""The `rose` command as a user meets it: a process, its output, its exit status."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from schemas.prompts import Prompt
+from schemas.samples import Outcome, SampleOutcome
+from tests.brokers import AnyBroker
+from topics.bus import Writer
+from topics.catalog import CATALOG, OUTCOMES, PROMPTS
+from topics.log import read_topics
+from topics.settings import BusSettings
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def rose(*arguments: str, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
+    return subprocess.run(
+        [sys.executable, "-m", "pipeline.command.main", *arguments],
+        cwd=folder,
+        env=inherited | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def on(broker: AnyBroker, namespace: str) -> tuple[str, ...]:
+    return ("--bootstrap-server", broker.bootstrap, "--namespace", namespace)
+
+
+def refused(done: subprocess.CompletedProcess[str], *words: str, status: int) -> None:
+    assert done.returncode == status, done.stderr
+    assert done.stderr.startswith("rose: ")
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "from pipeline.command.main import app\n"
+        "try:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'pydantic', 'numpy', 'plotly', 'confluent_kafka', 'msgspec'}\n"
+        "print('heavy:', sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith("heavy: []")
+    for command in ("demo", "up", "submit", "environment", "executor", "router", "trainer", "watch", "audit", "replay"):
+        assert re.search(rf"\b{command}\b", done.stdout)
+
+
+def test_a_command_that_does_not_exist_is_bad_usage() -> None:
+    assert rose("foo").returncode == 2
+    assert rose("replay").returncode == 2
+
+
+def test_topics_are_created_once_described_and_checked(broker: AnyBroker, namespace: str) -> None:
+    common = on(broker, namespace)
+    missing = rose("topics", "check", *common)
+    refused(missing, "rose topics create", status=1)
+    assert f"{namespace}rose.prompts.submitted.v1: topic is missing" in missing.stdout
+    created = rose("topics", "create", *common)
+    assert created.returncode == 0, created.stderr
+    assert f"{len(CATALOG)} topics created" in created.stdout
+    assert "0 topics created" in rose("topics", "create", *common).stdout
+    described = rose("topics", "describe", *common).stdout
+    assert all(f"{namespace}{topic.name}" in described for topic in CATALOG)
+    assert rose("topics", "check", *common).returncode == 0
+
+
+def test_check_tells_what_has_drifted(broker: AnyBroker, namespace: str) -> None:
+    common = on(broker, namespace)
+    rose("topics", "create", *common, "--set", "topics.home_partitions=2")
+    drifted = rose("topics", "check", *common)
+    refused(drifted, "differs from the catalog in 4 things", status=1)
+    assert f"{namespace}rose.turns.requested.v1: partitions is 2, the catalog says 8" in drifted.stdout
+
+
+def test_submit_sends_all_or_nothing(broker: AnyBroker, namespace: str, tmp_path: Path) -> None:
+    common = on(broker, namespace)
+    settings = BusSettings(broker.bootstrap, namespace)
+    prompts = [Prompt(group_id=f"g{n}", group_size=2, environment="calculator", seed=n) for n in range(5)]
+    good = tmp_path / "prompts.jsonl"
+    good.write_bytes(b"\n".join(msgspec.json.encode(prompt) for prompt in prompts))
+    refused(rose("submit", str(good), *common), "rose topics create", status=1)
+    rose("topics", "create", *common)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(good.read_bytes() + b"\n{}\n")
+    refused(rose("submit", str(bad), *common), "line 6", "nothing was sent", status=2)
+    assert list(read_topics(settings, [PROMPTS])) == []
+    done = rose("submit", str(good), *common)
+    assert done.returncode == 0, done.stderr
+    assert "5 prompts submitted, 10 trajectories" in done.stdout
+    sent = [envelope.record for envelope in read_topics(settings, [PROMPTS])]
+    assert sorted(sent, key=str) == sorted(prompts, key=str)
+
+
+def test_audit_prints_the_law_and_tells_when_it_is_broken(broker: AnyBroker, namespace: str) -> None:
+    common = on(broker, namespace)
+    rose("topics", "create", *common)
+    settings = BusSettings(broker.bootstrap, namespace)
+    writer = Writer(settings, "test")
+    writer.write(PROMPTS, Prompt(group_id="g", group_size=2, environment="calculator", seed=0), key="g")
+    writer.flush()
+    clean = rose("audit", *common)
+    assert clean.returncode == 0, clean.stderr
+    assert "2 requested = 0 trained" in clean.stdout
+    assert "2 not opened" in clean.stdout
+    for _ in range(2):
+        outcome = SampleOutcome(
+            trajectory_id="g:0",
+            group_id="g",
+            outcome=Outcome.TRAINED,
+            step=1,
+            policy_version=1,
+            recorded_at=0.0,
+        )
+        writer.write(OUTCOMES, outcome, key="g:0")
+    writer.flush()
+    broken = rose("audit", *common)
+    refused(broken, "conservation law", status=1)
+    assert "1 doubled: g:0" in broken.stdout
+    told = rose("replay", "g:0", *common)
+    assert told.returncode == 0, told.stderr
+    assert "calculator, seed 0" in told.stdout
+    assert told.stdout.count("trained at step 1") == 2
+    for unknown in ("g:2", "h:0", "g"):
+        refused(rose("replay", unknown, *common), f"no trajectory {unknown}", status=2)
+
+
+@pytest.mark.parametrize("command", ["topics create", "audit", "router"])
+def test_a_broker_that_does_not_answer_is_told_in_one_sentence(command: str) -> None:
+    done = rose(*command.split(), "--bootstrap-server", "127.0.0.1:1")
+    refused(done, "no Kafka broker answers at 127.0.0.1:1", "--bootstrap-server", status=1)
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_bad_settings_are_bad_usage(tmp_path: Path) -> None:
+    refused(rose("audit"), "no broker is named", status=2)
+    refused(rose("audit", "--run", "nowhere", folder=tmp_path), "cannot read runs/nowhere/config.toml", status=2)
+    refused(rose("config", "--set", "router.nothing=1"), "no router.nothing", status=2)
+    refused(rose("config", ROSE_RUTER__X="1"), "ROSE_RUTER__X", status=2)
+    unknown = ("--bootstrap-server", "127.0.0.1:1", "-X", "no.such.property=1")
+    refused(rose("audit", *unknown), "no.such.property", status=2)
+
+
+def test_config_prints_every_value_with_its_sentence_and_origin(tmp_path: Path) -> None:
+    (tmp_path / "rose.toml").write_text("[router]\nmax_attempts = 3\n")
+    done = rose("config", "--config", "rose.toml", "--set", "run.seed=7", folder=tmp_path, ROSE_RUN__EXECUTORS="4")
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "# Executions of one turn before it is failed. (rose.toml)\nmax_attempts = 3\n",
+        "# Seeds tasks, sampling and training. (--set run.seed)\nseed = 7\n",
+        "(ROSE_RUN__EXECUTORS)\nexecutors = 4\n",
+        "(default)\nenvironment_workers = 1\n",
+    ):
+        assert words in done.stdout

@@ -1,0 +1,142 @@
+"""The configuration: one precedence, sentences for what is wrong, and a TOML that reads back as it was written."""
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.command.config import Config, load, section_types
+from pipeline.command.documentation import field_sentences
+from pipeline.command.options import Common
+from pipeline.command.resolved import resolved_toml
+from schemas.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("ROSE_"):
+            monkeypatch.delenv(name)
+
+
+def in_file(folder: Path, text: str) -> Common:
+    path = folder / "rose.toml"
+    path.write_text(text)
+    return Common(config=path)
+
+
+def refusal(common: Common) -> str:
+    with pytest.raises(UsageError) as refused:
+        load(common)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_flags_win_over_the_environment_over_the_file_over_the_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = in_file(tmp_path, "[router]\nmax_attempts = 3\nmax_lag_versions = 3\n[run]\nexecutors = 3\nseed = 3\n")
+    monkeypatch.setenv("ROSE_ROUTER__MAX_LAG_VERSIONS", "4")
+    monkeypatch.setenv("ROSE_RUN__EXECUTORS", "4")
+    config = load(dataclasses.replace(common, settings=["run.executors=5"]).saying(seed=("run.seed", 6)))
+    router, run = config.settings.router, config.settings.run
+    assert (router.max_attempts, router.max_lag_versions, run.executors, run.seed) == (3, 4, 5, 6)
+    assert run.environment_workers == section_types()["run"]().environment_workers
+    said = [
+        config.origins.get(f"{path}") for path in ("router.max_attempts", "router.max_lag_versions", "run.executors")
+    ]
+    assert said == [str(tmp_path / "rose.toml"), "ROSE_ROUTER__MAX_LAG_VERSIONS", "--set run.executors"]
+    assert config.origins["run.seed"] == "--seed"
+    assert "run.environment_workers" not in config.origins
+
+
+def test_librdkafka_settings_of_flags_join_those_of_the_file_and_win(tmp_path: Path) -> None:
+    more = tmp_path / "client.properties"
+    more.write_text("# a comment\nsasl.username=file\nssl.ca.location = /ca.pem\n")
+    toml = '[broker]\nproperties = { "sasl.mechanism" = "PLAIN", "sasl.username" = "toml" }\n'
+    common = dataclasses.replace(in_file(tmp_path, toml), command_config=more, properties=["sasl.username=flag"])
+    assert load(common).settings.broker.properties == {
+        "sasl.mechanism": "PLAIN",
+        "sasl.username": "flag",
+        "ssl.ca.location": "/ca.pem",
+    }
+
+
+def test_fields_that_roles_share_follow_the_section_they_come_from(tmp_path: Path) -> None:
+    config = load(Common(settings=[f"model.folder={tmp_path}", "model.id=other", "run.seed=7"]))
+    assert config.settings.executor.model_id == config.settings.trainer.model_id == "other"
+    assert config.settings.executor.seed == config.settings.trainer.seed == 7
+    assert config.settings.environment.model_folder == config.settings.executor.model_folder == tmp_path
+    assert config.settings.trainer.run_folder == config.run_folder
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("[router]\nmax_atempts = 3\n", ["rose.toml", "router.max_atempts", "did you mean max_attempts"]),
+        ("[ruter]\nmax_attempts = 3\n", ["rose.toml", "no section ruter", "did you mean router"]),
+        ("max_attempts = 3\n", ["rose.toml", "max_attempts", "no section"]),
+        ('[router]\nmax_attempts = "three"\n', ["rose.toml", "router.max_attempts", "integer", "'three'"]),
+        ("[environment]\nwindow_groups = 0\n", ["environment", "window_groups must be at least 1"]),
+        ('[executor]\nmodel_id = "x"\n', ["rose.toml", "executor.model_id always follows model.id"]),
+        ("[router\n", ["rose.toml", "no TOML"]),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_one_sentence_with_file_and_key(tmp_path: Path, toml: str, words: list[str]) -> None:
+    sentence = refusal(in_file(tmp_path, toml))
+    assert all(word in sentence for word in words), sentence
+
+
+def test_what_is_wrong_in_the_environment_or_a_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--set router.max_attempts" in refusal(Common(settings=["router.max_attempts=many"]))
+    assert "section.key=value" in refusal(Common(settings=["router"]))
+    assert "cannot read nowhere.toml" in refusal(Common(config=Path("nowhere.toml")))
+    assert "give one of them" in refusal(Common(config=Path("a.toml"), run="demo"))
+    assert "no key=value" in refusal(Common(properties=["security.protocol"]))
+    with monkeypatch.context() as patch:
+        patch.setenv("ROSE_ROUTER__MAX_ATEMPTS", "3")
+        assert "ROSE_ROUTER__MAX_ATEMPTS: there is no router.max_atempts" in refusal(Common())
+    monkeypatch.setenv("ROSE_RUTER__MAX_ATTEMPTS", "3")
+    assert "ROSE_RUTER__MAX_ATTEMPTS: there is no section ruter" in refusal(Common())
+
+
+def test_sections_that_do_not_fit_together_are_refused() -> None:
+    assert "window_groups" in refusal(Common(settings=["environment.window_groups=4", "trainer.groups_per_step=8"]))
+    assert "inbox_slots" in refusal(Common(settings=["run.executors=9", "topics.inbox_slots=8"]))
+    assert "max_model_len" in refusal(Common(settings=["environment.max_context_tokens=2048"]))
+
+
+def test_every_field_has_a_sentence() -> None:
+    for section, declared_by in section_types().items():
+        sentences = field_sentences(declared_by)
+        for field in dataclasses.fields(declared_by):
+            assert sentences.get(field.name, "").endswith("."), f"{section}.{field.name} has no sentence"
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    folder=TEXT.filter(bool),
+    properties=st.dictionaries(TEXT, TEXT, max_size=3),
+    arguments=st.dictionaries(TEXT, st.integers(-(2**40), 2**40) | st.booleans() | TEXT | st.lists(TEXT), max_size=3),
+    temperature=st.floats(0, 10),
+)
+def test_the_resolved_configuration_reads_back_as_it_was(
+    tmp_path: Path, folder: str, properties: dict[str, str], arguments: dict[str, object], temperature: float
+) -> None:
+    common = Common(said=(("-", "run.folder", folder), ("-", "environment.temperature", str(temperature))))
+    config = load(common)
+    broker = dataclasses.replace(config.settings.broker, properties=properties)
+    tasks = dataclasses.replace(config.settings.tasks, arguments=arguments)
+    config = Config(config.settings.model_copy(update={"broker": broker, "tasks": tasks}), {})
+    for explained in (True, False):
+        text = resolved_toml(config, explained=explained)
+        tomllib.loads(text)
+        assert load(in_file(tmp_path, text)).settings == config.settings

@@ -1,0 +1,202 @@
+"""The report: figures that follow from the records, and a page that needs nothing but itself."""
+
+import re
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+
+from pipeline.accounting.ledger import Ledger
+from pipeline.report.history import History, fold_history
+from pipeline.report.machine import this_machine
+from pipeline.report.page import report_html
+from pipeline.report.summary import Success, Summary, summarise
+from schemas.prompts import Prompt
+from schemas.record import Record
+from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
+from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
+from schemas.turns import TurnTimes, VersionSpan
+from schemas.weights import ChunkRef, WeightManifest
+
+DIGEST = b"0123456789abcdef"
+START = 1_700_000_000.0
+
+
+def turn(number: int, *, start: int, end: int, cached: int, at: float, worker: str = "executor-0") -> SampleTurn:
+    """A turn that takes 8 ms: 1 to the router's dispatch, 1 to the inbox, 1 queue, 2 prefill, 2 decode, 1 back."""
+    stations = [at + ms / 1000 for ms in (0, 1, 2, 3, 5, 7, 8)]
+    names = TurnTimes.__struct_fields__
+    return SampleTurn(
+        turn=number,
+        attempt=0,
+        worker=worker,
+        start=start,
+        end=end,
+        cached_tokens=cached,
+        times=TurnTimes(**dict(zip(names, stations, strict=True))),
+        environment_seconds=0.0005,
+    )
+
+
+def sample(index: int, *, turns: Iterable[SampleTurn], versions: Iterable[int], success: bool) -> Sample:
+    taken = tuple(turns)
+    return Sample(
+        trajectory_id=f"g:{index}",
+        group_id="g",
+        group_size=2,
+        environment="calculator",
+        seed=1,
+        tokens=b"",
+        loss_mask=b"",
+        logprobs=b"",
+        spans=tuple(VersionSpan(each.start, each.end, version) for each, version in zip(taken, versions, strict=True)),
+        turns=taken,
+        reward=float(success),
+        success=success,
+        completed_at=START + 1,
+    )
+
+
+def heartbeat(version: int, at: float, *, sequence: int) -> SlackHeartbeat:
+    return SlackHeartbeat(
+        worker="executor-0",
+        incarnation=1,
+        slot=0,
+        sequence=sequence,
+        worker_class=WorkerClass.DEDICATED,
+        state=ExecutorState.READY,
+        policy_version=version,
+        hardware=Hardware(prefill_tokens_per_second=1, decode_tokens_per_second=1),
+        kv_bytes_total=1,
+        kv_bytes_free=1,
+        kv_bytes_per_token=1,
+        max_turns=1,
+        token_budget=1,
+        ttl_seconds=2,
+        sent_at=START + at,
+        swap_seconds=0.02 * version,
+    )
+
+
+def manifest(version: int, at: float) -> WeightManifest:
+    chunk = ChunkRef(tensor="w", row_start=0, rows=1, partition=0, offset=version, bytes=1000, digest=DIGEST)
+    return WeightManifest(
+        model_id="policy",
+        version=version,
+        step=version,
+        tensors=(),
+        chunks=(chunk, chunk),
+        digest=DIGEST,
+        published_at=START + at,
+    )
+
+
+FIRST = sample(
+    0,
+    turns=[turn(0, start=10, end=14, cached=0, at=START), turn(1, start=18, end=22, cached=12, at=START + 0.1)],
+    versions=[0, 0],
+    success=True,
+)
+SECOND = sample(
+    1,
+    turns=[turn(0, start=10, end=14, cached=8, at=START), turn(1, start=18, end=20, cached=16, at=START + 0.2)],
+    versions=[0, 1],
+    success=False,
+)
+
+
+def outcome(index: int, end: Outcome) -> SampleOutcome:
+    return SampleOutcome(
+        trajectory_id=f"g:{index}", group_id="g", outcome=end, step=1, policy_version=1, recorded_at=START + 2
+    )
+
+
+RECORDS: list[Record] = [
+    FIRST,
+    FIRST,
+    SECOND,
+    manifest(0, 0.0),
+    manifest(1, 0.15),
+    heartbeat(-1, 0.0, sequence=0),
+    heartbeat(0, 0.05, sequence=1),
+    heartbeat(0, 0.1, sequence=2),
+    heartbeat(1, 0.16, sequence=3),
+    outcome(0, Outcome.TRAINED),
+    outcome(1, Outcome.TRAINED),
+]
+
+
+def summary_of(history: History) -> Summary:
+    ledger = Ledger()
+    ledger.prompt(Prompt(group_id="g", group_size=2, environment="calculator", seed=1), place=(0, 0))
+    for record in (FIRST, SECOND):
+        ledger.sample(record)
+    for index in (0, 1):
+        ledger.outcome(outcome(index, Outcome.TRAINED))
+    return summarise(
+        history,
+        ledger.audit(),
+        run="test",
+        seed=3,
+        started_at=START,
+        seconds=12.5,
+        broker="a broker",
+        success=Success(before=0.25, after=0.75, n=256),
+        machine=this_machine(),
+    )
+
+
+def test_the_history_is_the_same_whatever_the_order_of_topics() -> None:
+    assert fold_history(RECORDS) == fold_history(RECORDS[5:] + RECORDS[:5])
+
+
+def test_the_summary_holds_what_the_records_say() -> None:
+    summary = summary_of(fold_history(RECORDS))
+    assert summary.trajectories == {
+        "requested": 2,
+        "trained": 2,
+        "stale": 0,
+        "filtered": 0,
+        "infra_failed": 0,
+        "superseded": 0,
+        "in_flight": 0,
+    }
+    assert (summary.lost, summary.doubled, summary.turns, summary.sampled_tokens) == (0, 0, 4, 14)
+    # What the second turn of SECOND found in the cache was computed by another trajectory: the version had changed.
+    cache = summary.prefix_cache
+    assert (cache.hit_tokens, cache.reusable_tokens, cache.cached_tokens, cache.context_tokens) == (12, 14, 36, 56)
+    assert summary.bus_seconds.p50 == pytest.approx(0.003, abs=1e-6)
+    assert summary.latency_seconds.prefill.p99 == pytest.approx(0.002, abs=1e-6)
+    assert (summary.weights.versions, summary.weights.bytes) == (2, 4000)
+    assert summary.weights.swap_seconds_p99 == pytest.approx(0.02, rel=0.02)
+    assert summary.turns_per_second == pytest.approx(4 / 0.208, rel=1e-3)
+
+
+def test_summary_json_has_the_agreed_fields() -> None:
+    plain = msgspec.json.decode(msgspec.json.encode(summary_of(fold_history(RECORDS))))
+    terms = {"requested", "trained", "stale", "filtered", "infra_failed", "superseded", "in_flight"}
+    assert set(plain["trajectories"]) == terms
+    assert set(plain["success"]) == {"before", "after", "n"}
+    assert {"hit_tokens", "reusable_tokens"} <= set(plain["prefix_cache"])
+    assert {"p50", "p99"} <= set(plain["bus_seconds"])
+    assert {"versions", "bytes", "swap_seconds_p99"} <= set(plain["weights"])
+    assert isinstance(plain["turns"], int)
+    assert plain["broker"] == "a broker"
+    assert plain["seconds"] == 12.5
+
+
+def test_the_page_loads_nothing_and_escapes_what_it_is_given() -> None:
+    history = fold_history(RECORDS)
+    page = report_html(summary_of(history), history, configuration='[run]\nname = "<script>alert(1)</script>"\n')
+    assert "<script>alert(1)" not in page
+    assert not re.search(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=", page)
+    for name in ("learning", "turns", "occupancy", "timeline", "latency", "cache"):
+        assert f'id="{name}"' in page
+    assert "Held-out success went from 25.0 % to 75.0 % on 256 fixed tasks." in page
+    assert "none was lost and none counted twice" in page
+
+
+def test_a_run_without_turns_still_has_a_report() -> None:
+    history = fold_history([])
+    page = report_html(summary_of(history), history, configuration="")
+    assert "Plotly.newPlot" not in page.split("</script>", 1)[1]
