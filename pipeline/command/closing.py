@@ -13,6 +13,7 @@ from pipeline.report.machine import this_machine
 from pipeline.report.summary import Machine, Success, Summary, summarise
 from schemas.errors import UsageError
 from topics.settings import BusSettings
+from workers.trainer.step_log import read_step_log
 
 SUMMARY, REPORT = "summary.json", "report.html"
 """Names in a run's folder."""
@@ -48,7 +49,8 @@ def write_report(config: Config, settings: BusSettings, facts: RunFacts) -> Summ
     folder = config.run_folder
     (folder / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     configuration = (folder / RESOLVED).read_text()
-    (folder / REPORT).write_text(report_html(summary, history, configuration=configuration))
+    steps = read_step_log(folder)
+    (folder / REPORT).write_text(report_html(summary, history, configuration=configuration, steps=steps))
     return summary
 
 

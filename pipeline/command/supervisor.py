@@ -89,7 +89,7 @@ class _Supervised:
     def start(self, now: float) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.command.main", *self.role.arguments],
+                [sys.executable, "-P", "-m", "pipeline.command.main", *self.role.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -4,7 +4,8 @@ Keeps true: a figure shows what the history holds, nothing smoothed or made up; 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -240,6 +241,31 @@ def prefix_cache(history: History) -> go.Figure | None:
     )
     figure.update_yaxes(tickformat=".0%", range=[0, 1.02], title_text="share of the context")
     figure.update_xaxes(title_text="turn of the trajectory", dtick=1)
+    return figure
+
+
+def step_seconds(steps: Sequence[Mapping[str, Any]]) -> go.Figure | None:
+    """What the trainer did between two policy versions; `steps` are the lines of its `metrics.jsonl`."""
+    if not steps:
+        return None
+    figure = _figure(height=300)
+    parts = (
+        ("waiting_seconds", "waiting for samples", GREY),
+        ("training_seconds", "training", BLUE),
+        ("checkpoint_seconds", "checkpoint", AMBER),
+        ("publishing_seconds", "publishing weights and outcomes", TEAL),
+    )
+    for field, name, colour in parts:
+        figure.add_bar(
+            x=[step["step"] for step in steps],
+            y=[step.get(field) or 0.0 for step in steps],
+            name=name,
+            marker={"color": colour},
+            hovertemplate="step %{x}: %{y:.2f} s<extra>" + name + "</extra>",
+        )
+    figure.update_layout(barmode="stack", bargap=0.18)
+    figure.update_xaxes(title_text="optimizer step")
+    figure.update_yaxes(title_text="seconds")
     return figure
 
 

@@ -1,7 +1,9 @@
 """The report: one HTML file with everything in it, plotly's own script included. It loads nothing from anywhere."""
 
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from plotly.io import to_html
@@ -12,8 +14,10 @@ from pipeline.report.history import History
 from pipeline.report.summary import Success, Summary
 
 
-def report_html(summary: Summary, history: History, *, configuration: str) -> str:
-    """The whole page; `configuration` is the run's resolved TOML."""
+def report_html(
+    summary: Summary, history: History, *, configuration: str, steps: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """The whole page; `configuration` is the resolved TOML, `steps` are the lines of the trainer's `metrics.jsonl`."""
     drawn = {
         "learning": figures.learning_curve(history, summary.success),
         "turns": figures.trajectory_turns(history),
@@ -21,6 +25,7 @@ def report_html(summary: Summary, history: History, *, configuration: str) -> st
         "timeline": figures.timeline(history),
         "latency": figures.latency(history),
         "cache": figures.prefix_cache(history),
+        "steps": figures.step_seconds(steps),
     }
     pictures = {
         name: to_html(
