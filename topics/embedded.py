@@ -46,8 +46,8 @@ PORTS = range(20_000, 32_000)
 """Where a free port is looked for: below the ephemeral range, or a client that reconnects to a broker which is down can
 be given the broker's own port as its source, connect to itself, and keep the broker from coming back."""
 START_SECONDS = 180.0
-"""How long a broker may take to answer. Apache Kafka needs about 4 s on an idle machine and 6 s after it was killed, but
-more than a minute where many processes want few cores."""
+"""How long a broker may take to answer. Apache Kafka needs about 4 s on an idle machine and 6 s after it was killed,
+but more than a minute where many processes want few cores."""
 STOP_SECONDS = 60.0
 """How long a broker may take to save and leave after it was asked to."""
 RESERVE_BYTES = 256 * 2**20

@@ -13,7 +13,7 @@ from tests.conformance.kit import WAIT_SECONDS, Cluster, produce
 from topics.embedded import Broker
 
 RECORDS = 3000
-EMBEDDED_LOSES = "saves its whole state every half second or so: killed, it loses what it acknowledged since"
+EMBEDDED_LOSES = "saves its whole state about once a second: killed, it loses what it acknowledged since"
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,11 @@ class FullBroker:
     topic: str
     answers: list[KafkaError | None]
     """The error, or None, with which each of the records was answered."""
+    sent: list[bytes | None]
+
+    @property
+    def acknowledged(self) -> int:
+        return sum(error is None for error in self.answers)
 
 
 @contextmanager
@@ -51,11 +56,12 @@ def filled(kind: str, disk: Path) -> Iterator[FullBroker]:
         cluster = Cluster(broker.bootstrap, "full.")
         topic, filler, answers = cluster.topic("written"), fill(disk, leave_bytes=2**20), []
         producer = cluster.producer(compression_type="none", message_timeout_ms=5000)
-        for _ in range(RECORDS):
-            producer.produce(topic, os.urandom(100_000), on_delivery=lambda error, _: answers.append(error))
+        sent: list[bytes | None] = [os.urandom(100_000) for _ in range(RECORDS)]
+        for value in sent:
+            producer.produce(topic, value, on_delivery=lambda error, _: answers.append(error))
             producer.poll(0)
         producer.flush(WAIT_SECONDS)
-        yield FullBroker(broker, filler, cluster, topic, answers)
+        yield FullBroker(broker, filler, cluster, topic, answers, sent)
     finally:
         broker.kill()
 
@@ -101,6 +107,7 @@ def test_all_is_saved_once_there_is_room_again(broker_kind: str, tmp_path: Path)
         full.broker.check()
         before = full.cluster.values(full.topic)
         assert before[-1] == b"room again"
+        assert before[: full.acknowledged] == full.sent[: full.acknowledged]
         full.broker.restart()
         assert full.cluster.values(full.topic) == before
 
