@@ -6,19 +6,14 @@ Keeps true
   them: what happens meanwhile can move a trajectory on, never make it look lost or unasked.
 """
 
-from collections.abc import Iterator
-
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
-
-from pipeline.accounting.ledger import Audit, Ledger, PromptPlace
+from pipeline.accounting.ledger import Audit, Ledger
 from schemas.environments import EnvSnapshot
 from schemas.prompts import Prompt
 from schemas.samples import Sample, SampleOutcome
 from schemas.turns import TurnRequest, TurnResult
 from topics.bus import Envelope, Reader
 from topics.catalog import COMPLETED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES, SNAPSHOTS
-from topics.errors import BusError, TopicMissing
-from topics.log import read_topics
+from topics.log import read_dead_letters, read_topics
 from topics.settings import BusSettings
 
 CLIENT = "rose-audit"
@@ -33,8 +28,8 @@ def audit_log(settings: BusSettings) -> Audit:
     for topic in PASSED_IN_ORDER:
         for envelope in read_topics(settings, [topic], client_id=CLIENT):
             _fold(ledger, envelope)
-    for place in _dead_prompts(settings):
-        ledger.dead_prompt(place)
+    for letter in read_dead_letters(settings, PROMPTS, client_id=CLIENT):
+        ledger.dead_prompt((letter.partition, letter.offset))
     return ledger.audit(prompts_expired=_prompts_expired(settings))
 
 
@@ -60,27 +55,3 @@ def _prompts_expired(settings: BusSettings) -> bool:
         return any(reader.watermarks((PROMPTS, part))[0] > 0 for part in range(reader.partitions(PROMPTS)))
     finally:
         reader.close()
-
-
-def _dead_prompts(settings: BusSettings) -> Iterator[PromptPlace]:
-    """Where the dead-lettered prompts lay."""
-    name = f"{settings.namespace}{PROMPTS.dead_letters}"
-    consumer = Consumer({**settings.consumer(CLIENT, "audit"), "enable.partition.eof": True})
-    try:
-        consumer.assign([TopicPartition(name, 0, OFFSET_BEGINNING)])
-        while True:
-            message = consumer.poll(1.0)
-            if message is None:
-                continue
-            error = message.error()
-            if error is None:
-                headers = dict(message.headers() or ())
-                yield int(headers["partition"] or b""), int(headers["offset"] or b"")
-            elif error.code() == KafkaError._PARTITION_EOF:
-                return
-            elif error.code() in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_PARTITION):
-                raise TopicMissing(name)
-            elif not error.retriable():
-                raise BusError(f"reading {name}", error)
-    finally:
-        consumer.close()

@@ -107,9 +107,9 @@ class GroupAssembly:
         return max(0, min(self.rules.groups_per_step, self.rules.total_groups - self.settled_groups))
 
     @property
-    def complete_groups(self) -> int:
-        """How many groups wait for a step."""
-        return len(self._complete)
+    def held_samples(self) -> int:
+        """How many samples wait for their group or for a step."""
+        return len(self._held)
 
     def offer(self, sample: Sample) -> Taken:
         """Take a sample in."""

@@ -1,0 +1,307 @@
+"""The trainer over a real broker: every sample trained once, one outcome each, and a resume that is exact."""
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.accounting.audit import audit_log
+from schemas.errors import UsageError
+from schemas.samples import Outcome
+from tests.brokers import AnyBroker
+from tests.integration.trainer_kit import (
+    GROUP_SIZE,
+    GROUPS,
+    POINTS,
+    STEPS,
+    VOCABULARY,
+    Result,
+    config_of,
+    make_policy,
+    make_samples,
+    result_of,
+    train_in_a_process_that_is_killed,
+    write_prompts,
+    write_samples,
+)
+from topics.admin import create_topics
+from topics.catalog import Partitions
+from topics.settings import BusSettings
+from workers.trainer.checkpoint import CheckpointRefused
+from workers.trainer.loop import Trainer, TrainerFenced
+from workers.trainer.main import run_trainer
+from workers.trainer.step_log import NAME, read_step_log
+from workers.trainer.stream import WrongLog
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+def log_with_samples(broker: AnyBroker, namespace: str, *, partitions: int = 1) -> BusSettings:
+    settings = BusSettings(broker.bootstrap, namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=partitions, chunks=2))
+    write_prompts(settings)
+    write_samples(settings, make_samples())
+    return settings
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    return log_with_samples(broker, namespace)
+
+
+@pytest.fixture(scope="module")
+def unkilled(broker: AnyBroker, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """A run over the samples that nobody disturbed."""
+    settings = log_with_samples(broker, f"unkilled-{tmp_path_factory.getbasetemp().name}-{id(broker)}.")
+    run_folder = tmp_path_factory.mktemp("unkilled") / "run"
+    run_trainer(settings, config_of(model_folder, run_folder), Event())
+    return result_of(settings), run_folder
+
+
+def assert_like(result: Result, run_folder: Path, unkilled: tuple[Result, Path]) -> None:
+    """The same policies bit for bit, the same outcomes in the same order, the same lines, the same exported weights."""
+    expected, folder = unkilled
+    assert result == expected
+    assert [line["step"] for line in read_step_log(run_folder)] == list(range(1, STEPS + 1))
+    for mine, theirs in zip(read_step_log(run_folder), read_step_log(folder), strict=True):
+        assert {name: mine[name] for name in mine if "seconds" not in name and name != "ended_at"} == {
+            name: theirs[name] for name in theirs if "seconds" not in name and name != "ended_at"
+        }
+    weights, theirs = (load_file(one / "model" / "model.safetensors") for one in (run_folder, folder))
+    assert weights.keys() == theirs.keys()
+    assert all(torch.equal(weights[name], theirs[name]) for name in weights)
+
+
+def test_every_sample_has_one_outcome_and_the_policy_learns(unkilled: tuple[Result, Path], model_folder: Path) -> None:
+    result, run_folder = unkilled
+    assert sorted(name for name, _, _ in result.outcomes) == sorted(one.trajectory_id for one in make_samples())
+    assert result.counts == {
+        Outcome.TRAINED: (GROUPS - 1) * GROUP_SIZE - 1,
+        Outcome.FILTERED: GROUP_SIZE,
+        Outcome.INFRA_FAILED: 1,
+    }
+    assert sorted(result.digests) == list(range(STEPS + 1))
+    assert len(set(result.digests.values())) == STEPS + 1
+    assert Counter(step for _, _, step in result.outcomes) == {1: 12, 2: 12, 3: 12, 4: 4}
+    lines = read_step_log(run_folder)
+    assert [line["groups"] for line in lines] == [3, 3, 3, 1]
+    assert sum(line["outcomes"].get("trained", 0) for line in lines) == result.counts[Outcome.TRAINED]
+    from transformers import AutoModelForCausalLM
+
+    exported = AutoModelForCausalLM.from_pretrained(run_folder / "model")
+    assert exported.config.vocab_size == VOCABULARY
+    assert (run_folder / "model" / "turn_format.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_trainer_killed_at_every_point_ends_with_the_same_policy(
+    settings: BusSettings, model_folder: Path, unkilled: tuple[Result, Path], tmp_path: Path
+) -> None:
+    run_folder = tmp_path / "run"
+    for version, point in enumerate(["after_checkpoint", *POINTS]):
+        killed = train_in_a_process_that_is_killed(
+            settings, model_folder, run_folder, point=point, version=min(version, STEPS)
+        )
+        assert killed == -9, f"the trainer did not come to {point} of version {version}"
+    run_trainer(settings, config_of(model_folder, run_folder), Event())
+    assert_like(result_of(settings), run_folder, unkilled)
+    assert audit_log(settings).clean
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("point", POINTS)
+def test_a_trainer_killed_within_one_step_ends_with_the_same_policy(
+    settings: BusSettings, model_folder: Path, unkilled: tuple[Result, Path], tmp_path: Path, point: str
+) -> None:
+    run_folder = tmp_path / "run"
+    for _ in range(2 if point == "before_checkpoint" else 1):
+        assert train_in_a_process_that_is_killed(settings, model_folder, run_folder, point=point, version=2) == -9
+    run_trainer(settings, config_of(model_folder, run_folder), Event())
+    assert_like(result_of(settings), run_folder, unkilled)
+
+
+def cut_short(checkpoints: Path) -> None:
+    newest = max(checkpoints.glob("*.msgpack"))
+    newest.write_bytes(newest.read_bytes()[:-7])
+
+
+def rotten_tensors(checkpoints: Path) -> None:
+    newest = max(checkpoints.glob("*.safetensors"))
+    data = bytearray(newest.read_bytes())
+    data[-3] ^= 1
+    newest.write_bytes(data)
+
+
+def without_tensors(checkpoints: Path) -> None:
+    max(checkpoints.glob("*.safetensors")).unlink()
+
+
+@pytest.mark.parametrize("harm", [cut_short, rotten_tensors, without_tensors])
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_a_broken_checkpoint_falls_back_and_its_step_is_made_again(
+    broker: AnyBroker,
+    namespace: str,
+    model_folder: Path,
+    tmp_path: Path,
+    harm: Callable[[Path], None],
+    partitions: int,
+) -> None:
+    settings = log_with_samples(broker, namespace, partitions=partitions)
+    config = config_of(model_folder, tmp_path / "run")
+    run_trainer(settings, config, Event())
+    before, lines = result_of(settings), read_step_log(config.run_folder)
+    shutil.rmtree(config.run_folder / "model")
+    harm(config.checkpoints)
+    again = Trainer(settings, config)
+    again.run(Event())
+    assert result_of(settings) == before
+    assert read_step_log(config.run_folder) == lines
+    exported = load_file(config.run_folder / "model" / "model.safetensors")
+    parameters = dict(again._model.named_parameters())
+    assert all(torch.equal(exported[name], parameter) for name, parameter in parameters.items())
+    from workers.weights.publish import tensors_digest
+
+    assert tensors_digest(parameters.items()) == before.digests[STEPS]
+
+
+def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
+    settings: BusSettings, model_folder: Path, tmp_path: Path
+) -> None:
+    """As a fenced trainer leaves it, which wrote its own checkpoint of a version and could not settle it."""
+    config = config_of(model_folder, tmp_path / "run")
+    trainer = Trainer(settings, config)
+    trainer.run(Event())
+    before = result_of(settings)
+    with torch.no_grad():
+        next(trainer._model.parameters()).add_(1.0)
+    trainer._checkpoints.save(trainer._progress((), None), trainer._model, trainer._optimizer)
+    again = Trainer(settings, config)
+    again.run(Event())
+    assert result_of(settings) == before
+    assert next(again._checkpoints.newest_first()).weights_digest == before.digests[STEPS]
+
+
+def test_a_run_that_is_complete_is_not_trained_again(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
+    config = config_of(model_folder, tmp_path / "run")
+    run_trainer(settings, config, Event())
+    before = result_of(settings)
+    write_samples(settings, make_samples(6, groups=range(50, 60)))
+    run_trainer(settings, config, Event())
+    assert result_of(settings) == before
+
+
+def test_samples_that_come_twice_are_trained_once(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
+    write_samples(settings, make_samples())
+    write_samples(settings, make_samples(6, groups=[50, 51]))
+    run_trainer(settings, config_of(model_folder, tmp_path / "run", total_groups=GROUPS + 2), Event())
+    outcomes = result_of(settings).outcomes
+    assert len(outcomes) == len({name for name, _, _ in outcomes}) == (GROUPS + 2) * GROUP_SIZE
+
+
+def test_stale_samples_are_settled_and_not_trained(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
+    run_trainer(settings, config_of(model_folder, tmp_path / "run", max_staleness=1), Event())
+    stale = {step for _, outcome, step in result_of(settings).outcomes if outcome is Outcome.STALE}
+    trained = {step for _, outcome, step in result_of(settings).outcomes if outcome is Outcome.TRAINED}
+    assert (trained, stale) == ({1, 2}, {3, 4})
+    digests = result_of(settings).digests
+    assert digests[2] == digests[3] == digests[4]
+
+
+def test_a_new_trainer_fences_the_old_one(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
+    old = Trainer(settings, config_of(model_folder, tmp_path / "old" / "run"))
+    new = Trainer(settings, config_of(model_folder, tmp_path / "new" / "run"))
+    with pytest.raises(TrainerFenced, match="another trainer"):
+        old.run(Event())
+    new.run(Event())
+    assert len(result_of(settings).outcomes) == GROUPS * GROUP_SIZE
+
+
+def test_checkpoints_of_another_run_are_refused(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
+    first = config_of(model_folder, tmp_path / "first")
+    run_trainer(settings, first, Event())
+    borrowed = config_of(model_folder, tmp_path / "second", checkpoint_folder=first.checkpoints)
+    with pytest.raises(CheckpointRefused, match="checkpoints of run first"):
+        run_trainer(settings, borrowed, Event())
+    with pytest.raises(CheckpointRefused, match="no checkpoint of it"):
+        run_trainer(settings, config_of(model_folder, tmp_path / "third"), Event())
+
+
+def test_a_checkpoint_of_another_model_is_refused(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
+    config = config_of(model_folder, tmp_path / "run")
+    run_trainer(settings, config, Event())
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    other = tmp_path / "other"
+    shape = Qwen3Config.from_pretrained(model_folder)
+    shape.intermediate_size = 48
+    Qwen3ForCausalLM(shape).save_pretrained(other)
+    with pytest.raises(CheckpointRefused, match="other tensors"):
+        run_trainer(settings, config_of(other, config.run_folder), Event())
+
+
+def test_a_log_that_ends_before_the_checkpoint_is_refused(
+    settings: BusSettings, model_folder: Path, tmp_path: Path
+) -> None:
+    config = config_of(model_folder, tmp_path / "run", total_groups=GROUPS + 1)
+    trainer = Trainer(settings, config)
+    trainer._recover()
+    trainer._version = 1
+    trainer._offsets = {0: 10**6}
+    trainer._checkpoints.save(trainer._progress((), None), trainer._model, trainer._optimizer)
+    with pytest.raises(WrongLog, match="offset 1000000 of partition 0"):
+        run_trainer(settings, config, Event())
+
+
+def test_a_stop_ends_the_trainer_and_it_goes_on_later(
+    settings: BusSettings, model_folder: Path, unkilled: tuple[Result, Path], tmp_path: Path
+) -> None:
+    config = config_of(model_folder, tmp_path / "run")
+
+    class StopAtVersion2(Event):
+        def is_set(self) -> bool:
+            return (config.checkpoints / "step-00000002.msgpack").exists()
+
+    run_trainer(settings, config, StopAtVersion2())
+    assert max(result_of(settings).digests) == 2
+    assert not (config.run_folder / "model").exists()
+    run_trainer(settings, config, Event())
+    assert_like(result_of(settings), config.run_folder, unkilled)
+
+
+def test_a_step_line_that_was_cut_short_is_written_again(
+    settings: BusSettings, model_folder: Path, unkilled: tuple[Result, Path], tmp_path: Path
+) -> None:
+    config = config_of(model_folder, tmp_path / "run")
+    run_trainer(settings, config, Event())
+    file = config.run_folder / NAME
+    file.write_bytes(file.read_bytes()[:-20])
+    run_trainer(settings, config, Event())
+    assert_like(result_of(settings), config.run_folder, unkilled)
+
+
+def test_a_broken_model_folder_is_one_sentence(settings: BusSettings, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="it has no config"):
+        run_trainer(settings, config_of(tmp_path, tmp_path / "run"), Event())
+
+
+def test_the_audit_names_who_is_in_flight(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
+    write_prompts(settings, [90])
+    write_samples(settings, make_samples(7, groups=[91])[:1])
+    run_trainer(settings, config_of(model_folder, tmp_path / "run"), Event())
+    audit = audit_log(settings)
+    assert audit.in_flight.not_opened == GROUP_SIZE
+    assert audit.requested == (GROUPS + 1) * GROUP_SIZE
+    assert [name.partition(":")[0] for name in audit.unasked] == ["g91"]
+    assert not audit.clean
+    assert msgspec.json.encode(audit.trajectories())

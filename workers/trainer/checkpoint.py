@@ -1,0 +1,207 @@
+"""Checkpoints: all that a trainer must not forget, on disk before anything of it is on the log.
+
+Keeps true
+- A checkpoint is whole or it is none: tensors first, then the progress file that names their digest, each written
+  beside its place, synced and renamed. What was cut short or has rotted is told by its digest and passed over.
+- The newest two are kept.
+- Nothing is executed on loading: tensors are safetensors, the rest is typed MessagePack.
+- A checkpoint of another run, namespace or model is refused, never taken for this run's.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+import torch
+from torch import Tensor
+
+from schemas.errors import RoseError, UsageError
+
+KEPT = 2
+"""Checkpoints that are kept: should the newest not be readable, the one before is."""
+
+DIGEST_BYTES = 16
+"""Of the BLAKE2b that the progress file begins with, over the rest of it."""
+
+MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random.torch"
+"""What the names of tensors begin with."""
+
+log = structlog.get_logger("trainer")
+
+
+class CheckpointRefused(UsageError):
+    """A checkpoint that must not be gone on from."""
+
+
+class CheckpointFailed(RoseError):
+    """A checkpoint could not be written."""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose checkpoint it is."""
+
+    run: str
+    namespace: str
+    model_id: str
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the trainer stood after a step, beside its tensors."""
+
+    identity: Identity
+    version: int
+    """Of the policy; also the number of the step that made it."""
+    weights_digest: bytes
+    """What the manifest of the version says as its digest."""
+    offsets: dict[int, int]
+    """The next sample to read of each partition."""
+    held: tuple[bytes, ...]
+    """Samples read and not settled, as records, in the order of reading."""
+    settled: tuple[str, ...]
+    """Groups whose samples are to be dropped if they come again, oldest first."""
+    settled_groups: int
+    """How many groups count towards the run's total."""
+    outcomes: tuple[bytes, ...]
+    """Of the step, as records."""
+    step_line: bytes
+    """What the step adds to `metrics.jsonl`, as JSON; empty for version 0."""
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True):
+    progress: Progress
+    tensors_digest: bytes
+
+
+class Checkpoints:
+    """The checkpoints in one folder."""
+
+    def __init__(self, folder: Path, identity: Identity) -> None:
+        self.folder = folder
+        self._identity = identity
+        self._decoder = msgspec.msgpack.Decoder(_File)
+
+    def save(self, progress: Progress, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Store a checkpoint; when this returns it survives a crash of the machine. Raises CheckpointFailed."""
+        from safetensors import SafetensorError
+
+        try:
+            self._save(progress, _tensors(model, optimizer))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointFailed(
+                f"cannot write a checkpoint to {self.folder} ({error}): mend that and start the trainer again, "
+                "nothing is lost"
+            ) from error
+
+    def _save(self, progress: Progress, held: Mapping[str, Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tensors = self._tensors_file(progress.version)
+        partial = tensors.with_suffix(".partial")
+        save_file(dict(held), partial)
+        digest = _file_digest(partial)
+        _settle(partial, tensors)
+        body = msgspec.msgpack.encode(_File(progress=progress, tensors_digest=digest))
+        name = self._progress_file(progress.version)
+        partial = name.with_suffix(".partial")
+        partial.write_bytes(_digest(body) + body)
+        _settle(partial, name)
+        for version in self._versions()[KEPT:]:
+            self._progress_file(version).unlink(missing_ok=True)
+            self._tensors_file(version).unlink(missing_ok=True)
+
+    def newest_first(self) -> Iterator[Progress]:
+        """Every whole checkpoint; a broken one is passed over with a warning. Raises CheckpointRefused."""
+        for version in self._versions():
+            file = self._progress_file(version)
+            try:
+                yield self._read(version)
+            except (OSError, msgspec.DecodeError, _Broken) as error:
+                log.warning("checkpoint broken, trying the one before", file=str(file), reason=str(error))
+
+    def restore(self, progress: Progress, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Put model, optimizer and randomness back to where they were. Raises CheckpointRefused."""
+        from safetensors.torch import load_file
+
+        tensors = load_file(self._tensors_file(progress.version))
+        parameters = dict(model.named_parameters())
+        held = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
+        if {name: p.shape for name, p in parameters.items()} != {name: t.shape for name, t in held.items()}:
+            raise CheckpointRefused(
+                f"{self._tensors_file(progress.version)} holds other tensors than the model folder: name the model "
+                "that the run began with"
+            )
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(held[name])
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith(OPTIMIZER):
+                index, _, key = name.removeprefix(OPTIMIZER).partition(".")
+                state.setdefault(int(index), {})[key] = tensor
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        torch.set_rng_state(tensors[RANDOM])
+
+    def _read(self, version: int) -> Progress:
+        data = self._progress_file(version).read_bytes()
+        digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+        if _digest(body) != digest:
+            raise _Broken("its digest is not that of its content")
+        file = self._decoder.decode(body)
+        found = file.progress.identity
+        if found != self._identity:
+            raise CheckpointRefused(
+                f"{self.folder} holds checkpoints of run {found.run}, namespace '{found.namespace}', model "
+                f"{found.model_id}; this is run {self._identity.run}, namespace '{self._identity.namespace}', model "
+                f"{self._identity.model_id}: name another run or checkpoint folder"
+            )
+        if _file_digest(self._tensors_file(version)) != file.tensors_digest:
+            raise _Broken("the digest of its tensors is another")
+        return file.progress
+
+    def _versions(self) -> list[int]:
+        """Newest first."""
+        stems = (file.stem.removeprefix("step-") for file in self.folder.glob("step-*.msgpack"))
+        return sorted((int(stem) for stem in stems if stem.isdigit()), reverse=True)
+
+    def _progress_file(self, version: int) -> Path:
+        return self.folder / f"step-{version:08d}.msgpack"
+
+    def _tensors_file(self, version: int) -> Path:
+        return self.folder / f"step-{version:08d}.safetensors"
+
+
+class _Broken(Exception):
+    """A checkpoint that was cut short or has rotted."""
+
+
+def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    tensors = {MODEL + name: parameter.detach() for name, parameter in model.named_parameters()}
+    for index, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"{OPTIMIZER}{index}.{key}": value for key, value in state.items()}
+    return tensors | {RANDOM: torch.get_rng_state()}
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def _file_digest(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).digest()
+
+
+def _settle(partial: Path, name: Path) -> None:
+    """Make a file that was written beside its place appear there whole, and stay there."""
+    with partial.open("rb") as written:
+        os.fsync(written.fileno())
+    partial.replace(name)
+    folder = os.open(name.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

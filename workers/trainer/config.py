@@ -1,0 +1,67 @@
+"""Settings of the trainer."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """The trainer: what a step is and how it learns. Raises ValueError for a value out of its range."""
+
+    model_folder: Path
+    """Hugging Face model folder with the policy that the run begins with; version 0."""
+    run_folder: Path
+    """Where the run keeps `metrics.jsonl`, its checkpoints and, at its end, the policy. Its name names the run."""
+    checkpoint_folder: Path | None = None
+    """Where checkpoints are kept; unset: `checkpoints` in the run's folder."""
+    model_id: str = "policy"
+    """Names the policy on the log."""
+    groups_per_step: int = 16
+    """Complete groups of one optimizer step."""
+    total_groups: int = 0
+    """The run ends after this many groups; 0 is never."""
+    max_staleness: int = 4
+    """Samples with tokens of a policy older than this many versions are not learned from."""
+    learning_rate: float = 1e-4
+    """Of AdamW."""
+    clip_low: float = 0.8
+    """Lowest ratio of the policy to that which sampled, at which a token of negative advantage is pulled down."""
+    clip_high: float = 1.28
+    """Highest such ratio at which a token of positive advantage is pushed up."""
+    importance_cap: float = 2.0
+    """Largest weight of a token for having been sampled by another policy (truncated importance sampling)."""
+    scale_by_deviation: bool = True
+    """Whether advantages are divided by the standard deviation of their group."""
+    minibatches: int = 2
+    """Optimizer updates in a step, each on its share of the groups."""
+    gradient_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    microbatch_tokens: int = 4096
+    """Padded tokens of one forward and backward pass: bounds memory."""
+    seed: int = 0
+    """Seeds torch."""
+    threads: int = 1
+    """Threads that torch computes with on the CPU."""
+
+    def __post_init__(self) -> None:
+        in_range = {
+            "groups_per_step must be at least 1": self.groups_per_step >= 1,
+            "total_groups must be at least 0": self.total_groups >= 0,
+            "max_staleness must be at least 0": self.max_staleness >= 0,
+            "learning_rate must be above 0": self.learning_rate > 0,
+            "clip_low must be from 0 to 1": 0 <= self.clip_low <= 1,
+            "clip_high must be at least 1": self.clip_high >= 1,
+            "importance_cap must be above 0": self.importance_cap > 0,
+            "minibatches must be at least 1": self.minibatches >= 1,
+            "gradient_norm must be above 0": self.gradient_norm > 0,
+            "microbatch_tokens must be at least 1": self.microbatch_tokens >= 1,
+            "threads must be at least 1": self.threads >= 1,
+        }
+        for sentence, holds in in_range.items():
+            if not holds:
+                raise ValueError(sentence)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.checkpoint_folder or self.run_folder / "checkpoints"
