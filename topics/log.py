@@ -5,8 +5,10 @@ Keeps true
 - What does not decode is passed over: whoever consumes the topic has put it into the dead letters.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
@@ -17,6 +19,12 @@ from topics.settings import BusSettings
 
 BATCH = 500
 """Records taken from librdkafka at once."""
+
+DECIDED_SECONDS = 60.0
+"""How long a transaction may stay open; the broker aborts those of the dead well before (`transaction.timeout.ms`)."""
+
+DECIDED_POLL_SECONDS = 0.02
+"""Pause between two looks at a partition with an open transaction."""
 
 
 def read_back(settings: BusSettings, begins: Mapping[Place, int], *, client_id: str = "rose-log") -> Iterator[Envelope]:
@@ -46,6 +54,31 @@ def read_topics(settings: BusSettings, topics: Sequence[Topic], *, client_id: st
     finally:
         reader.close()
     yield from read_back(settings, begins, client_id=client_id)
+
+
+def await_decided(
+    settings: BusSettings, places: Sequence[Place], *, seconds: float = DECIDED_SECONDS, client_id: str = "rose-log"
+) -> None:
+    """Wait until every transaction in these partitions has been committed or aborted.
+
+    A transaction counts as committed before each of its partitions says so: who takes over what another has written
+    waits for this before it reads back. Raises BusError when one is still open after the time given.
+    """
+    committed = Reader(settings, client_id, group="log")
+    uncommitted: dict[str, Any] = {"isolation.level": "read_uncommitted"}
+    written = Reader(settings, client_id, group="log", **uncommitted)
+    deadline = time.monotonic() + seconds
+    try:
+        for place in places:
+            end = written.watermarks(place)[1]
+            while committed.watermarks(place)[1] < end:
+                if time.monotonic() > deadline:
+                    where = f"{settings.topic(place[0])} [{place[1]}]"
+                    raise BusError(f"waiting for a transaction in {where}", KafkaError(KafkaError._TIMED_OUT))
+                written.read(1, DECIDED_POLL_SECONDS)
+    finally:
+        committed.close()
+        written.close()
 
 
 @dataclass(frozen=True, slots=True)

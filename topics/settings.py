@@ -10,6 +10,9 @@ from confluent_kafka import KafkaError
 from schemas.errors import UsageError
 from topics.catalog import MAX_MESSAGE_BYTES, Topic
 
+TRANSACTION_MILLISECONDS = 15_000
+"""The broker aborts a transaction that is open for so long. Until then that of a dead producer holds up its readers."""
+
 
 @dataclass(frozen=True, slots=True)
 class BusSettings:
@@ -57,6 +60,7 @@ class BusSettings:
         return {
             **self.producer(client_id),
             "transactional.id": self.name(transactional_id),
+            "transaction.timeout.ms": TRANSACTION_MILLISECONDS,
             "retry.backoff.ms": 1,
             "retry.backoff.max.ms": 5,
             **self.properties,

@@ -33,12 +33,15 @@ from topics.settings import BusSettings
 WAIT_SECONDS = 120.0
 """A run of a few hundred turns that takes longer than this has stopped."""
 
+STOP_SECONDS = 60.0
+"""A worker that was asked to stop and is not gone by then hangs."""
+
 CHARACTERS = "".join(chr(code) for code in range(32, 127))
 PAD, ACT, END = range(3)
 FIRST_CHARACTER = 3
 
 WORKER = """
-import json, sys, threading
+import json, signal, sys, threading
 from pathlib import Path
 from topics.settings import BusSettings
 from workers.environments.config import EnvironmentConfig
@@ -47,7 +50,9 @@ bus, config, name = json.loads(sys.argv[1])
 config["model_folder"] = Path(config["model_folder"])
 config["import_paths"] = tuple(map(Path, config.get("import_paths", ())))
 config["environments"] = tuple(config.get("environments", ()))
-run_environment_worker(BusSettings(**bus), EnvironmentConfig(**config), name, threading.Event())
+stop = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stop.set())
+run_environment_worker(BusSettings(**bus), EnvironmentConfig(**config), name, stop)
 """
 
 
@@ -69,7 +74,7 @@ def model_folder(folder: Path) -> Path:
 
 @contextmanager
 def worker_process(settings: BusSettings, name: str, config: Mapping[str, Any]) -> Iterator[subprocess.Popen[str]]:
-    """An environment worker in a process of its own; killed at the end if it still runs."""
+    """An environment worker in a process of its own; asked to stop at the end if it still runs."""
     bus = {"bootstrap": settings.bootstrap, "namespace": settings.namespace, "properties": dict(settings.properties)}
     process = subprocess.Popen(
         [sys.executable, "-c", WORKER, json.dumps([bus, dict(config), name])],
@@ -78,11 +83,15 @@ def worker_process(settings: BusSettings, name: str, config: Mapping[str, Any]) 
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+    assert process.stderr is not None
     try:
         yield process
+        if process.poll() is None:
+            process.terminate()
+            _, said = process.communicate(timeout=STOP_SECONDS)
+            assert process.returncode == 0, said
     finally:
         kill(process)
-        assert process.stderr is not None
         process.stderr.close()
 
 
@@ -95,10 +104,17 @@ def kill(process: subprocess.Popen[str]) -> None:
 class ScriptedExecutors:
     """Reads requests and samples, writes results and outcomes. Pumped by the test, in its own thread."""
 
-    def __init__(self, settings: BusSettings, partitions: Partitions) -> None:
+    def __init__(
+        self,
+        settings: BusSettings,
+        partitions: Partitions,
+        *,
+        results: Callable[[TurnRequest], list[TurnResult]] | None = None,
+    ) -> None:
+        """`results` is the script, `results_of` unless said otherwise."""
         create_topics(settings, partitions)
         self.settings = settings
-        self._partitions = partitions
+        self._results = results or results_of
         self._writer = Writer(settings, "scripted-executors")
         self._reader = Reader(settings, "scripted-executors", group="scripted", bury=False)
         homes = {(REQUESTED, home): OFFSET_BEGINNING for home in range(partitions.home)}
@@ -157,7 +173,7 @@ class ScriptedExecutors:
         if isinstance(record, TurnRequest):
             self.asked += 1
             self.requests[record.trajectory_id, record.turn] = record
-            for result in results_of(record):
+            for result in self._results(record):
                 self.write_result(result)
         elif isinstance(record, Sample):
             self.samples[record.trajectory_id].append(record)

@@ -49,12 +49,18 @@ def test_prompts_go_on_the_log_in_order_however_long_each_takes_to_open() -> Non
 
 def test_a_group_id_opens_once_unless_its_prompt_was_refused() -> None:
     home = home_of()
-    for offset in (10, 11, 12):
-        home.submitted(offset, prompt_of("a"))
-    first, second = home.open_next(), home.open_next()
-    assert not first.refusal and "submitted before" in second.refusal
-    home.refuse(first, "unknown environment")
-    assert not home.open_next().refusal, "nothing was opened under this id"
+    for offset, group_id in ((10, "a"), (11, "b"), (12, "a"), (13, "a")):
+        home.submitted(offset, prompt_of(group_id))
+    first, other = home.open_next(), home.open_next()
+    assert not home.can_open, "the first prompt of this id may still be refused"
+    home.refuse(first, "bad arguments")
+    first.awaited = other.awaited = 0
+    assert list(home.take_complete()) == [first, other]
+    second = home.open_next()
+    assert not second.refusal, "nothing was opened under this id"
+    second.awaited = 0
+    assert list(home.take_complete()) == [second]
+    assert "submitted before" in home.open_next().refusal
 
 
 def test_a_group_is_unsettled_until_each_of_its_trajectories_has_an_outcome() -> None:

@@ -98,8 +98,16 @@ class Home:
 
     @property
     def waits(self) -> bool:
-        """Whether a prompt waits for the window."""
+        """Whether a prompt waits to be opened."""
         return bool(self._waiting)
+
+    @property
+    def can_open(self) -> bool:
+        """Whether `open_next` may be called: not while a prompt of the same group id is neither open nor refused."""
+        if not self._waiting:
+            return False
+        group_id = self._waiting[0][1].group_id
+        return all(opening.prompt.group_id != group_id for opening in self.openings)
 
     def submitted(self, offset: int, prompt: Prompt) -> None:
         """A prompt has come."""

@@ -17,7 +17,7 @@ from schemas.environments import EnvSnapshot, LogPosition
 from schemas.prompts import Prompt
 from schemas.turns import Applied, TurnOutcome, TurnRequest, TurnResult
 from topics.catalog import COMPLETED, PROMPTS, REQUESTED, SNAPSHOTS
-from topics.log import read_back, read_dead_letters
+from topics.log import await_decided, read_back, read_dead_letters
 from topics.settings import BusSettings
 from workers.environments.home import Home
 from workers.environments.trajectory import Trajectory
@@ -140,8 +140,10 @@ def recover_homes(
 ) -> tuple[dict[int, Home], list[Broken]]:
     """Read homes back, by partition. Reading goes on at `begins` afterwards: what lies before is done.
 
-    Raises TopicMissing or BusError.
+    The committed offsets must have been asked for first: the broker gives them once no former owner's transaction can
+    still be committed. Raises TopicMissing or BusError.
     """
+    await_decided(settings, [(topic, partition) for topic in (SNAPSHOTS, REQUESTED) for partition in begins])
     homes = {
         partition: Home(partition, life=life, prompts_from=begin.prompts, results_from=begin.results)
         for partition, begin in begins.items()

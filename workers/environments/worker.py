@@ -187,7 +187,6 @@ class EnvironmentWorker:
         )
 
     def _recover_homes(self) -> None:
-        # Committed offsets first: the broker gives them once no transaction of a former owner is under way.
         found = self._reader.committed([(topic, home) for home in self._owned for topic in (PROMPTS, COMPLETED)])
         begins = {
             place: self._reader.watermarks(place)[0] if offset is None else offset for place, offset in found.items()
@@ -258,13 +257,13 @@ class EnvironmentWorker:
 
     def _open_groups(self) -> None:
         """Open groups while the window has room, home by home in turn; read prompts only while none waits."""
-        waiting = [home for home in self._homes.values() if home.waits]
-        while waiting and self._unsettled() < self._window_groups:
-            home = waiting.pop(0)
+        able = [home for home in self._homes.values() if home.can_open]
+        while able and self._unsettled() < self._window_groups:
+            home = able.pop(0)
             self._open_group(home)
-            if home.waits:
-                waiting.append(home)
-        full = bool(waiting) or self._unsettled() >= self._window_groups
+            if home.can_open:
+                able.append(home)
+        full = self._unsettled() >= self._window_groups or any(home.waits for home in self._homes.values())
         if full != self._paused:
             places = [(PROMPTS, home) for home in self._homes]
             if full:
