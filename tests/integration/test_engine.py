@@ -298,6 +298,20 @@ def test_a_seed_fixes_the_tokens_whatever_else_runs(rig: Rig) -> None:
     assert done["unseeded"].tokens != alone.tokens
 
 
+def test_a_seeded_turn_whose_prefill_is_cut_samples_the_same_tokens(rig: Rig) -> None:
+    rng = random.Random(18)
+    context = contexts_of(rng, 200)
+    whole = rig.run(context, max_tokens=20, seed=6)
+    rig.engine.swap(rig.engine.version + 1, tensors_of(rig.model).items())  # forgets the prefix, not the weights
+    for i in range(2):
+        rig.add(f"t{i}", contexts_of(rng, 200), max_tokens=20, seed=i)
+    rig.add("cut", context, max_tokens=20, seed=6)
+    assert rig.engine.step().tokens == 512, "three prefills of 200 fit in one step"
+    cut = rig.drain()["cut"]
+    assert cut.tokens == whole.tokens
+    assert difference(rig.model, context, cut) < TOLERANCE
+
+
 def test_a_turn_ends_at_a_stop_token_at_its_limit_or_when_the_model_is_full(rig: Rig) -> None:
     context = contexts_of(random.Random(14), 40)
     turn = rig.run(context, max_tokens=30, seed=3)
@@ -351,6 +365,17 @@ def test_what_cannot_run_is_refused_with_the_reason(rig: Rig) -> None:
     with pytest.raises(EngineRefusal, match="serves, not 1000"):
         rig.engine.add("new", [1], Sampling(), policy_version=1000)
     assert list(rig.drain()) == ["held"]
+
+
+def test_a_failed_step_is_one_sentence(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    rig.add("held", [1], max_tokens=2)
+    with monkeypatch.context() as faults:
+        faults.setattr(rig.engine._core, "step_fn", fail)
+        with pytest.raises(EngineBroken, match="a step failed: out of memory"):
+            rig.engine.step()
 
 
 def test_load_and_times_follow_the_turns(rig: Rig) -> None:

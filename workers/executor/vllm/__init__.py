@@ -22,3 +22,4 @@ ENVIRONMENT = {
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # says that Triton is missing, at every import
+logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)  # 50 KB of turns for a failed step

@@ -145,11 +145,14 @@ class Engine:
         return self._finish(turn, "abort", time.time())
 
     def step(self) -> Step:
-        """One bounded step: at most `step_tokens` tokens, prefill and decode together."""
+        """One bounded step: at most `step_tokens` tokens, prefill and decode together. Raises EngineBroken."""
         if not self._scheduler.has_requests():
             return Step([], 0, 0.0)
         began_at, began = time.time(), time.perf_counter()
-        outputs, _ = self._core.step_fn()
+        try:
+            outputs, _ = self._core.step_fn()
+        except Exception as error:  # whatever a kernel raises, the scheduler has lost track of its turns
+            raise EngineBroken(f"a step failed: {error}") from error
         seconds = time.perf_counter() - began
         now = began_at + seconds
         while self._unscheduled and self._unscheduled[0].request.status not in WAITING:

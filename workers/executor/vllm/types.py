@@ -29,7 +29,7 @@ class SwapRefused(RoseError):
 
 
 class EngineBroken(RoseError):
-    """A failed swap could not be undone: the weights are of no version, and the engine must not run another step."""
+    """A step failed, or a failed swap could not be undone: the engine must not run another step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

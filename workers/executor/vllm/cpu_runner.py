@@ -1,7 +1,9 @@
-"""Cheaper steps for small models on a CPU: vLLM's own C++ kernels where its eager mode takes five torch calls each.
+"""vLLM's model runner on a CPU, made cheaper for small models, and safe for seeded turns.
 
 Keeps true: the same functions of the same inputs, and for this model only; another engine in the process is untouched.
-Measured on 0.4M parameters: a step of 1, 32 or 128 turns takes 0.75 of the time.
+
+vLLM's own C++ kernels take the place of five torch calls each in eager mode: on 0.4M parameters a step of 1, 32 or 128
+turns takes 0.75 of the time.
 """
 
 from typing import Any
@@ -18,10 +20,11 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 """Element types that the C++ kernels take."""
 
 
-def use_cpu_kernels(runner: Any) -> None:
-    """Make a model runner's norms, activations and logprobs cheaper. Does nothing where there is no CPU runner."""
+def fit_cpu_runner(runner: Any) -> None:
+    """Fit one model runner. Does nothing where vLLM does not run on a CPU."""
     if not current_platform.is_cpu():
         return
+    runner.sample_tokens = _sparing_generators(runner)
     if isinstance(runner.sampler, Sampler):
         runner.sampler.gather_logprobs = sampled_logprobs
     for layer in runner.get_model().modules():
@@ -29,6 +32,26 @@ def use_cpu_kernels(runner: Any) -> None:
             layer._forward_method = _silu_and_mul
         elif isinstance(layer, RMSNorm) and layer.has_weight and layer.variance_size_override is None:
             layer._forward_method = _norm_of(layer)
+
+
+def _sparing_generators(runner: Any) -> Any:
+    """The runner's `sample_tokens`, where a turn whose prefill is not done yet does not draw from its own generator.
+
+    vLLM lets it draw, throws the token away and turns the generator back by an offset, which a CPU generator has not:
+    one seeded turn whose prefill is cut would end the engine.
+    """
+    sample_tokens = runner.sample_tokens
+
+    def sample(grammar_output: Any) -> Any:
+        generators = runner.input_batch.generators
+        unfinished = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
+        spared = {row: generators.pop(row) for row in unfinished if row in generators}
+        try:
+            return sample_tokens(grammar_output)
+        finally:
+            generators.update(spared)
+
+    return sample
 
 
 def sampled_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
