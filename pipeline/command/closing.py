@@ -93,4 +93,4 @@ def show_summary(console: Console, summary: Summary, folder: Path) -> None:
     )
     table.add_row("took", f"{summary.seconds:.0f} s on {summary.broker}")
     table.add_row("report", str(folder / REPORT))
-    console.print(table, highlight=False)
+    console.print(table, highlight=False, soft_wrap=True)

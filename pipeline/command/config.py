@@ -50,7 +50,6 @@ SHARED: Mapping[str, tuple[str, ...]] = {
     "environment.model_folder": ("model.folder",),
     "executor.model_folder": ("model.folder",),
     "executor.model_id": ("model.id",),
-    "executor.seed": ("run.seed",),
     "trainer.model_folder": ("model.folder",),
     "trainer.model_id": ("model.id",),
     "trainer.run_folder": ("run.folder", "run.name"),

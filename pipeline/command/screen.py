@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.command.view import Step, View
+from pipeline.command.view import View
 from topics.bus import Envelope, Reader
 from topics.catalog import COMPLETED, HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
 from topics.settings import BusSettings
@@ -24,8 +24,8 @@ PLAIN_SECONDS = 10.0
 """Time between two plain lines when no step ends."""
 
 BARS = "▁▂▃▄▅▆▇█"
-SHOWN_STEPS = 60
-"""Steps of the curve on the screen."""
+SHOWN_VERSIONS = 60
+"""Policy versions of the curve on the screen."""
 
 
 class Watcher:
@@ -53,25 +53,29 @@ class Watcher:
             with Live(self._drawn(), console=self._console, refresh_per_second=4, transient=True) as live:
                 self._loop(more, events, DRAW_SECONDS, lambda: live.update(self._drawn()))
         else:
-            self._loop(more, events, PLAIN_SECONDS, lambda: self._console.print(self.line(), highlight=False))
+            self._loop(more, events, PLAIN_SECONDS, self._print_line)
 
     def close(self) -> None:
         self._reader.close()
 
     def line(self) -> str:
         """The run in one plain line."""
-        now = time()
-        step = self.view.newest_step
-        parts = [f"{monotonic() - self._began:6.0f} s"]
-        if step is not None:
-            success = f", solved {step.success:.0%}" if step.success is not None else ""
-            parts.append(f"step {step.number}{success}")
-        parts.append(f"version {self.view.version}")
-        parts.append(f"{self.view.turns_per_second(now):.0f} turns/s")
-        parts.append(f"{self.view.settled}{f' of {self._total}' if self._total else ''} trajectories settled")
-        live = sum(not self.view.silent(worker, now) for worker in self.view.executors)
-        parts.append(f"{live} executors")
+        view, now = self.view, time()
+        live = sum(not view.silent(worker, now) for worker in view.executors)
+        parts = [
+            f"{monotonic() - self._began:6.0f} s",
+            f"step {view.step}",
+            f"version {view.version}",
+            f"{view.turns_per_second(now):.0f} turns/s",
+            f"{view.settled}{f' of {self._total}' if self._total else ''} trajectories settled",
+            f"{live} executors",
+        ]
+        if view.solved is not None:
+            parts.insert(2, f"solved {view.solved:.0%}")
         return "  ".join(parts)
+
+    def _print_line(self) -> None:
+        self._console.print(self.line(), highlight=False, soft_wrap=True)
 
     def _loop(
         self, more: Callable[[], bool], events: Callable[[], list[str]], every: float, draw: Callable[[], None]
@@ -82,7 +86,7 @@ class Watcher:
                 if isinstance(item, Envelope) and item.record is not None:
                     self.view.take(item.record, item.timestamp_seconds)
             for event in events():
-                self._console.print(event, highlight=False)
+                self._console.print(event, highlight=False, soft_wrap=True)
             if monotonic() >= next_drawing:
                 next_drawing = monotonic() + every
                 draw()
@@ -126,17 +130,16 @@ class Watcher:
         return Text.assemble(("trajectories  ", "dim"), f"settled {self.view.settled}{of}   ", (ends, "dim"))
 
     def _curve(self) -> Text:
-        steps = [step for _, step in sorted(self.view.steps.items()) if step.success is not None][-SHOWN_STEPS:]
-        if not steps:
-            return Text("no optimizer step yet", "dim")
-        newest = steps[-1]
-        mean_turns = newest.turns / newest.known
+        if self.view.solved is None:
+            return Text("no trajectory has ended yet", "dim")
+        shown = list(self.view.curve)[-SHOWN_VERSIONS:]
         return Text.assemble(
             ("solved        ", "dim"),
-            ("".join(_bar(step) for step in steps), "cyan"),
-            f"  {newest.success:.0%} at step {newest.number}, {mean_turns:.1f} turns a trajectory",
+            ("".join(_bar(share) for share in shown), "cyan"),
+            f"  {self.view.solved:.0%} lately, {self.view.turns_each:.1f} turns a trajectory",
+            (f"   step {self.view.step}", "dim"),
         )
 
 
-def _bar(step: Step) -> str:
-    return BARS[min(len(BARS) - 1, int((step.success or 0.0) * len(BARS)))]
+def _bar(share: float) -> str:
+    return BARS[min(len(BARS) - 1, int(share * len(BARS)))]

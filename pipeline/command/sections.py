@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-WARM_START = Path(__file__).parents[2] / "workers" / "trainer" / "warm_start"
+WARM_START = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 """The small policy that ships with ROSE: pre-trained on noisy demonstrations of the calculator task."""
 
 

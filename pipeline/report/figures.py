@@ -34,13 +34,13 @@ QUANTILES = ((0.99, "99th percentile", GREY), (0.9, "90th percentile", "#7fa3d1"
 
 
 def learning_curve(history: History, success: Success) -> go.Figure | None:
-    """Success of the trajectories that each step trained on, between the two held-out measurements."""
-    steps = history.steps()
-    if not steps:
+    """Success of the trajectories that began under each policy version, between the two held-out measurements."""
+    versions = history.by_version()
+    if not versions:
         return None
-    numbers = list(steps)
-    shares = [sum(each.success for each in steps[number]) / len(steps[number]) for number in numbers]
-    sizes = [len(steps[number]) for number in numbers]
+    numbers = list(versions)
+    shares = [sum(each.success for each in versions[number]) / len(versions[number]) for number in numbers]
+    sizes = [len(versions[number]) for number in numbers]
     figure = _figure(height=360)
     errors = [1.96 * float(np.sqrt(p * (1 - p) / n)) for p, n in zip(shares, sizes, strict=True)]
     upper = [p + e for p, e in zip(shares, errors, strict=True)]
@@ -50,6 +50,7 @@ def learning_curve(history: History, success: Success) -> go.Figure | None:
         y=upper + lower[::-1],
         fill="toself",
         fillcolor="rgba(59,111,182,0.13)",
+        mode="lines",
         line={"width": 0},
         hoverinfo="skip",
         name="95 % interval",
@@ -61,11 +62,12 @@ def learning_curve(history: History, success: Success) -> go.Figure | None:
         mode="lines+markers",
         line={"color": BLUE, "width": 2.5},
         marker={"size": 5},
-        name="trajectories of the step",
+        name="trajectories that began under it",
         customdata=sizes,
-        hovertemplate="step %{x}: %{y:.1%} of %{customdata} trajectories<extra></extra>",
+        hovertemplate="version %{x}: %{y:.1%} of %{customdata} trajectories<extra></extra>",
     )
-    held_out = [(numbers[0] - 1, success.before), (numbers[-1] + 1, success.after)]
+    newest = max((each.version for each in history.versions), default=numbers[-1])
+    held_out = [(0, success.before), (newest, success.after)]
     measured = [(step, share) for step, share in held_out if share is not None]
     if measured:
         figure.add_scatter(
@@ -81,7 +83,7 @@ def learning_curve(history: History, success: Success) -> go.Figure | None:
             hovertemplate="held out: %{y:.1%}<extra></extra>",
         )
     figure.update_yaxes(tickformat=".0%", range=[0, 1.02], title_text="solved")
-    figure.update_xaxes(title_text="optimizer step")
+    figure.update_xaxes(title_text="policy version", tickformat="d", dtick=max(1, round(newest / 12)))
     return figure
 
 
@@ -240,7 +242,7 @@ def prefix_cache(history: History) -> go.Figure | None:
         hovertemplate="turn %{x}: %{y:.1%} could have been<extra></extra>",
     )
     figure.update_yaxes(tickformat=".0%", range=[0, 1.02], title_text="share of the context")
-    figure.update_xaxes(title_text="turn of the trajectory", dtick=1)
+    figure.update_xaxes(title_text="turn of the trajectory", dtick=1, range=[numbers[0] - 0.6, numbers[-1] + 0.6])
     return figure
 
 
@@ -264,7 +266,7 @@ def step_seconds(steps: Sequence[Mapping[str, Any]]) -> go.Figure | None:
             hovertemplate="step %{x}: %{y:.2f} s<extra>" + name + "</extra>",
         )
     figure.update_layout(barmode="stack", bargap=0.18)
-    figure.update_xaxes(title_text="optimizer step")
+    figure.update_xaxes(title_text="optimizer step", tickformat="d", dtick=max(1, round(len(steps) / 12)))
     figure.update_yaxes(title_text="seconds")
     return figure
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from schemas.record import Record
-from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
+from schemas.samples import Sample, SampleOutcome, SampleTurn
 from schemas.slack import SlackHeartbeat
 from schemas.turns import TurnTimes, VersionSpan
 from schemas.weights import WeightManifest
@@ -74,8 +74,8 @@ class TrajectoryFact:
     failure: str
     turns: int
     sampled_tokens: int
-    oldest_version: int
-    newest_version: int
+    first_version: int
+    """The policy version that it began under; -1 if it sampled no token."""
     completed_at: float
 
 
@@ -113,14 +113,16 @@ class History:
     outcomes: dict[str, SampleOutcome] = field(default_factory=dict)
     """By trajectory id."""
 
-    def steps(self) -> dict[int, list[TrajectoryFact]]:
-        """The trajectories that each optimizer step settled, infrastructure failures left out."""
-        steps: dict[int, list[TrajectoryFact]] = {}
+    def by_version(self) -> dict[int, list[TrajectoryFact]]:
+        """Trajectories by the policy version that they began under, infrastructure failures left out.
+
+        Unlike the steps that trained on them, this does not depend on which of them ended first.
+        """
+        versions: dict[int, list[TrajectoryFact]] = {}
         for trajectory in self.trajectories:
-            outcome = self.outcomes.get(trajectory.trajectory_id)
-            if outcome is not None and outcome.outcome is not Outcome.INFRA_FAILED:
-                steps.setdefault(outcome.step, []).append(trajectory)
-        return dict(sorted(steps.items()))
+            if not trajectory.failure and trajectory.first_version >= 0:
+                versions.setdefault(trajectory.first_version, []).append(trajectory)
+        return dict(sorted(versions.items()))
 
     @property
     def span_seconds(self) -> tuple[float, float]:
@@ -198,8 +200,7 @@ def _trajectory(sample: Sample) -> TrajectoryFact:
         failure=sample.failure,
         turns=len(sample.turns),
         sampled_tokens=sum(turn.end - turn.start for turn in sample.turns),
-        oldest_version=sample.oldest_version,
-        newest_version=max((span.version for span in sample.spans), default=-1),
+        first_version=sample.spans[0].version if sample.spans else -1,
         completed_at=sample.completed_at,
     )
 

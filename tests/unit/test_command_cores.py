@@ -19,6 +19,7 @@ from schemas.errors import UsageError
 from schemas.prompts import Prompt
 from schemas.record import Record
 from schemas.samples import Sample, SampleOutcome
+from schemas.slack import SlackHeartbeat
 from schemas.turns import TurnDispatch, TurnResult
 from tests.golden.examples import EXAMPLES, PROMPT, REQUEST
 from topics.bus import Envelope
@@ -108,14 +109,17 @@ def example(kind: type[R]) -> R:
 DISPATCH, RESULT, SAMPLE, OUTCOME = example(TurnDispatch), example(TurnResult), example(Sample), example(SampleOutcome)
 
 
-@pytest.mark.parametrize("records", [[SAMPLE, OUTCOME], [OUTCOME, SAMPLE]])
-def test_the_view_joins_samples_and_outcomes_in_any_order(records: list[Record]) -> None:
+def test_the_view_shows_what_is_recent_and_who_is_silent() -> None:
     view = View()
-    for record in records:
-        view.take(record, 1.0)
-    step = view.steps[5]
-    assert (step.known, step.turns, step.version) == (1, len(SAMPLE.turns), 5)
-    assert view.settled == 1
+    for record in EXAMPLES:
+        view.take(record, 10.0)
+    assert (view.settled, view.step, view.version, view.solved, view.turns_each) == (1, 5, 5, 1.0, 1.0)
+    assert list(view.curve) == [1.0]
+    assert view.turns_per_second(10.0) == 0.1
+    assert view.turns_per_second(30.0) == 0.0
+    beat = example(SlackHeartbeat)
+    assert not view.silent(beat.worker, beat.sent_at + beat.ttl_seconds)
+    assert view.silent(beat.worker, beat.sent_at + beat.ttl_seconds + 0.1)
 
 
 def envelope(record: Record, topic: Topic) -> Envelope:
