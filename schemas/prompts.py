@@ -12,8 +12,8 @@ from schemas.record import Record
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are drawn."""
 
-    temperature: Annotated[float, Meta(ge=0, le=10)] = 1.0
-    """0 is greedy."""
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    """0 is greedy; vLLM takes nothing between 0 and 0.01."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     max_tokens: Annotated[int, Meta(ge=1, le=65_536)] = 256
     """Most tokens of one turn."""

@@ -70,7 +70,7 @@ def test_librdkafka_settings_of_flags_join_those_of_the_file_and_win(tmp_path: P
 def test_fields_that_roles_share_follow_the_section_they_come_from(tmp_path: Path) -> None:
     config = load(Common(settings=[f"model.folder={tmp_path}", "model.id=other", "run.seed=7"]))
     assert config.settings.executor.model_id == config.settings.trainer.model_id == "other"
-    assert config.settings.executor.seed == config.settings.trainer.seed == 7
+    assert config.settings.trainer.seed == 7
     assert config.settings.environment.model_folder == config.settings.executor.model_folder == tmp_path
     assert config.settings.trainer.run_folder == config.run_folder
 

@@ -1,6 +1,6 @@
 """Settings of a rollout executor."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -20,11 +20,9 @@ class ExecutorConfig:
     """Longest context and output of one turn, in tokens."""
     kv_cache_bytes: int = 64 << 20
     """Memory of the KV cache."""
-    step_tokens: int = 2048
-    """Most tokens of one engine step; longer prefills are cut into chunks."""
+    step_tokens: int = 1024
+    """Most tokens of one engine step, at least `max_turns`; longer prefills are cut into chunks."""
     dtype: str = "float32"
     """What the engine computes in."""
-    heartbeat_seconds: float = field(default=0.1)
+    heartbeat_seconds: float = 0.1
     """Time between heartbeats, at most 0.2."""
-    seed: int = 0
-    """Seeds the engine's own stream of randomness."""

@@ -131,7 +131,8 @@ class Executor:
     def _step(self) -> None:
         step = self._engine.step()
         self._share += step.seconds / len(self._running)
-        self._cost.observe(step.tokens, step.seconds)
+        if step.tokens:
+            self._cost.observe(step.tokens, step.seconds)
         metrics.STEP_SECONDS.observe(step.seconds)
         for finished in step.finished:
             self._answer(finished)

@@ -24,7 +24,6 @@ def run_executor(settings: BusSettings, config: ExecutorConfig, name: str, stop:
             max_running=config.max_turns,
             kv_cache_bytes=config.kv_cache_bytes,
             step_tokens=config.step_tokens,
-            seed=config.seed,
         )
     )
     receiver = WeightReceiver(settings, config.model_id, shapes=engine.shapes, client_id=f"{name}-weights")
