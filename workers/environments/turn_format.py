@@ -63,6 +63,10 @@ class TurnFormat:
         """What an observation appends to the context."""
         return [*(self._first_prefix if first else self._prefix), *self._encode(observation), *self._suffix]
 
+    def action_tokens(self, action: str) -> list[int]:
+        """How a demonstration writes an action: its tokens and the stop token."""
+        return [*self._encode(action), self.stop_token_ids[0]]
+
     def action_text(self, tokens: Sequence[int]) -> str:
         """The action that a turn's sampled tokens spell, without its stop token."""
         ended = len(tokens) > 0 and tokens[-1] in self.stop_token_ids

@@ -1,0 +1,179 @@
+"""Loading a policy, its logprobs, and one training step, with the model that ships."""
+
+import copy
+import math
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from workers.environments.calculator import Calculator
+from workers.environments.turn_format import TurnFormat
+from workers.trainer.policy import ModelFolderError, load_policy, microbatches, padded, token_logprobs
+from workers.trainer.sampler import Task, sample_trajectories
+from workers.trainer.step import StepSettings, TrainingSample, make_optimizer, train_step
+
+SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
+ONE_UPDATE = StepSettings(minibatches=1)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    return load_policy(SHIPPED)
+
+
+@pytest.fixture(scope="module")
+def groups(policy: Any) -> list[list[TrainingSample]]:
+    """Four groups of four trajectories that the shipped policy really played."""
+    tasks = [Task(environment=Calculator, seed=seed, arguments={}) for seed in range(4) for _ in range(4)]
+    played = sample_trajectories(
+        policy, TurnFormat(SHIPPED), tasks, generator=torch.Generator().manual_seed(3), max_tokens=16
+    )
+    samples = [
+        TrainingSample(tokens=one.tokens, loss_mask=one.loss_mask, behaviour_logprobs=one.logprobs, reward=index % 4)
+        for index, one in enumerate(played)
+    ]
+    return [samples[first : first + 4] for first in range(0, 16, 4)]
+
+
+def parameters_of(model: Any) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def updated(policy: Any, groups: list[list[TrainingSample]], settings: StepSettings) -> torch.Tensor:
+    model = copy.deepcopy(policy)
+    train_step(model, torch.optim.SGD(model.parameters(), lr=1.0), groups, settings=settings)
+    return parameters_of(model)
+
+
+def logprob_of(model: Any, sample: TrainingSample) -> float:
+    with torch.no_grad():
+        logprobs = token_logprobs(model, torch.tensor([list(sample.tokens)]))
+    return float((logprobs[0] * torch.tensor(sample.loss_mask)).sum())
+
+
+@given(st.lists(st.integers(1, 300), max_size=60), st.integers(1, 1000))
+def test_microbatches_hold_everything_once_and_keep_to_their_budget(lengths: list[int], budget: int) -> None:
+    batches = list(microbatches(lengths, tokens=budget))
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or max(lengths[index] for index in batch) * len(batch) <= budget
+
+
+def test_a_logprob_depends_neither_on_padding_nor_on_the_cache(policy: Any, groups: list[list[TrainingSample]]) -> None:
+    """The sampler decodes with a KV cache in uneven batches; the trainer computes whole sequences."""
+    samples = [sample for group in groups for sample in group]
+    with torch.no_grad():
+        together = token_logprobs(policy, padded([sample.tokens for sample in samples], dtype=torch.long))
+        for row, sample in zip(together, samples, strict=True):
+            alone = token_logprobs(policy, torch.tensor([list(sample.tokens)]))[0]
+            recorded, mask = torch.tensor(sample.behaviour_logprobs), torch.tensor(sample.loss_mask).bool()
+            assert len({*sample.loss_mask}) == 2
+            torch.testing.assert_close(row[: len(sample.tokens)], alone, atol=2e-5, rtol=0)
+            torch.testing.assert_close(alone[mask], recorded[mask], atol=5e-5, rtol=0)
+
+
+def test_a_step_makes_what_was_rewarded_likelier(policy: Any, groups: list[list[TrainingSample]]) -> None:
+    model = copy.deepcopy(policy)
+    samples = [sample for group in groups for sample in group]
+    before = [logprob_of(model, sample) for sample in samples]
+    metrics = train_step(model, make_optimizer(model, learning_rate=1e-3), groups, settings=ONE_UPDATE)
+    moved = [logprob_of(model, sample) - old for sample, old in zip(samples, before, strict=True)]
+    best = [change for change, sample in zip(moved, samples, strict=True) if sample.reward == 3]
+    worst = [change for change, sample in zip(moved, samples, strict=True) if sample.reward == 0]
+    assert sum(best) > sum(worst)
+    assert metrics.importance_mean == pytest.approx(1, abs=1e-3) and metrics.kl_behaviour < 1e-4
+    assert (metrics.groups, metrics.groups_with_signal, metrics.skipped_minibatches) == (4, 4, 0)
+    assert metrics.tokens == sum(sum(sample.loss_mask) for sample in samples)
+
+
+def test_packing_changes_nothing(policy: Any, groups: list[list[TrainingSample]]) -> None:
+    small = updated(policy, groups, StepSettings(minibatches=2, microbatch_tokens=128))
+    large = updated(policy, groups, StepSettings(minibatches=2, microbatch_tokens=100_000))
+    assert (small - parameters_of(policy)).abs().max() > 1e-3
+    torch.testing.assert_close(small, large, atol=1e-5, rtol=0)
+
+
+def test_groups_without_a_difference_change_nothing(policy: Any, groups: list[list[TrainingSample]]) -> None:
+    alike = [
+        TrainingSample(
+            tokens=sample.tokens, loss_mask=sample.loss_mask, behaviour_logprobs=sample.behaviour_logprobs, reward=1.0
+        )
+        for sample in groups[0]
+    ]
+    assert torch.equal(updated(policy, [alike], ONE_UPDATE), parameters_of(policy))
+    assert torch.equal(updated(policy, [groups[1], alike], ONE_UPDATE), updated(policy, [groups[1]], ONE_UPDATE))
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied(policy: Any, groups: list[list[TrainingSample]]) -> None:
+    model = copy.deepcopy(policy)
+    broken = [
+        TrainingSample(
+            tokens=sample.tokens,
+            loss_mask=sample.loss_mask,
+            behaviour_logprobs=[math.nan] * len(sample.tokens),
+            reward=sample.reward,
+        )
+        for sample in groups[0]
+    ]
+    metrics = train_step(model, make_optimizer(model, learning_rate=1.0), [broken], settings=ONE_UPDATE)
+    assert metrics.skipped_minibatches == 1
+    assert torch.equal(parameters_of(model), parameters_of(policy))
+
+
+def test_a_step_repeats_to_the_bit(policy: Any, groups: list[list[TrainingSample]]) -> None:
+    assert torch.equal(updated(policy, groups, StepSettings()), updated(policy, groups, StepSettings()))
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match=r"no config\.json"):
+        load_policy(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", None),
+        ("model.safetensors", b""),
+        ("model.safetensors", b"\xff" * 64),
+        ("config.json", b"{"),
+        ("config.json", b'{"model_type": "no such model"}'),
+    ],
+)
+def test_a_broken_folder_is_refused(tmp_path: Path, name: str, content: bytes | None) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(SHIPPED, folder)
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    with pytest.raises(ModelFolderError, match="does not load"):
+        load_policy(folder)
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(SHIPPED, folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelFolderError, match=r"do not fit.*model\.norm\.weight"):
+        load_policy(folder)
+
+
+def test_the_same_luck_plays_the_same_trajectories(policy: Any) -> None:
+    seeds = random.Random(5).sample(range(10**6), 5)
+    tasks = [Task(environment=Calculator, seed=seed, arguments={}) for seed in seeds]
+    first, second = (
+        sample_trajectories(
+            policy, TurnFormat(SHIPPED), tasks, generator=torch.Generator().manual_seed(1), max_tokens=16
+        )
+        for _ in range(2)
+    )
+    assert [one.tokens for one in first] == [two.tokens for two in second]
+    assert all(one.last is not None and one.last.done for one in first)

@@ -1,0 +1,67 @@
+"""The policy as the trainer holds it: a causal model of transformers, its folder, and the logprobs of its samples.
+
+Keeps true
+- Weights and arithmetic are float32: the engine's recorded logprobs and the trainer's agree to about 1e-6.
+- A folder that does not load gives one sentence, never a half-loaded model.
+- Padding is on the right and attention is causal, so a token's logprob does not depend on its batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schemas.errors import UsageError
+
+REASON_CHARACTERS = 300
+"""How much of a library's message is told on; some of them run to pages."""
+
+
+class ModelFolderError(UsageError):
+    """A folder that holds no usable causal language model."""
+
+
+def load_policy(folder: Path) -> Any:
+    """The folder's model in float32, in training mode; a `transformers.PreTrainedModel`. Raises ModelFolderError."""
+    from transformers import AutoModelForCausalLM
+
+    if not (folder / "config.json").is_file():
+        raise ModelFolderError(f"{folder} is not a model folder: it has no config.json")
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:  # transformers, safetensors and json raise a dozen unrelated types for broken files
+        reason = " ".join(str(error).split())[:REASON_CHARACTERS]
+        raise ModelFolderError(f"{folder} does not load as a causal language model: {reason}") from error
+    if report["missing_keys"] or report["mismatched_keys"]:
+        names = ", ".join(sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])[:3])
+        raise ModelFolderError(f"{folder}: the weights do not fit config.json, beginning with {names}")
+    return model.train()
+
+
+def token_logprobs(model: Any, tokens: Tensor) -> Tensor:
+    """Logprob of every token given those before it; the first has none and gets 0. (rows, tokens) in and out."""
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    picked = torch.log_softmax(logits, dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    return torch.nn.functional.pad(picked, (1, 0))
+
+
+def microbatches(lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:
+    """Indices of sequences in batches of like length, each of at most `tokens` padded tokens (or one sequence)."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def padded(rows: Sequence[Sequence[float]], *, dtype: torch.dtype) -> Tensor:
+    """Rows of unequal length as one tensor, zeros on the right."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype)

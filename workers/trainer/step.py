@@ -1,0 +1,158 @@
+"""One training step on a batch of groups: the function that the bus trainer and the plain reference both call.
+
+Keeps true
+- The step is a function of model, optimizer and groups: no clock, no randomness, no I/O.
+- Samples of a group without advantage are not computed: their gradient is exactly zero, and they dilute no mean.
+- How sequences are packed into passes changes nothing but time and memory.
+- A minibatch whose gradient is not finite changes nothing; the metrics count it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.trainer.config import TrainerConfig
+from workers.trainer.loss import LossBounds, beyond_clip, group_advantages, grpo_loss
+from workers.trainer.policy import microbatches, padded, token_logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """One trajectory; the three lists are of equal length."""
+
+    tokens: Sequence[int]
+    loss_mask: Sequence[int]
+    """1 where the policy sampled the token."""
+    behaviour_logprobs: Sequence[float]
+    """As the engine recorded them; ignored where the mask is 0."""
+    reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """How a step learns."""
+
+    bounds: LossBounds = field(default_factory=LossBounds)
+    scale_by_deviation: bool = True
+    """Divide advantages by the group's standard deviation, so that groups count alike."""
+    minibatches: int = 2
+    """Optimizer updates in a step, each on its share of the groups."""
+    gradient_norm: float = 1.0
+    """A larger gradient is scaled down to this norm."""
+    microbatch_tokens: int = 4096
+    """Padded tokens of one pass through the model; bounds memory, changes nothing else."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepMetrics:
+    """What a step did; means are over the tokens trained on."""
+
+    reward: float
+    """Mean over all samples given, those without advantage too."""
+    groups: int
+    groups_with_signal: int
+    """Groups whose rewards differ."""
+    tokens: int = 0
+    """Sampled tokens trained on."""
+    loss: float = 0.0
+    gradient_norm: float = 0.0
+    """Largest of the minibatches, before it was scaled down."""
+    importance_mean: float = 0.0
+    """Mean ratio of the policy to the one that sampled, before truncation; on policy it is 1."""
+    kl_behaviour: float = 0.0
+    """Estimated KL divergence of the sampling policy from the trained one, nats a token."""
+    clipped_share: float = 0.0
+    """Share of tokens that the clip kept from pulling further."""
+    skipped_minibatches: int = 0
+    """Minibatches whose gradient was not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    sample: TrainingSample
+    advantage: float
+
+
+def step_settings(config: TrainerConfig) -> StepSettings:
+    """What a trainer's configuration says of its steps."""
+    return StepSettings(
+        bounds=LossBounds(clip_low=config.clip_low, clip_high=config.clip_high, importance_cap=config.importance_cap),
+        scale_by_deviation=config.scale_by_deviation,
+        minibatches=config.minibatches,
+        gradient_norm=config.gradient_norm,
+        microbatch_tokens=config.microbatch_tokens,
+    )
+
+
+def make_optimizer(model: Any, *, learning_rate: float) -> torch.optim.AdamW:
+    """AdamW without weight decay and with a short memory, as a run of a few dozen steps wants it."""
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def train_step(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Sequence[TrainingSample]],
+    *,
+    settings: StepSettings,
+) -> StepMetrics:
+    """Update the model in place from whole groups; say what happened."""
+    live: list[list[_Row]] = []
+    for group in groups:
+        rewards = [sample.reward for sample in group]
+        advantages = group_advantages(rewards, scale_by_deviation=settings.scale_by_deviation)
+        if any(advantages):
+            live.append([_Row(sample, advantage) for sample, advantage in zip(group, advantages, strict=True)])
+    samples = [sample for group in groups for sample in group]
+    metrics = StepMetrics(
+        reward=sum(sample.reward for sample in samples) / max(len(samples), 1),
+        groups=len(groups),
+        groups_with_signal=len(live),
+        tokens=sum(sum(row.sample.loss_mask) for rows in live for row in rows),
+    )
+    model.train()
+    for first in range(min(settings.minibatches, len(live))):
+        minibatch = [row for rows in live[first :: settings.minibatches] for row in rows]
+        _update(model, optimizer, minibatch, settings=settings, metrics=metrics)
+    return metrics
+
+
+def _update(
+    model: Any, optimizer: torch.optim.Optimizer, rows: list[_Row], *, settings: StepSettings, metrics: StepMetrics
+) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    tokens = max(sum(sum(row.sample.loss_mask) for row in rows), 1)
+    for indices in microbatches([len(row.sample.tokens) for row in rows], tokens=settings.microbatch_tokens):
+        part = [rows[index] for index in indices]
+        mask = padded([row.sample.loss_mask for row in part], dtype=torch.float32)
+        behaviour = padded([row.sample.behaviour_logprobs for row in part], dtype=torch.float32)
+        advantages = torch.tensor([[row.advantage] for row in part])
+        logprobs = token_logprobs(model, padded([row.sample.tokens for row in part], dtype=torch.long))
+        summed = grpo_loss(
+            logprobs, behaviour_logprobs=behaviour, advantages=advantages, loss_mask=mask, bounds=settings.bounds
+        )
+        (summed / tokens).backward()  # type: ignore[no-untyped-call]
+        _observe(metrics, logprobs.detach(), behaviour, advantages, mask=mask, bounds=settings.bounds)
+        metrics.loss += float(summed.detach()) / max(metrics.tokens, 1)
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_norm))
+    if math.isfinite(norm):
+        metrics.gradient_norm = max(metrics.gradient_norm, norm)
+        optimizer.step()
+    else:
+        metrics.skipped_minibatches += 1
+
+
+def _observe(
+    metrics: StepMetrics, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, *, mask: Tensor, bounds: LossBounds
+) -> None:
+    log_ratio = (logprobs - behaviour)[mask.bool()]
+    ratio = log_ratio.exp()
+    spent = beyond_clip(ratio, advantages.expand_as(mask)[mask.bool()], bounds)
+    metrics.importance_mean += float(ratio.sum()) / max(metrics.tokens, 1)
+    # The estimator r - 1 - log r of the divergence is never negative and varies little.
+    metrics.kl_behaviour += float((ratio - 1 - log_ratio).sum()) / max(metrics.tokens, 1)
+    metrics.clipped_share += float(spent.sum()) / max(metrics.tokens, 1)
