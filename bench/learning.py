@@ -1,7 +1,7 @@
 """Does the policy learn: the demo's algorithm in one plain process, without a bus.
 
-Run `python -m bench.learning --reference`, with `--seed` for another run and `--lag` for samples that are so many policy
-versions old; `--json FILE` keeps the curve. Everything else is the demo's own configuration, or `--config FILE`.
+Run `python -m bench.learning --reference`, with `--seed` for another run and `--lag` for samples that are so many
+policy versions old; `--json FILE` keeps the curve. All else is the demo's own configuration, or `--config FILE`.
 
 Keeps true: the same prompts, held-out tasks, loss, step and settings as over the bus; only the engine is another, plain
 transformers, and every sample of a step is `--lag` versions old, where over the bus that differs from sample to sample.
@@ -29,9 +29,10 @@ from schemas.errors import RoseError
 from schemas.prompts import Prompt
 from workers.environments.registry import load_environment
 from workers.environments.turn_format import TurnFormat
+from workers.trainer.loop import step_settings
 from workers.trainer.policy import load_policy
 from workers.trainer.sampler import Task, Trajectory, sample_trajectories
-from workers.trainer.step import TrainingSample, make_optimizer, step_settings, train_step
+from workers.trainer.step import TrainingSample, make_optimizer, train_step
 
 HELD_OUT_EVERY_STEPS = 10
 """How often the curve shows held-out success."""
@@ -151,8 +152,8 @@ def print_point(point: Point) -> None:
     """A line of the curve."""
     held_out = "" if point.held_out is None else f"  held out {point.held_out:.3f}"
     print(
-        f"step {point.step:3d}  reward {point.reward:.3f}  turns {point.turns:.2f}  signal {point.groups_with_signal:2d}"
-        f"  kl {point.kl_behaviour:.4f}  clipped {point.clipped_share:.3f}  gradient {point.gradient_norm:.2f}"
+        f"step {point.step:3d}  reward {point.reward:.3f}  turns {point.turns:.2f}"
+        f"  signal {point.groups_with_signal:2d}  kl {point.kl_behaviour:.4f}  clipped {point.clipped_share:.3f}  gradient {point.gradient_norm:.2f}"
         f"  {point.sampling_seconds:.2f} + {point.training_seconds:.2f} s{held_out}",
         flush=True,
     )

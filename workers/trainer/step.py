@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.trainer.config import TrainerConfig
 from workers.trainer.loss import LossBounds, beyond_clip, group_advantages, grpo_loss
 from workers.trainer.policy import microbatches, padded, token_logprobs
 
@@ -75,17 +74,6 @@ class StepMetrics:
 class _Row:
     sample: TrainingSample
     advantage: float
-
-
-def step_settings(config: TrainerConfig) -> StepSettings:
-    """What a trainer's configuration says of its steps."""
-    return StepSettings(
-        bounds=LossBounds(clip_low=config.clip_low, clip_high=config.clip_high, importance_cap=config.importance_cap),
-        scale_by_deviation=config.scale_by_deviation,
-        minibatches=config.minibatches,
-        gradient_norm=config.gradient_norm,
-        microbatch_tokens=config.microbatch_tokens,
-    )
 
 
 def make_optimizer(model: Any, *, learning_rate: float) -> torch.optim.AdamW:
