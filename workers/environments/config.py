@@ -36,7 +36,7 @@ class EnvironmentConfig:
 
     def __post_init__(self) -> None:
         in_range = {
-            "temperature must be from 0 to 10": 0 <= self.temperature <= 10,
+            "temperature must be from 0 to 2": 0 <= self.temperature <= 2,
             "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
             "max_turn_tokens must be from 1 to 65536": 1 <= self.max_turn_tokens <= 65_536,
             f"max_context_tokens must be from 2 to {LONGEST_CONTEXT_TOKENS}": 2
