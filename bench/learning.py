@@ -153,7 +153,8 @@ def print_point(point: Point) -> None:
     held_out = "" if point.held_out is None else f"  held out {point.held_out:.3f}"
     print(
         f"step {point.step:3d}  reward {point.reward:.3f}  turns {point.turns:.2f}"
-        f"  signal {point.groups_with_signal:2d}  kl {point.kl_behaviour:.4f}  clipped {point.clipped_share:.3f}  gradient {point.gradient_norm:.2f}"
+        f"  signal {point.groups_with_signal:2d}  kl {point.kl_behaviour:.4f}  clipped {point.clipped_share:.3f}"
+        f"  gradient {point.gradient_norm:.2f}"
         f"  {point.sampling_seconds:.2f} + {point.training_seconds:.2f} s{held_out}",
         flush=True,
     )
