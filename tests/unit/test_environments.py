@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -195,3 +196,17 @@ def test_the_lakes_words_move_the_player_and_the_goal_pays() -> None:
     assert (unknown.observation, unknown.done, unknown.reward) == (MALFORMED, False, 0.0)
     assert (down.done, down.success, down.reward) == (True, True, 1.0)
     assert down.info == {"turns": 3, "malformed": 1}
+
+
+def test_the_documented_example_is_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    (tmp_path / "guessing.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    make = load_environment("guessing:Guessing")
+    environment, other = make(), make()
+    assert asyncio.run(environment.reset(4, {"highest": 3})) == "guess"
+    wrong = play(environment, ["0", "x", "9"])
+    assert [step.observation for step in wrong] == ["higher", "?", "lower"]
+    asyncio.run(other.restore(asyncio.run(environment.snapshot())))
+    last = play(other, ["1", "2", "3"])[-1]
+    assert last.success and last.reward == 1.0
