@@ -8,6 +8,7 @@ import heapq
 import random
 from dataclasses import dataclass, field
 from itertools import count
+from zlib import crc32
 
 from pipeline.routing.router import Decision, Router
 from schemas.prompts import Sampling
@@ -44,6 +45,8 @@ class Recorder:
     router: Router = field(default_factory=Router)
     history: list[Event] = field(default_factory=list)
     now: float = 0.0
+    live: int = 0
+    """Trajectories that have begun and not ended."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.fleet.seed)
@@ -91,14 +94,22 @@ class Recorder:
         if isinstance(event, SlackHeartbeat):
             self._at(self.now + HEARTBEAT_SECONDS, self._beat(event.slot, event.sequence + 1))
         elif isinstance(event, TurnResult):
-            if event.turn + 1 < 2 + self._random.randrange(11):
+            if event.turn + 1 < self._turns(event.trajectory_id):
                 tokens = event.context_tokens + len(event.tokens) // 4 + self._random.randint(10, 60)
                 self._ask(event.trajectory_id, event.group_id, event.turn + 1, tokens, 0.1 * self.fleet.turn_seconds)
-            elif self._random.randrange(GROUP_SIZE) == 0:
-                self._open_group(self.now)
+            else:
+                self.live -= 1
+                if self.live <= self.fleet.trajectories - GROUP_SIZE:
+                    self._open_group(self.now)
+
+    @staticmethod
+    def _turns(trajectory_id: str) -> int:
+        """How many turns a trajectory has, from 2 to 12."""
+        return 2 + crc32(trajectory_id.encode()) % 11
 
     def _open_group(self, at: float) -> None:
         group, tokens = f"group-{next(self._groups)}", self._random.randint(50, 500)
+        self.live += GROUP_SIZE
         for index in range(GROUP_SIZE):
             self._ask(f"{group}:{index}", group, 0, tokens, at - self.now)
 

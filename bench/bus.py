@@ -1,0 +1,230 @@
+"""What the router costs: decisions a second, turns a second, and latency beside a bare loop.
+
+Run `python -m bench.bus` (all on the embedded broker; on Apache Kafka with KAFKA_HOME set), `--json FILE` to keep it.
+
+core        Decisions a second of one core: a recorded history of 200 executors and 10,000 live trajectories is
+            replayed through the pure core. A decision is a request in and its dispatch out; results and heartbeats are
+            part of the mix and of the time. Per second of processor time, so that other load does not count.
+router      Turns a second through the real router process: a fixed number of turns is kept on its way, so no queue
+            grows; requests, results and heartbeats all pass the broker.
+p50_ratio,  Latency from request to inbox through the router, over that of a bare confluent-kafka loop that moves the
+p99_ratio   same records: same broker, same clients and settings, same rate, in turns (A B A B), one pooled percentile.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.history import Fleet, Recorder
+from bench.load import Executors, Lane, closed_loop, drain, open_loop
+from pipeline.routing.router import Router
+from topics.admin import create_topics
+from topics.catalog import Partitions
+from topics.embedded import start_broker
+from topics.settings import BusSettings
+
+WORKERS = 200
+TRAJECTORIES = 10_000
+CORE_SECONDS = 3.0
+"""Simulated seconds of the history that is timed, at about 20,000 turns a second; the ramp before it is not timed."""
+CORE_RAMP_SECONDS = 1.5
+CORE_REPEATS = 3
+FLYING_TURNS = 1_000
+WARM_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One figure and the bound it is held against."""
+
+    name: str
+    value: float
+    unit: str
+    bound: float
+    direction: str
+    """`min`: at least the bound; `max`: at most."""
+    against: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.bound if self.direction == "min" else self.value <= self.bound
+
+    def __str__(self) -> str:
+        relation = "at least" if self.direction == "min" else "at most"
+        verdict = "met" if self.met else "MISSED"
+        details = ", ".join(f"{name} {value}" for name, value in self.details.items())
+        return f"{self.name:10} {self.value:12,.2f} {self.unit} ({relation} {self.bound:,g}: {verdict}); {details}"
+
+
+def core() -> Check:
+    """Replay a recorded history through fresh cores."""
+    recorder = Recorder(Fleet(WORKERS, TRAJECTORIES, turn_seconds=0.5))
+    recorder.record(CORE_RAMP_SECONDS)
+    ramp = len(recorder.history)
+    recorder.record(CORE_SECONDS)
+    runs = [_replay(recorder, ramp) for _ in range(CORE_REPEATS)]
+    decisions = runs[0][0]
+    return Check(
+        name="core",
+        value=round(decisions / statistics.median(processor for _, processor, _ in runs), 1),
+        unit="decisions/s",
+        bound=20_000,
+        direction="min",
+        against="one core: processor time of the replay, median of the runs",
+        details={
+            "workers": WORKERS,
+            "live_trajectories": recorder.live,
+            "turns_at_executors": recorder.router.outstanding,
+            "decisions": decisions,
+            "events": len(recorder.history) - ramp,
+            "per_wall_second": round(decisions / statistics.median(wall for _, _, wall in runs), 1),
+            "runs": [round(decisions / processor) for _, processor, _ in runs],
+        },
+    )
+
+
+def _replay(recorder: Recorder, ramp: int) -> tuple[int, float, float]:
+    """Decisions taken, and the processor and wall seconds that they took."""
+    router = Router()
+    for now, event in recorder.history[:ramp]:
+        router.on(event, now)
+    before, measured = router.counters.dispatched, recorder.history[ramp:]
+    wall, processor = time.perf_counter(), time.process_time()
+    for now, event in measured:
+        router.on(event, now)
+        router.tick(now)
+    processor, wall = time.process_time() - processor, time.perf_counter() - wall
+    assert router.counters == recorder.router.counters, "a replay decides what was decided"
+    return router.counters.dispatched - before, processor, wall
+
+
+@contextmanager
+def child(program: str, settings: BusSettings) -> Iterator[subprocess.Popen[bytes]]:
+    """One of the two compared programs, stopped at the end."""
+    arguments = [sys.executable, "-m", "bench.children", program, settings.bootstrap, settings.namespace]
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def processor_seconds(process: subprocess.Popen[bytes]) -> float:
+    """Processor time that a process has used (Linux)."""
+    values = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100)[percent - 1]
+
+
+def bus(bootstrap: str, *, seconds: float, rate: float, windows: int) -> list[Check]:
+    """The checks that need a broker."""
+    partitions = Partitions()
+    routed, bare = BusSettings(bootstrap, "bench-router."), BusSettings(bootstrap, "bench-bare.")
+    for settings in (routed, bare):
+        create_topics(settings, partitions)
+    with ExitStack() as stack:
+        executors = Executors(routed, partitions.slots)
+        router = stack.enter_context(child("router", routed))
+        stack.enter_context(child("bare", bare))
+        lanes = {
+            "router": Lane(routed, partitions, routed=True, seed=1),
+            "bare": Lane(bare, partitions, routed=False, seed=2),
+        }
+        for lane in lanes.values():
+            stack.callback(lane.close)
+            lane.ask()
+            drain(lane, executors)
+        return [
+            _throughput(lanes["router"], executors, router, seconds),
+            *_latency(lanes, executors, rate, windows, seconds),
+        ]
+
+
+def _throughput(lane: Lane, executors: Executors, router: subprocess.Popen[bytes], seconds: float) -> Check:
+    closed_loop(lane, executors, flying=FLYING_TURNS, seconds=WARM_SECONDS)
+    before = processor_seconds(router)
+    arrived, took = closed_loop(lane, executors, flying=FLYING_TURNS, seconds=seconds)
+    used = processor_seconds(router) - before
+    drain(lane, executors)
+    return Check(
+        name="router",
+        value=round(arrived / took, 1),
+        unit="turns/s",
+        bound=5_000,
+        direction="min",
+        against=f"{FLYING_TURNS} turns kept on their way, so that no queue grows",
+        details={"seconds": round(took, 1), "router_processor_share": round(used / took, 2)},
+    )
+
+
+def _latency(lanes: dict[str, Lane], executors: Executors, rate: float, windows: int, seconds: float) -> list[Check]:
+    for lane in lanes.values():
+        open_loop(lane, executors, rate=rate, seconds=WARM_SECONDS, seed=0)
+    taken: dict[str, list[float]] = {name: [] for name in lanes}
+    for window in range(windows):
+        for name, lane in lanes.items():
+            taken[name] += open_loop(lane, executors, rate=rate, seconds=seconds / windows, seed=window + 1)
+    checks = []
+    for percent in (50, 99):
+        milliseconds = {name: round(1000 * percentile(values, percent), 3) for name, values in taken.items()}
+        checks.append(
+            Check(
+                name=f"p{percent}_ratio",
+                value=round(milliseconds["router"] / milliseconds["bare"], 3),
+                unit="of bare",
+                bound=1.5,
+                direction="max",
+                against=f"a bare consume-produce loop at {rate:g} turns/s, {windows} interleaved windows of each",
+                details={
+                    "router_milliseconds": milliseconds["router"],
+                    "bare_milliseconds": milliseconds["bare"],
+                    "turns": min(len(values) for values in taken.values()),
+                },
+            )
+        )
+    return checks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement on the broker")
+    parser.add_argument("--rate", type=float, default=1000.0, help="turns a second while latency is measured")
+    parser.add_argument("--windows", type=int, default=10, help="of router and bare loop each, interleaved")
+    arguments = parser.parse_args()
+    home = os.environ.get("KAFKA_HOME")
+    checks = [core()]
+    with (
+        tempfile.TemporaryDirectory(prefix="rose-bench-") as folder,
+        start_broker(Path(folder), kafka_home=Path(home) if home else None) as broker,
+    ):
+        name = broker.name
+        checks += bus(broker.bootstrap, seconds=arguments.seconds, rate=arguments.rate, windows=arguments.windows)
+    result = {"broker": name, "cores": os.cpu_count(), "checks": [asdict(check) for check in checks]}
+    if arguments.json == "-":
+        print(json.dumps(result, indent=2))
+        return
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+    print(f"broker: {name}, {os.cpu_count()} cores")
+    for check in checks:
+        print(check)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The two programs that the bus benchmark compares, each a process of its own.
+
+`router` is ROSE's router as its command runs it. `bare` is the least that could stand in its place: the same clients
+with the same settings, which put every request into an inbox as it came, without a look at it.
+"""
+
+import argparse
+import signal
+import threading
+
+from confluent_kafka import Consumer, Producer, TopicPartition
+
+from pipeline.routing.config import RouterConfig
+from pipeline.routing.loop import IDLE_SECONDS, READ_LIMIT
+from pipeline.routing.main import run_router
+from topics.bus import Reader
+from topics.catalog import DISPATCHED, REQUESTED
+from topics.settings import BusSettings
+
+
+def run_bare(settings: BusSettings, stop: threading.Event) -> None:
+    """Consume and produce, nothing else."""
+    counter = Reader(settings, "bench-bare", group="bare")
+    homes, slots = counter.partitions(REQUESTED), counter.partitions(DISPATCHED)
+    counter.close()
+    consumer = Consumer(settings.consumer("bench-bare", "bare"))
+    producer = Producer(settings.producer("bench-bare"))
+    consumer.assign([TopicPartition(settings.topic(REQUESTED), home, 0) for home in range(homes)])
+    name = settings.topic(DISPATCHED)
+    sent = 0
+    while not stop.is_set():
+        first = consumer.poll(IDLE_SECONDS)
+        if first is None:
+            continue
+        for message in [first, *consumer.consume(READ_LIMIT - 1, 0)]:
+            if message.error() is None:
+                producer.produce(name, value=message.value(), key=message.key(), partition=sent % slots)
+                sent += 1
+        producer.poll(0)
+    producer.flush()
+    consumer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("program", choices=["router", "bare"])
+    parser.add_argument("bootstrap")
+    parser.add_argument("namespace")
+    arguments = parser.parse_args()
+    settings = BusSettings(arguments.bootstrap, arguments.namespace)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if arguments.program == "router":
+        run_router(settings, RouterConfig(), stop)
+    else:
+        run_bare(settings, stop)
+
+
+if __name__ == "__main__":
+    main()

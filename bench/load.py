@@ -1,0 +1,225 @@
+"""Load for the bus benchmark: environments that ask for turns and executors that answer, in one process.
+
+Keeps true
+- A turn's latency runs from just before its request is handed to the producer to the moment at which its record has
+  been read from an inbox, on one clock.
+- The same work is done per turn whatever stands between request and inbox: the record is decoded, a result is written.
+"""
+
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from confluent_kafka import Consumer, Message, Producer, TopicPartition
+
+from schemas.prompts import Sampling
+from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
+from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from schemas.weights import WeightManifest
+from schemas.wire import decode, encode
+from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, MANIFESTS, REQUESTED, Partitions, Topic
+from topics.settings import BusSettings
+
+CONTEXT_TOKENS = 150
+NEW_TOKENS = 20
+HEARTBEAT_SECONDS = 0.2
+GROUP_SIZE = 8
+TURNS = range(2, 13)
+READ_LIMIT = 500
+POLL_SECONDS = 0.001
+"""How long to wait for dispatches before looking whether a request is due."""
+
+
+@dataclass(slots=True)
+class Trajectory:
+    name: str
+    group: str
+    home: int
+    turns: int
+    turn: int = 0
+
+
+class Executors:
+    """The heartbeats of a fleet with an executor at every inbox."""
+
+    def __init__(self, settings: BusSettings, slots: int) -> None:
+        self._settings = settings
+        self._slots = slots
+        self._producer = Producer(settings.producer("bench-executors"))
+        self._sequence = 0
+        self._next = 0.0
+        manifest = WeightManifest(
+            model_id="bench", version=0, step=0, tensors=(), chunks=(), digest=bytes(16), published_at=time.time()
+        )
+        self._producer.produce(settings.topic(MANIFESTS), value=encode(manifest), key=b"bench/0")
+
+    def beat_if_due(self) -> None:
+        now = time.time()
+        if now < self._next:
+            return
+        self._next = now + HEARTBEAT_SECONDS
+        self._sequence += 1
+        for slot in range(self._slots):
+            self._producer.produce(self._settings.topic(HEARTBEATS), value=encode(self._beat(slot, now)))
+        self._producer.poll(0)
+
+    def _beat(self, slot: int, now: float) -> SlackHeartbeat:
+        return SlackHeartbeat(
+            worker=f"bench-{slot}",
+            incarnation=1,
+            slot=slot,
+            sequence=self._sequence,
+            worker_class=WorkerClass.DEDICATED,
+            state=ExecutorState.READY,
+            policy_version=0,
+            hardware=Hardware(prefill_tokens_per_second=20_000.0 + 10 * slot, decode_tokens_per_second=200.0),
+            kv_bytes_total=10**10,
+            kv_bytes_free=10**10,
+            kv_bytes_per_token=10_000,
+            max_turns=256,
+            token_budget=1_000_000,
+            ttl_seconds=2.0,
+            sent_at=now,
+        )
+
+
+class Lane:
+    """One way from requests to inboxes: the topics of one namespace, with whatever program carries records between."""
+
+    def __init__(self, settings: BusSettings, partitions: Partitions, *, routed: bool, seed: int) -> None:
+        self._settings = settings
+        self._homes = partitions.home
+        self._record: type[TurnDispatch | TurnRequest] = TurnDispatch if routed else TurnRequest
+        self._random = random.Random(seed)
+        self._producer = Producer(settings.producer("bench-load"))
+        self._consumer = Consumer(settings.consumer("bench-load", "bench"))
+        inbox = settings.topic(DISPATCHED)
+        self._consumer.assign([TopicPartition(inbox, slot, 0) for slot in range(partitions.slots)])
+        self._topics = {topic: settings.topic(topic) for topic in (REQUESTED, COMPLETED)}
+        self._context, self._tokens = bytes(4 * CONTEXT_TOKENS), bytes(4 * NEW_TOKENS)
+        self._sampling = Sampling(max_tokens=2 * NEW_TOKENS)
+        self._idle: deque[Trajectory] = deque()
+        self._flying: dict[str, tuple[Trajectory, float]] = {}
+        """Turns asked for and not yet in an inbox, with the moment of the request."""
+        self._opened = 0
+
+    @property
+    def flying(self) -> int:
+        return len(self._flying)
+
+    def ask(self) -> None:
+        """Ask for the next turn of some trajectory."""
+        if not self._idle:
+            self._open_group()
+        trajectory = self._idle.popleft()
+        now = time.time()
+        request = TurnRequest(
+            trajectory_id=trajectory.name,
+            group_id=trajectory.group,
+            home=trajectory.home,
+            turn=trajectory.turn,
+            context=self._context,
+            sampling=self._sampling,
+            requested_at=now,
+            deadline=now + 600,
+        )
+        self._write(REQUESTED, encode(request), trajectory, time.perf_counter())
+
+    def take(self, wait_seconds: float) -> list[float]:
+        """Read inboxes and answer what is there; the seconds that each turn took to get there."""
+        first = self._consumer.poll(wait_seconds)
+        if first is None:
+            self._producer.poll(0)
+            return []
+        found = [(first, time.perf_counter())]
+        rest = self._consumer.consume(READ_LIMIT - 1, 0)
+        now = time.perf_counter()
+        found += [(message, now) for message in rest]
+        taken = [self._answer(message, at) for message, at in found]
+        self._producer.poll(0)
+        return [seconds for seconds in taken if seconds is not None]
+
+    def close(self) -> None:
+        self._producer.flush()
+        self._consumer.close()
+
+    def _answer(self, message: Message, at: float) -> float | None:
+        if message.error() is not None:
+            raise RuntimeError(f"the broker fails the benchmark: {message.error()}")
+        decoded = decode(self._record, message.value() or b"")
+        request = decoded.request if isinstance(decoded, TurnDispatch) else decoded
+        assert isinstance(request, TurnRequest)
+        flying = self._flying.pop(request.trajectory_id, None)
+        if flying is None:
+            return None  # issued again: the first one was measured
+        trajectory, asked_at = flying
+        result = TurnResult(
+            trajectory_id=request.trajectory_id,
+            group_id=request.group_id,
+            home=request.home,
+            turn=request.turn,
+            attempt=request.attempt,
+            outcome=TurnOutcome.COMPLETED,
+            worker=decoded.worker if isinstance(decoded, TurnDispatch) else "bare",
+            incarnation=1,
+            tokens=self._tokens,
+            logprobs=self._tokens,
+            finish_reason="stop",
+            spans=(VersionSpan(0, NEW_TOKENS, 0),),
+            context_tokens=CONTEXT_TOKENS,
+        )
+        self._write(COMPLETED, encode(result), trajectory, None)
+        trajectory.turn += 1
+        if trajectory.turn < trajectory.turns:
+            self._idle.append(trajectory)
+        return at - asked_at
+
+    def _write(self, topic: Topic, value: bytes, trajectory: Trajectory, asked_at: float | None) -> None:
+        if asked_at is not None:
+            self._flying[trajectory.name] = (trajectory, asked_at)
+        self._producer.produce(self._topics[topic], value=value, key=trajectory.name, partition=trajectory.home)
+
+    def _open_group(self) -> None:
+        group = f"{self._opened}"
+        home = self._opened % self._homes
+        self._opened += 1
+        for index in range(GROUP_SIZE):
+            self._idle.append(Trajectory(f"{group}:{index}", group, home, self._random.choice(TURNS)))
+
+
+def closed_loop(lane: Lane, executors: Executors, *, flying: int, seconds: float) -> tuple[int, float]:
+    """Keep `flying` turns on their way for so long; how many arrived, and in how many seconds."""
+    began, arrived = time.perf_counter(), 0
+    while (now := time.perf_counter()) < began + seconds:
+        executors.beat_if_due()
+        for _ in range(flying - lane.flying):
+            lane.ask()
+        arrived += len(lane.take(POLL_SECONDS))
+    return arrived, now - began
+
+
+def open_loop(lane: Lane, executors: Executors, *, rate: float, seconds: float, seed: int) -> Sequence[float]:
+    """Ask at random moments, `rate` a second, for so long; then wait for the last. The seconds that each turn took."""
+    moments = random.Random(seed)
+    due = began = time.perf_counter()
+    latencies: list[float] = []
+    while (now := time.perf_counter()) < began + seconds:
+        executors.beat_if_due()
+        while due <= now:
+            lane.ask()
+            due += moments.expovariate(rate)
+        latencies += lane.take(POLL_SECONDS)
+    drain(lane, executors)
+    return latencies
+
+
+def drain(lane: Lane, executors: Executors, *, patience_seconds: float = 60.0) -> None:
+    """Wait until nothing is on its way. Raises TimeoutError when turns do not arrive."""
+    deadline = time.perf_counter() + patience_seconds
+    while lane.flying:
+        executors.beat_if_due()
+        lane.take(POLL_SECONDS)
+        if time.perf_counter() > deadline:
+            raise TimeoutError(f"{lane.flying} turns did not arrive within {patience_seconds:.0f} s")
