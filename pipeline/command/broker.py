@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.command.config import RESOLVED, Config
+from schemas.errors import UsageError
 from topics.embedded import Broker, start_broker
 from topics.settings import BusSettings
 
@@ -38,12 +39,15 @@ class RunBroker:
 
 @contextmanager
 def run_broker(config: Config) -> Iterator[RunBroker]:
-    """The named broker, or the run's own, started now and stopped at the end. Raises BrokerFailed."""
+    """The named broker, or the run's own, started now and stopped at the end. Raises BrokerFailed or UsageError."""
     named = config.settings.broker.bootstrap_server
-    if named:
+    if named and not _is_own(config):
         yield RunBroker(config.bus(), f"Kafka at {named}", None)
         return
-    with start_broker(config.run_folder / DATA, kafka_home=kafka_home(config)) as broker:
+    if named and _accepts(named):
+        raise UsageError(f"the run in {config.run_folder} is going on: look at it with `rose watch --run`")
+    port = _port(named) if named else None
+    with start_broker(config.run_folder / DATA, kafka_home=kafka_home(config), port=port) as broker:
         yield RunBroker(config.bus(broker.bootstrap), broker.name, broker)
 
 

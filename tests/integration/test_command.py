@@ -2,8 +2,10 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import msgspec
@@ -165,3 +167,24 @@ def test_config_prints_every_value_with_its_sentence_and_origin(tmp_path: Path) 
         "(default)\nenvironment_workers = 1\n",
     ):
         assert words in done.stdout
+
+
+def test_a_role_serves_its_metrics_and_ends_well_when_asked(broker: AnyBroker, namespace: str) -> None:
+    common = on(broker, namespace)
+    rose("topics", "create", *common)
+    with socket.socket() as spare:
+        spare.bind(("127.0.0.1", 0))
+        port = spare.getsockname()[1]
+    command = [sys.executable, "-m", "pipeline.command.main", "router", *common, "--set", f"metrics.router={port}"]
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as router:
+        assert router.stderr is not None
+        while "event=started" not in (line := router.stderr.readline()):
+            assert line, "the router ended before it had started"
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        second = rose("router", *common, "--set", f"metrics.router={port}")
+        router.terminate()
+        told = router.stderr.read()
+    assert "rose_router_" in text
+    refused(second, f"metrics cannot be served on 127.0.0.1:{port}", status=2)
+    assert router.returncode == 0, told
