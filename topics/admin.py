@@ -228,3 +228,4 @@ def _await_leaders(client: AdminClient, places: Sequence[TopicPartition]) -> Non
                 waiting.append(place)
         if waiting:
             client.poll(LEADER_POLL_SECONDS)
+            client.list_topics(timeout=ADMIN_SECONDS)  # or librdkafka goes on believing that there is no leader
