@@ -2,9 +2,10 @@
 PYTHON ?= python3.11
 VENV := .venv
 READY := $(VENV)/.ready
-# A CPU build of torch: from the wheels that pip is told of, else from torch's own index of CPU builds.
-TORCH := $(if $(PIP_FIND_LINKS),,--torch-backend cpu)
-UV := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)") $(VENV)/bin/uv
+# A CPU build of torch: from the wheels that pip is told of (uv does not look there), else from torch's own CPU builds.
+FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+TORCH := $(if $(FIND_LINKS),,--torch-backend cpu)
+UV := $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(VENV)/bin/uv
 # One thread a process: the processes of a run share the cores, and small tensors gain nothing from more.
 export OMP_NUM_THREADS ?= 1
 
