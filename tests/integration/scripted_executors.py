@@ -89,7 +89,7 @@ def worker_process(settings: BusSettings, name: str, config: Mapping[str, Any]) 
         if process.poll() is None:
             process.terminate()
             _, said = process.communicate(timeout=STOP_SECONDS)
-            assert process.returncode == 0, said
+            assert process.returncode == 0, f"{process.returncode}: {said}"
     finally:
         kill(process)
         process.stderr.close()

@@ -1,0 +1,328 @@
+"""The environment worker over a real broker: whatever is killed or wrong, every trajectory ends once."""
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from confluent_kafka import OFFSET_BEGINNING, ConsumerGroupState
+from confluent_kafka.admin import AdminClient
+
+from schemas.errors import UsageError
+from schemas.prompts import Prompt
+from schemas.samples import Sample
+from schemas.turns import TurnOutcome, TurnRequest, TurnResult
+from tests.brokers import EMBEDDED, AnyBroker
+from tests.integration.scripted_executors import (
+    ScriptedExecutors,
+    essence,
+    kill,
+    model_folder,
+    results_of,
+    worker_process,
+)
+from topics.admin import reach
+from topics.bus import Writer
+from topics.catalog import PROMPTS, Partitions
+from topics.errors import BrokerUnreachable, BusError
+from topics.log import DeadLetter, await_decided, read_back, read_dead_letters
+from topics.settings import BusSettings
+from workers.environments.config import EnvironmentConfig
+from workers.environments.main import run_environment_worker
+from workers.environments.worker import GROUP
+
+PARTITIONS = Partitions(home=4, slots=1, samples=2, chunks=1)
+GROUPS, SIZE = 12, 4
+
+MOODY = '''
+import asyncio
+from workers.environments.calculator import Calculator
+
+class Moody(Calculator):
+    """The calculator, except that a seed can make it fail."""
+
+    async def reset(self, seed, arguments):
+        self.seed = seed
+        if seed == 1:
+            raise OSError("no container left")
+        return await super().reset(seed, arguments)
+
+    async def step(self, action):
+        if self.seed == 2:
+            raise ValueError("boom")
+        if self.seed == 3:
+            await asyncio.Event().wait()
+        return await super().step(action)
+'''
+
+
+def prompt_of(number: int, **fields: Any) -> Prompt:
+    known = {"group_id": f"g{number}", "group_size": SIZE, "environment": "calculator", "seed": number, "max_turns": 10}
+    return Prompt(**{**known, **fields})
+
+
+@pytest.fixture
+def aborts_are_sound(broker_kind: str) -> None:
+    """For tests in which a transaction may be aborted."""
+    if broker_kind == EMBEDDED:
+        pytest.skip("after an abort the embedded broker hides later records: tests/conformance/test_transactions.py")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(model_folder(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def executors(broker: AnyBroker, namespace: str) -> Iterator[ScriptedExecutors]:
+    running = ScriptedExecutors(BusSettings(broker.bootstrap, namespace), PARTITIONS)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(broker: AnyBroker, model: str) -> dict[str, Sample]:
+    """What becomes of the prompts when nothing is killed."""
+    executors = ScriptedExecutors(BusSettings(broker.bootstrap, f"undisturbed{random.getrandbits(32)}."), PARTITIONS)
+    submit_all(executors)
+    with worker_process(executors.settings, "w0", {"model_folder": model}):
+        finish(executors)
+    samples = once(executors)
+    executors.close()
+    return samples
+
+
+def submit_all(executors: ScriptedExecutors) -> None:
+    for number in range(GROUPS):
+        executors.submit(prompt_of(number), home=number % PARTITIONS.home)
+
+
+def finish(executors: ScriptedExecutors, count: int = GROUPS * SIZE) -> None:
+    executors.pump_until(lambda: len(executors.samples) >= count, what=f"{count} samples")
+
+
+def once(executors: ScriptedExecutors) -> dict[str, Sample]:
+    """The essence of every sample. There is one of each trajectory."""
+    executors.pump(0.5)
+    assert {name: len(samples) for name, samples in executors.samples.items() if len(samples) != 1} == {}
+    return {name: essence(samples[0]) for name, samples in executors.samples.items()}
+
+
+def homes_of_members(settings: BusSettings) -> list[set[int]]:
+    """The prompt partitions of every member of a group that has settled."""
+    client: AdminClient = reach(settings)
+    name = settings.name(GROUP)
+    group = client.describe_consumer_groups([name])[name].result()
+    if group.state != ConsumerGroupState.STABLE:
+        return []
+    topic = settings.topic(PROMPTS)
+    return [
+        {place.partition for place in member.assignment.topic_partitions if place.topic == topic}
+        for member in group.members
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("aborts_are_sound")
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_worker_that_is_killed_and_started_again_changes_no_trajectory(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, seed: int
+) -> None:
+    """Seeds say when the kills come; print them to see one again."""
+    draw = random.Random(seed)
+    submit_all(executors)
+    for _ in range(3):
+        until = executors.asked + draw.randint(1, 60)
+        with worker_process(executors.settings, "w0", {"model_folder": model, "window_groups": 5}) as worker:
+            executors.pump_until(lambda: executors.asked >= until, what=f"{until} requests")  # noqa: B023
+            kill(worker)
+    with worker_process(executors.settings, "w0", {"model_folder": model, "max_live_environments": 3}):
+        finish(executors)
+    assert once(executors) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("aborts_are_sound")
+def test_two_workers_share_the_homes_and_one_goes_on_with_those_of_the_other(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
+) -> None:
+    settings, config = executors.settings, {"model_folder": model, "window_groups": 3}
+    with worker_process(settings, "w0", config), worker_process(settings, "w1", config) as other:
+        executors.pump_until(lambda: sorted(map(len, homes_of_members(settings))) == [2, 2], what="two members")
+        submit_all(executors)
+        executors.pump_until(lambda: executors.asked >= 80, what="80 requests")
+        kill(other)
+        finish(executors)
+    assert once(executors) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("aborts_are_sound")
+def test_a_writer_that_is_fenced_is_made_anew_and_nothing_is_lost(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
+) -> None:
+    submit_all(executors)
+    with worker_process(executors.settings, "w0", {"model_folder": model}) as worker:
+        for requests in (30, 90):
+            executors.pump_until(lambda: executors.asked >= requests, what=f"{requests} requests")  # noqa: B023
+            Writer(executors.settings, "intruder", transactional_id="rose-environment.w0")
+        finish(executors)
+        assert worker.poll() is None
+    assert once(executors) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("aborts_are_sound")
+def test_a_worker_whose_name_is_taken_ends_with_one_sentence(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
+) -> None:
+    submit_all(executors)
+    with worker_process(executors.settings, "w0", {"model_folder": model}) as first:
+        executors.pump_until(lambda: executors.asked >= 30, what="30 requests")
+        with worker_process(executors.settings, "w0", {"model_folder": model}):
+            executors.pump_until(lambda: first.poll() is not None, what="the end of the first worker")
+            assert first.stderr is not None and "another environment worker was started as 'w0'" in first.stderr.read()
+            finish(executors)
+    assert once(executors) == undisturbed
+
+
+def test_who_takes_over_waits_for_what_another_has_under_way(executors: ScriptedExecutors) -> None:
+    place, other = (PROMPTS, 1), Writer(executors.settings, "other", transactional_id="other")
+    other.begin()
+    other.write(PROMPTS, prompt_of(1), key="g1", partition=1)
+    other.flush()
+    with pytest.raises(BusError, match="waiting for a transaction"):
+        await_decided(executors.settings, [place], seconds=0.2)
+    other.commit()
+    await_decided(executors.settings, [place])
+    assert [envelope.key for envelope in read_back(executors.settings, {place: OFFSET_BEGINNING})] == ["g1"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_and_started_again_changes_no_trajectory(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
+) -> None:
+    submit_all(executors)
+    for until in (20, 60, 120):
+        with worker_process(executors.settings, "w0", {"model_folder": model, "window_groups": 5}):
+            executors.pump_until(lambda: executors.asked >= until, what=f"{until} requests")  # noqa: B023
+    with worker_process(executors.settings, "w0", {"model_folder": model, "max_live_environments": 3}):
+        finish(executors)
+    assert once(executors) == undisturbed
+
+
+@pytest.mark.slow
+def test_prompts_that_cannot_be_opened_are_dead_lettered_and_the_stream_goes_on(
+    executors: ScriptedExecutors, model: str
+) -> None:
+    settings = executors.settings
+    bad = [
+        prompt_of(1, environment="chess"),
+        prompt_of(2, environment="os:getcwd"),
+        prompt_of(3, arguments={"max_operands": 99}),
+        prompt_of(0),
+    ]
+    for prompt in [prompt_of(0), *bad, prompt_of(3, note="the same group id, mended")]:
+        executors.submit(prompt, home=0)
+    with worker_process(settings, "w0", {"model_folder": model}):
+        finish(executors, 2 * SIZE)
+        executors.pump_until(lambda: len(letters(settings)) == len(bad), what="dead letters")
+    found = letters(settings)
+    assert [(letter.partition, letter.offset) for letter in found] == [(0, 1), (0, 2), (0, 3), (0, 4)]
+    assert [msgspec.msgpack.decode(letter.value or b"", type=Prompt) for letter in found] == bad
+    for letter, reason in zip(
+        found, ("unknown environment 'chess'", "unknown environment", "max_operands", "before"), strict=True
+    ):
+        assert reason in letter.reason
+    executors.submit(prompt_of(3, note="once too often"), home=0)
+    executors.submit(prompt_of(4), home=0)
+    with worker_process(settings, "w0", {"model_folder": model}):
+        finish(executors, 3 * SIZE)
+    assert [letter.offset for letter in letters(settings)] == [1, 2, 3, 4, 6], "a restart knows what was opened"
+    assert set(once(executors)) == {f"g{number}:{index}" for number in (0, 3, 4) for index in range(SIZE)}
+
+
+def letters(settings: BusSettings) -> list[DeadLetter]:
+    return sorted(read_dead_letters(settings, PROMPTS), key=lambda letter: letter.offset)
+
+
+@pytest.mark.slow
+def test_an_environment_that_fails_fails_its_trajectories_without_a_reward(
+    executors: ScriptedExecutors, model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "moody.py").write_text(MOODY)
+    for number in range(4):
+        executors.submit(prompt_of(number, environment="moody:Moody"), home=number)
+    config = {
+        "model_folder": model,
+        "step_timeout_seconds": 0.5,
+        "import_paths": [str(tmp_path)],
+        "environments": ["moody:Moody"],
+    }
+    with worker_process(executors.settings, "w0", config):
+        finish(executors, 4 * SIZE)
+    samples = once(executors)
+    for group, reason in {"g1": "no container left", "g2": "boom", "g3": "longer than 0.5 s"}.items():
+        for index in range(SIZE):
+            sample = samples[f"{group}:{index}"]
+            assert sample.reward is None and reason in sample.failure
+    assert all(samples[f"g0:{index}"].reward is not None for index in range(SIZE))
+
+
+@pytest.mark.slow
+def test_results_that_are_malformed_or_given_up_fail_their_trajectory(
+    broker: AnyBroker, namespace: str, model: str
+) -> None:
+    def results(request: TurnRequest) -> list[TurnResult]:
+        sound = results_of(request)[-1]
+        if request.group_id == "g1":
+            return [msgspec.structs.replace(sound, logprobs=b"")]
+        if request.group_id == "g2":
+            return [msgspec.structs.replace(sound, outcome=TurnOutcome.FAILED, reason="nobody had room"), sound]
+        return [sound]
+
+    executors = ScriptedExecutors(BusSettings(broker.bootstrap, namespace), PARTITIONS, results=results)
+    for number in range(3):
+        executors.submit(prompt_of(number), home=0)
+    with worker_process(executors.settings, "w0", {"model_folder": model}):
+        finish(executors, 3 * SIZE)
+    samples = once(executors)
+    executors.close()
+    for index in range(SIZE):
+        assert samples[f"g0:{index}"].failure == ""
+        assert "malformed result" in samples[f"g1:{index}"].failure and samples[f"g1:{index}"].reward is None
+        assert "nobody had room" in samples[f"g2:{index}"].failure and samples[f"g2:{index}"].reward is None
+
+
+@pytest.mark.slow
+def test_no_more_groups_are_open_than_the_window_allows(executors: ScriptedExecutors, model: str) -> None:
+    executors.settles = False
+    submit_all(executors)
+    config = {"model_folder": model, "window_groups": 2}
+    for settled in range(4):  # every restart knows which groups are unsettled
+        with worker_process(executors.settings, "w0", config):
+            finish(executors, (2 + settled) * SIZE)
+            groups = list(dict.fromkeys(request.group_id for request in executors.requests.values()))
+            assert len(groups) == 2 + settled
+        for index in range(SIZE):
+            executors.settle(executors.samples[f"{groups[settled]}:{index}"][0])
+    executors.settles = True
+    for samples in list(executors.samples.values()):
+        executors.settle(samples[0])
+    with worker_process(executors.settings, "w0", config):
+        finish(executors)
+    once(executors)
+
+
+def test_a_broker_that_does_not_answer_and_a_broken_model_folder_are_one_sentence(tmp_path: Path, model: str) -> None:
+    settings = BusSettings("127.0.0.1:9")
+    with pytest.raises(BrokerUnreachable, match=r"127\.0\.0\.1:9"):
+        run_environment_worker(settings, EnvironmentConfig(model_folder=Path(model)), "w0", threading.Event())
+    with pytest.raises(UsageError, match=r"turn_format\.json"):
+        run_environment_worker(settings, EnvironmentConfig(model_folder=tmp_path), "w0", threading.Event())
+    config = EnvironmentConfig(model_folder=Path(model), environments=("nowhere:Nothing",))
+    with pytest.raises(UsageError, match="nowhere"):
+        run_environment_worker(settings, config, "w0", threading.Event())
