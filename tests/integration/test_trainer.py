@@ -118,19 +118,6 @@ def test_a_trainer_killed_at_every_point_ends_with_the_same_policy(
     assert audit_log(settings).clean
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("point", POINTS)
-def test_a_trainer_killed_within_one_step_ends_with_the_same_policy(
-    settings: BusSettings, model_folder: Path, unkilled: tuple[Result, Path], tmp_path: Path, point: str
-) -> None:
-    run_folder = tmp_path / "run"
-    for _ in range(2 if point == "before_checkpoint" else 1):
-        assert train_in_a_process_that_is_killed(settings, model_folder, run_folder, point=point, version=2) == -9
-    run_trainer(settings, config_of(model_folder, run_folder), Event())
-    assert_like(result_of(settings), run_folder, unkilled)
-
-
 def cut_short(checkpoints: Path) -> None:
     newest = max(checkpoints.glob("*.msgpack"))
     newest.write_bytes(newest.read_bytes()[:-7])
