@@ -1,189 +1,125 @@
-"""Does the policy learn: the demo's algorithm in one plain process, without a bus.
+"""Does the policy learn: the demo over the bus, and the same algorithm in one plain process.
 
-Run `python -m bench.learning --reference`, with `--seed` for another run and `--lag` for samples that are so many
-policy versions old; `--json FILE` keeps the curve. All else is the demo's own configuration, or `--config FILE`.
+    python -m bench.learning --seeds 3                 the demo with three seeds, held-out success before and after
+    python -m bench.learning --seeds 3 --reference     and the plain process on equal samples, curve beside curve
+    python -m bench.learning --seeds 0 --reference --lag 3    the plain process alone, on samples three versions old
 
-Keeps true: the same prompts, held-out tasks, loss, step and settings as over the bus; only the engine is another, plain
-transformers, and every sample of a step is `--lag` versions old, where over the bus that differs from sample to sample.
+Each demo is a `rose demo` in a process of its own, kept in `runs/learning-<seed>`. `--json FILE` writes one object with
+`checks` and the curves.
 """
 
 import argparse
-import copy
 import json
+import subprocess
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pipeline.command.config import Settings, load
+from bench.reference import Curve, Point, run_reference
+from pipeline.command.config import Config, load
 from pipeline.command.demo import CONFIGURATION
 from pipeline.command.options import Common
-from pipeline.command.tasks import training_prompts
 from schemas.errors import RoseError
-from schemas.prompts import Prompt
-from workers.environments.registry import load_environment
-from workers.environments.turn_format import TurnFormat
-from workers.trainer.loop import step_settings
-from workers.trainer.policy import load_policy
-from workers.trainer.sampler import Task, Trajectory, sample_trajectories
-from workers.trainer.step import TrainingSample, make_optimizer, train_step
 
-HELD_OUT_EVERY_STEPS = 10
-"""How often the curve shows held-out success."""
+MOST_BEFORE, LEAST_AFTER = 0.40, 0.70
+"""Held-out success that the demo may begin with at most and must end with at least."""
+
+CURVE_STEPS = 5
+"""Steps of training that one printed point of a curve is the mean of."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Point:
-    """One step of a curve."""
-
-    step: int
-    reward: float
-    """Mean over the step's samples, as they were sampled."""
-    held_out: float | None
-    """Success on the held-out tasks after the step; None where it was not measured."""
-    turns: float
-    """Mean of a trajectory."""
-    groups_with_signal: int
-    gradient_norm: float
-    kl_behaviour: float
-    clipped_share: float
-    sampling_seconds: float
-    training_seconds: float
+def configured(settings: list[str], seed: int) -> Config:
+    """The demo's own configuration with these settings. Raises UsageError."""
+    path = Path(str(files("pipeline.command") / CONFIGURATION))
+    run = Common(config=path, settings=settings)
+    return load(run.saying(seed=("run.seed", seed), name=("run.name", f"learning-{seed}")))
 
 
-@dataclass(slots=True, kw_only=True)
-class Curve:
-    """One run."""
-
-    seed: int
-    lag: int
-    before: float
-    after: float = 0.0
-    held_out_tasks: int
-    points: list[Point] = field(default_factory=list)
-
-
-class Reference:
-    """The algorithm in one process."""
-
-    def __init__(self, settings: Settings, *, lag: int) -> None:
-        """Raises UsageError for a broken model folder or an unknown environment."""
-        self._settings = settings
-        self._turn_format = TurnFormat(settings.model.folder)
-        self._model = load_policy(settings.model.folder)
-        self._sampler = load_policy(settings.model.folder)
-        self._optimizer = make_optimizer(self._model, learning_rate=settings.trainer.learning_rate)
-        self._versions: deque[dict[str, Any]] = deque([self._version()], maxlen=lag + 1)
-        self._generator = torch.Generator().manual_seed(settings.run.seed)
-        self._environment = load_environment(settings.tasks.environment)
-
-    def held_out(self) -> float:
-        """Success of the present policy on the held-out tasks, with the same luck every time."""
-        tasks = self._settings.tasks
-        seeds = range(tasks.held_out_seed, tasks.held_out_seed + tasks.held_out)
-        played = self._play(self._model, seeds, torch.Generator().manual_seed(0))
-        return sum(one.last is not None and one.last.success for one in played) / len(played)
-
-    def step(self, prompts: Sequence[Prompt], number: int) -> Point:
-        """Sample the groups of a step with the oldest version kept, and learn from them."""
-        self._sampler.load_state_dict(self._versions[0])
-        began = time.perf_counter()
-        seeds = [prompt.seed for prompt in prompts for _ in range(prompt.group_size)]
-        played = self._play(self._sampler, seeds, self._generator)
-        sampled = time.perf_counter()
-        samples = [
-            TrainingSample(
-                tokens=one.tokens, loss_mask=one.loss_mask, behaviour_logprobs=one.logprobs, reward=one.reward
-            )
-            for one in played
-        ]
-        size = prompts[0].group_size
-        groups = [samples[first : first + size] for first in range(0, len(samples), size)]
-        done = train_step(self._model, self._optimizer, groups, settings=step_settings(self._settings.trainer))
-        self._versions.append(self._version())
-        return Point(
-            step=number,
-            reward=done.reward,
-            held_out=self.held_out() if number % HELD_OUT_EVERY_STEPS == 0 else None,
-            turns=sum(one.turns for one in played) / len(played),
-            groups_with_signal=done.groups_with_signal,
-            gradient_norm=done.gradient_norm,
-            kl_behaviour=done.kl_behaviour,
-            clipped_share=done.clipped_share,
-            sampling_seconds=sampled - began,
-            training_seconds=time.perf_counter() - sampled,
-        )
-
-    def _play(self, model: Any, seeds: Sequence[int], generator: torch.Generator) -> list[Trajectory]:
-        arguments = self._settings.tasks.arguments
-        return sample_trajectories(
-            model,
-            self._turn_format,
-            [Task(environment=self._environment, seed=seed, arguments=arguments) for seed in seeds],
-            generator=generator,
-            max_tokens=self._settings.environment.max_turn_tokens,
-        )
-
-    def _version(self) -> dict[str, Any]:
-        return copy.deepcopy(self._model.state_dict())
+def over_the_bus(settings: list[str], seed: int) -> dict[str, Any]:
+    """One demo; its summary, and the mean reward of each step in `curve`."""
+    folder = configured(settings, seed).run_folder
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    command = ["demo", "--name", folder.name, "--seed", str(seed), *flags]
+    subprocess.run([sys.executable, "-m", "pipeline.command.main", *command], check=True)
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {**summary, "curve": [step["reward_mean"] for step in steps]}
 
 
-def run_reference(settings: Settings, *, lag: int, show: Callable[[Point], None]) -> Curve:
-    """Train for the configured number of steps; `show` gets every point as it is made."""
-    torch.set_num_threads(1)
-    tasks, per_step, seed = settings.tasks, settings.trainer.groups_per_step, settings.run.seed
-    prompts = training_prompts(tasks, run="reference", seed=seed, groups=tasks.steps * per_step)
-    reference = Reference(settings, lag=lag)
-    curve = Curve(seed=seed, lag=lag, before=reference.held_out(), held_out_tasks=tasks.held_out)
-    for number in range(1, tasks.steps + 1):
-        curve.points.append(reference.step(prompts[(number - 1) * per_step : number * per_step], number))
-        show(curve.points[-1])
-    curve.after = reference.held_out()
-    return curve
+def check(name: str, value: float, bound: float, direction: str, against: str) -> dict[str, Any]:
+    """One entry of `checks`."""
+    return {"name": name, "value": value, "unit": "", "bound": bound, "direction": direction, "against": against}
 
 
-def print_point(point: Point) -> None:
-    """A line of the curve."""
+def coarse(curve: list[float]) -> str:
+    """A curve as a line of means over CURVE_STEPS steps."""
+    parts = [curve[first : first + CURVE_STEPS] for first in range(0, len(curve), CURVE_STEPS)]
+    return " ".join(f"{sum(part) / len(part):.2f}" for part in parts)
+
+
+def show_step(point: Point) -> None:
+    """A line for each step of the plain process."""
     held_out = "" if point.held_out is None else f"  held out {point.held_out:.3f}"
     print(
-        f"step {point.step:3d}  reward {point.reward:.3f}  turns {point.turns:.2f}"
-        f"  signal {point.groups_with_signal:2d}  kl {point.kl_behaviour:.4f}  clipped {point.clipped_share:.3f}"
-        f"  gradient {point.gradient_norm:.2f}"
+        f"step {point.step:3d}  reward {point.reward:.3f}  turns {point.turns:.2f}  kl {point.kl_behaviour:.4f}"
         f"  {point.sampling_seconds:.2f} + {point.training_seconds:.2f} s{held_out}",
         flush=True,
     )
 
 
+def show(runs: list[dict[str, Any]], references: list[Curve]) -> None:
+    """What a person wants to see: before, after and the curve of every run."""
+    print(f"\nmean reward in steps of {CURVE_STEPS}, and success on the held-out tasks at temperature 1")
+    for run in runs:
+        success = run["success"]
+        print(f"  over the bus, seed {run['seed']}: {success['before']:.3f} -> {success['after']:.3f}", end="")
+        print(f" of {success['n']} tasks in {run['seconds']:.0f} s;  {coarse(run['curve'])}")
+    for curve in references:
+        print(f"  plain process, seed {curve.seed}, lag {curve.lag}: {curve.before:.3f} -> {curve.after:.3f}", end="")
+        print(f" of {curve.held_out_tasks} tasks;  {coarse([point.reward for point in curve.points])}")
+
+
+def checks_of(runs: list[dict[str, Any]], references: list[Curve]) -> list[dict[str, Any]]:
+    """Bounds on every demo; the plain process is shown beside them and bounds nothing."""
+    plain = {curve.seed: curve.after for curve in references}
+    checks = []
+    for run in runs:
+        seed, success = run["seed"], run["success"]
+        beside = f"plain process: {plain[seed]:.3f}" if seed in plain else "held-out tasks at temperature 1"
+        checks.append(check(f"success_before_seed_{seed}", success["before"], MOST_BEFORE, "max", "held-out tasks"))
+        checks.append(check(f"success_after_seed_{seed}", success["after"], LEAST_AFTER, "min", beside))
+    return checks
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reference", action="store_true", required=True, help="the plain process")
-    parser.add_argument("--config", type=Path, default=Path(str(files("pipeline.command") / CONFIGURATION)))
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="demos over the bus, of seeds 0 to N-1")
+    parser.add_argument("--reference", action="store_true", help="the plain process too, of the same seeds")
+    parser.add_argument("--lag", type=int, default=1, help="age of the plain process's samples, in policy versions")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one setting")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lag", type=int, default=0, help="age of every sample, in policy versions")
-    parser.add_argument("--json", type=Path, help="write the curve to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write checks and curves to this file")
     flags = parser.parse_args()
-    if flags.lag < 0:
-        parser.error("--lag must be at least 0")
+    if flags.lag < 0 or flags.seeds < 0:
+        parser.error("--lag and --seeds must be at least 0")
     try:
-        common = Common(config=flags.config, settings=flags.set).saying(seed=("run.seed", flags.seed))
-        curve = run_reference(load(common).settings, lag=flags.lag, show=print_point)
+        runs = [over_the_bus(flags.set, seed) for seed in range(flags.seeds)]
+        seeds = range(max(flags.seeds, 1) if flags.reference else 0)
+        references = [
+            run_reference(configured(flags.set, seed).settings, lag=flags.lag, show=show_step) for seed in seeds
+        ]
     except RoseError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_status)
-    print(
-        f"seed {curve.seed}, lag {curve.lag}: sampled success on {curve.held_out_tasks} held-out tasks "
-        f"{curve.before:.3f} -> {curve.after:.3f}"
-    )
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)
+    show(runs, references)
+    checks = checks_of(runs, references)
     if flags.json:
-        flags.json.write_text(json.dumps(asdict(curve), indent=1) + "\n")
+        curves = [asdict(curve) for curve in references]
+        flags.json.write_text(json.dumps({"checks": checks, "runs": runs, "reference": curves}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
