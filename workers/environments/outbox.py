@@ -7,6 +7,7 @@ Keeps true
 - A group's trajectories are opened in one transaction, and the prompts of a home in the order of the log.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from workers.environments.trajectory import Ending, Rules, Written, begin, faile
 
 OFFSETS_SECONDS = 1.0
 """Inputs without consequences (late results) are committed after this long, when nothing else is."""
+
+END_SECONDS = 5.0
+"""How old the end of a partition may be that is noted as a group's beginning: asking costs a round trip."""
 
 log = structlog.get_logger()
 
@@ -55,6 +59,7 @@ class Outbox:
         self._writer: Writer | None = None
         self._committed: dict[Place, int] = {}
         self._committed_at = 0.0
+        self._requested_ends: dict[int, tuple[float, int]] = {}
 
     def fence(self) -> None:
         """Make sure of a sound writer: transactions of an earlier one of this name are over. Raises BusError."""
@@ -65,6 +70,7 @@ class Outbox:
     def begins(self, offsets: Mapping[Place, int]) -> None:
         """The homes were recovered; these are the committed offsets of their inputs."""
         self._committed = dict(offsets)
+        self._requested_ends = {}
 
     def commit(self, homes: Mapping[int, Home], ready: Sequence[Ready]) -> list[str]:
         """One transaction, if there is anything to say; the trajectories that have ended. Raises BusError."""
@@ -110,9 +116,8 @@ class Outbox:
             metrics.REFUSED.inc()
             log.warning("prompt_refused", group=prompt.group_id, reason=opening.refusal)
             return ids if opening.begun else []
-        # Nothing of these trajectories is on the log yet, so what comes lies at or after the present ends.
-        requested = self._reader.watermarks((REQUESTED, home.partition))[1]
-        opened = LogPosition(requested=requested, completed=home.results.next)
+        # Nothing of these trajectories is on the log yet, so what comes lies at or after any end seen so far.
+        opened = LogPosition(requested=self._requested_end(home.partition), completed=home.results.next)
         ended = []
         for index, own_id in enumerate(ids):
             begun = opening.begun[index]
@@ -136,6 +141,14 @@ class Outbox:
             self._write(home, own_id, written, opened=False)
         metrics.OPENED.inc(len(ids))
         return ended
+
+    def _requested_end(self, partition: int) -> int:
+        """An end that the home's requests had a moment ago."""
+        asked_at, end = self._requested_ends.get(partition, (-math.inf, 0))
+        if time.monotonic() - asked_at > END_SECONDS:
+            end = self._reader.watermarks((REQUESTED, partition))[1]
+            self._requested_ends[partition] = time.monotonic(), end
+        return end
 
     def _put(self, item: Ready) -> None:
         if item.offset is not None:
