@@ -9,11 +9,13 @@ router      Turns a second through the real router process: a fixed number of tu
             grows; requests, results and heartbeats all pass the broker.
 p50_ratio,  Latency from request to inbox through the router, over that of a bare confluent-kafka loop that moves the
 p99_ratio   same records: same broker, same clients and settings, same rate, in turns (A B A B), one pooled percentile.
+            The program whose turn it is not is stopped meanwhile (SIGSTOP), and each has a moment to get going again.
 """
 
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -39,8 +41,12 @@ CORE_SECONDS = 3.0
 """Simulated seconds of the history that is timed, at about 20,000 turns a second; the ramp before it is not timed."""
 CORE_RAMP_SECONDS = 1.5
 CORE_REPEATS = 3
-FLYING_TURNS = 1_000
-WARM_SECONDS = 5.0
+FLYING_TURNS = 4_000
+"""Turns kept on their way while throughput is measured: 125 an executor."""
+SETTLE_SECONDS = 0.5
+"""Of the load at the beginning of each window that does not count."""
+WARM_SECONDS = 10.0
+"""Of each load before it is measured: the first thousands of records on a new Apache Kafka are slow."""
 
 
 @dataclass(frozen=True)
@@ -109,22 +115,34 @@ def _replay(recorder: Recorder, ramp: int) -> tuple[int, float, float]:
     return router.counters.dispatched - before, processor, wall
 
 
-@contextmanager
-def child(program: str, settings: BusSettings) -> Iterator[subprocess.Popen[bytes]]:
-    """One of the two compared programs, stopped at the end."""
-    arguments = [sys.executable, "-m", "bench.children", program, settings.bootstrap, settings.namespace]
-    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(60)
+class Way:
+    """One way from requests to inboxes: a program in a process of its own, and the load that passes through it."""
 
+    def __init__(self, program: str, settings: BusSettings, partitions: Partitions) -> None:
+        create_topics(settings, partitions)
+        arguments = [sys.executable, "-m", "bench.children", program, settings.bootstrap, settings.namespace]
+        self.process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
+        self.lane = Lane(settings, partitions, routed=program == "router")
 
-def processor_seconds(process: subprocess.Popen[bytes]) -> float:
-    """Processor time that a process has used (Linux)."""
-    values = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+    @contextmanager
+    def at_work(self) -> Iterator[Lane]:
+        """Between these, the program runs and its inboxes are read."""
+        self.process.send_signal(signal.SIGCONT)
+        self.lane.resume()
+        yield self.lane
+        self.lane.pause()
+        self.process.send_signal(signal.SIGSTOP)
+
+    def processor_seconds(self) -> float:
+        """Processor time that the program has used (Linux)."""
+        values = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        self.lane.close()
+        self.process.send_signal(signal.SIGCONT)
+        self.process.terminate()
+        self.process.wait(60)
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
@@ -134,33 +152,26 @@ def percentile(values: Sequence[float], percent: int) -> float:
 def bus(bootstrap: str, *, seconds: float, rate: float, windows: int) -> list[Check]:
     """The checks that need a broker."""
     partitions = Partitions()
-    routed, bare = BusSettings(bootstrap, "bench-router."), BusSettings(bootstrap, "bench-bare.")
-    for settings in (routed, bare):
-        create_topics(settings, partitions)
+    routed = BusSettings(bootstrap, "bench-router.")
     with ExitStack() as stack:
+        ways = {"router": Way("router", routed, partitions)}
+        stack.callback(ways["router"].close)
         executors = Executors(routed, partitions.slots)
-        router = stack.enter_context(child("router", routed))
-        stack.enter_context(child("bare", bare))
-        lanes = {
-            "router": Lane(routed, partitions, routed=True, seed=1),
-            "bare": Lane(bare, partitions, routed=False, seed=2),
-        }
-        for lane in lanes.values():
-            stack.callback(lane.close)
-            lane.ask()
-            drain(lane, executors)
-        return [
-            _throughput(lanes["router"], executors, router, seconds),
-            *_latency(lanes, executors, rate, windows, seconds),
-        ]
+        throughput = _throughput(ways["router"], executors, seconds)
+        ways["bare"] = Way("bare", BusSettings(bootstrap, "bench-bare."), partitions)
+        stack.callback(ways["bare"].close)
+        return [throughput, *_latency(ways, executors, rate, windows, seconds)]
 
 
-def _throughput(lane: Lane, executors: Executors, router: subprocess.Popen[bytes], seconds: float) -> Check:
-    closed_loop(lane, executors, flying=FLYING_TURNS, seconds=WARM_SECONDS)
-    before = processor_seconds(router)
-    arrived, took = closed_loop(lane, executors, flying=FLYING_TURNS, seconds=seconds)
-    used = processor_seconds(router) - before
-    drain(lane, executors)
+def _throughput(way: Way, executors: Executors, seconds: float) -> Check:
+    with way.at_work() as lane:
+        lane.ask()
+        drain(lane, executors)
+        closed_loop(lane, executors, flying=FLYING_TURNS, seconds=WARM_SECONDS)
+        before = way.processor_seconds()
+        arrived, took = closed_loop(lane, executors, flying=FLYING_TURNS, seconds=seconds)
+        used = way.processor_seconds() - before
+        drain(lane, executors)
     return Check(
         name="router",
         value=round(arrived / took, 1),
@@ -172,13 +183,16 @@ def _throughput(lane: Lane, executors: Executors, router: subprocess.Popen[bytes
     )
 
 
-def _latency(lanes: dict[str, Lane], executors: Executors, rate: float, windows: int, seconds: float) -> list[Check]:
-    for lane in lanes.values():
-        open_loop(lane, executors, rate=rate, seconds=WARM_SECONDS, seed=0)
-    taken: dict[str, list[float]] = {name: [] for name in lanes}
-    for window in range(windows):
-        for name, lane in lanes.items():
-            taken[name] += open_loop(lane, executors, rate=rate, seconds=seconds / windows, seed=window + 1)
+def _latency(ways: dict[str, Way], executors: Executors, rate: float, windows: int, seconds: float) -> list[Check]:
+    for way in ways.values():
+        with way.at_work() as lane:
+            open_loop(lane, executors, rate=rate, seconds=WARM_SECONDS, seed=0)
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for window in range(1, windows + 1):
+        for name, way in ways.items():
+            with way.at_work() as lane:
+                open_loop(lane, executors, rate=rate, seconds=SETTLE_SECONDS, seed=-window)
+                taken[name] += open_loop(lane, executors, rate=rate, seconds=seconds / windows, seed=window)
     checks = []
     for percent in (50, 99):
         milliseconds = {name: round(1000 * percentile(values, percent), 3) for name, values in taken.items()}

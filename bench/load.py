@@ -88,15 +88,16 @@ class Executors:
 class Lane:
     """One way from requests to inboxes: the topics of one namespace, with whatever program carries records between."""
 
-    def __init__(self, settings: BusSettings, partitions: Partitions, *, routed: bool, seed: int) -> None:
+    def __init__(self, settings: BusSettings, partitions: Partitions, *, routed: bool) -> None:
         self._settings = settings
         self._homes = partitions.home
         self._record: type[TurnDispatch | TurnRequest] = TurnDispatch if routed else TurnRequest
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._producer = Producer(settings.producer("bench-load"))
         self._consumer = Consumer(settings.consumer("bench-load", "bench"))
         inbox = settings.topic(DISPATCHED)
-        self._consumer.assign([TopicPartition(inbox, slot, 0) for slot in range(partitions.slots)])
+        self._inboxes = [TopicPartition(inbox, slot, 0) for slot in range(partitions.slots)]
+        self._consumer.assign(self._inboxes)
         self._topics = {topic: settings.topic(topic) for topic in (REQUESTED, COMPLETED)}
         self._context, self._tokens = bytes(4 * CONTEXT_TOKENS), bytes(4 * NEW_TOKENS)
         self._sampling = Sampling(max_tokens=2 * NEW_TOKENS)
@@ -108,6 +109,13 @@ class Lane:
     @property
     def flying(self) -> int:
         return len(self._flying)
+
+    def pause(self) -> None:
+        """Fetch nothing: the embedded broker keeps even an idle consumer busy, which would disturb the other lane."""
+        self._consumer.pause(self._inboxes)
+
+    def resume(self) -> None:
+        self._consumer.resume(self._inboxes)
 
     def ask(self) -> None:
         """Ask for the next turn of some trajectory."""
