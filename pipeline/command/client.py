@@ -66,11 +66,9 @@ def check(common: Common) -> None:
 def submit_file(common: Common, file: Path) -> None:
     """`rose submit`. Raises BadPrompts."""
     from pipeline.command.submit import read_prompts, send_prompts
-    from workers.environments.registry import load_environment
 
     config = load(common)
-    sys.path[:0] = [str(folder) for folder in config.settings.environment.import_paths]
-    prompts = read_prompts(file, load_environment)
+    prompts = read_prompts(file, config.environments)
     settings = config.bus()
     _check_topics(settings, config)
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn())

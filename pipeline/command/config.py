@@ -34,6 +34,7 @@ from schemas.errors import UsageError
 from topics.catalog import Partitions
 from topics.settings import BusSettings, parse_properties
 from workers.environments.config import EnvironmentConfig
+from workers.environments.registry import BUILT_IN
 from workers.executor.config import ExecutorConfig
 from workers.trainer.config import TrainerConfig
 
@@ -110,6 +111,11 @@ class Config:
     def partitions(self) -> Partitions:
         topics = self.settings.topics
         return Partitions(topics.home_partitions, topics.inbox_slots, topics.sample_partitions, topics.chunk_partitions)
+
+    @property
+    def environments(self) -> tuple[str, ...]:
+        """Names that a prompt may give: the built-in environments and those that the workers are told of."""
+        return (*BUILT_IN, *self.settings.environment.environments)
 
     def bus(self, bootstrap: str = "") -> BusSettings:
         """How to reach the broker, at `bootstrap` if given. Raises UsageError when no broker is named."""

@@ -3,7 +3,7 @@
 Keeps true: nothing is sent before every line was found good; every bad line is named with its number and the reason.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -34,10 +34,10 @@ class BadPrompts(UsageError):
         super().__init__("\n".join([f"{path}: {told}; nothing was sent", *named]))
 
 
-def read_prompts(path: Path, known_environment: Callable[[str], object]) -> list[Prompt]:
-    """The prompts of a JSONL file; empty lines are skipped.
+def read_prompts(path: Path, environments: Collection[str]) -> list[Prompt]:
+    """The prompts of a JSONL file, all for one of the `environments`; empty lines are skipped.
 
-    `known_environment` raises UsageError for a name that leads to no environment. Raises BadPrompts or UsageError.
+    Raises BadPrompts or UsageError.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -45,7 +45,6 @@ def read_prompts(path: Path, known_environment: Callable[[str], object]) -> list
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     prompts: dict[str, Prompt] = {}
     first_seen: dict[str, int] = {}
-    reasons: dict[str, str] = {}
     bad: list[tuple[int, str]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -54,10 +53,11 @@ def read_prompts(path: Path, known_environment: Callable[[str], object]) -> list
             prompt = _prompt(line)
             if prompt.group_id in prompts:
                 raise UsageError(f"group_id {prompt.group_id} is that of line {first_seen[prompt.group_id]}")
-            if prompt.environment not in reasons:
-                reasons[prompt.environment] = _reason(known_environment, prompt.environment)
-            if reasons[prompt.environment]:
-                raise UsageError(reasons[prompt.environment])
+            if prompt.environment not in environments:
+                raise UsageError(
+                    f"unknown environment {prompt.environment!r}: the workers run {', '.join(environments)}; "
+                    "name your own in environment.environments"
+                )
         except (UsageError, RecordError) as error:
             bad.append((number, str(error)))
         else:
@@ -87,11 +87,3 @@ def _prompt(line: bytes) -> Prompt:
         raise UsageError(f"unknown field {unknown[0]}; the fields are {', '.join(sorted(FIELDS))}")
     encode(prompt)  # refuses what is too large to travel
     return prompt
-
-
-def _reason(known_environment: Callable[[str], object], name: str) -> str:
-    try:
-        known_environment(name)
-    except UsageError as error:
-        return str(error)
-    return ""

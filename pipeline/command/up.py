@@ -12,14 +12,13 @@ from pipeline.command.options import Common
 from pipeline.command.session import Interrupted, run_roles
 from pipeline.command.submit import read_prompts
 from pipeline.report.summary import Success
-from workers.environments.registry import load_environment
 
 
 def run_up(common: Common, prompts_file: Path | None) -> None:
     """Until the trainer is done or the user ends it; the same name again goes on where the run was."""
     config = load(common)
     console = Console()
-    prompts = read_prompts(prompts_file, load_environment) if prompts_file is not None else []
+    prompts = read_prompts(prompts_file, config.environments) if prompts_file is not None else []
     started_at, began = time(), monotonic()
     with run_broker(config) as broker:
         console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")

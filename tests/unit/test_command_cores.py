@@ -24,7 +24,7 @@ from schemas.turns import TurnDispatch, TurnResult
 from tests.golden.examples import EXAMPLES, PROMPT, REQUEST
 from topics.bus import Envelope
 from topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Topic
-from workers.environments.registry import load_environment
+from workers.environments.registry import BUILT_IN
 
 R = TypeVar("R", bound=Record)
 
@@ -36,7 +36,7 @@ def line(**changes: object) -> bytes:
 def test_a_good_prompt_file_is_read_whole(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b"\n".join([line(), b"", line(group_id="g2", arguments={"max_operands": 3})]))
-    prompts = read_prompts(file, load_environment)
+    prompts = read_prompts(file, BUILT_IN)
     assert [prompt.group_id for prompt in prompts] == ["g1", "g2"]
     assert prompts[1].arguments == {"max_operands": 3}
 
@@ -57,7 +57,7 @@ def test_every_bad_line_is_named_with_its_reason(tmp_path: Path) -> None:
     }
     file.write_bytes(b"\n".join([line(), *(text for text, _ in bad.values())]))
     with pytest.raises(BadPrompts) as refused:
-        read_prompts(file, load_environment)
+        read_prompts(file, BUILT_IN)
     first, *named = str(refused.value).splitlines()
     assert "10 of 11 lines" in first
     assert "nothing was sent" in first
@@ -69,9 +69,9 @@ def test_every_bad_line_is_named_with_its_reason(tmp_path: Path) -> None:
 def test_an_empty_or_missing_prompt_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(UsageError, match="no prompt in it"):
-        read_prompts(tmp_path / "empty.jsonl", load_environment)
+        read_prompts(tmp_path / "empty.jsonl", BUILT_IN)
     with pytest.raises(UsageError, match="cannot read"):
-        read_prompts(tmp_path / "missing.jsonl", load_environment)
+        read_prompts(tmp_path / "missing.jsonl", BUILT_IN)
 
 
 @given(seed=st.integers(0, 5000), groups=st.integers(1, 300))

@@ -126,12 +126,12 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=2
     folder=TEXT.filter(bool),
     properties=st.dictionaries(TEXT, TEXT, max_size=3),
     arguments=st.dictionaries(TEXT, st.integers(-(2**40), 2**40) | st.booleans() | TEXT | st.lists(TEXT), max_size=3),
-    temperature=st.floats(0, 10),
+    learning_rate=st.floats(1e-12, 1),
 )
 def test_the_resolved_configuration_reads_back_as_it_was(
-    tmp_path: Path, folder: str, properties: dict[str, str], arguments: dict[str, object], temperature: float
+    tmp_path: Path, folder: str, properties: dict[str, str], arguments: dict[str, object], learning_rate: float
 ) -> None:
-    common = Common(said=(("-", "run.folder", folder), ("-", "environment.temperature", str(temperature))))
+    common = Common(said=(("-", "run.folder", folder), ("-", "trainer.learning_rate", str(learning_rate))))
     config = load(common)
     broker = dataclasses.replace(config.settings.broker, properties=properties)
     tasks = dataclasses.replace(config.settings.tasks, arguments=arguments)
