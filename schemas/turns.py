@@ -95,6 +95,8 @@ class TurnDispatch(Record, frozen=True, kw_only=True):
     """Unix seconds; after it the router may have issued the turn again."""
     dispatched_at: float
     cost: PlacementCost
+    queued_at: float = 0.0
+    """Unix seconds; since when this attempt has waited in the router."""
 
 
 class TurnOutcome(Enum):
@@ -119,6 +121,8 @@ class TurnTimes(msgspec.Struct, frozen=True, kw_only=True):
     """When a turn passed each station, in unix seconds; 0 where it never came by."""
 
     requested_at: float = 0.0
+    queued_at: float = 0.0
+    """The router took it in: until `dispatched_at` it waits for an executor with room."""
     dispatched_at: float = 0.0
     received_at: float = 0.0
     """The executor took it from its inbox."""

@@ -84,7 +84,7 @@ def show_summary(console: Console, summary: Summary, folder: Path) -> None:
         "trajectories", f"{terms['requested']} requested = {ends}; {summary.lost} lost, {summary.doubled} doubled"
     )
     table.add_row("turns", f"{summary.turns} applied, {summary.turns_per_second:.0f} a second")
-    table.add_row("outside the engine", f"{1000 * bus.p50:.1f} ms a turn (median), {1000 * bus.p99:.1f} ms (p99)")
+    table.add_row("on the bus", f"{1000 * bus.p50:.1f} ms a turn (median), {1000 * bus.p99:.1f} ms (p99)")
     if cache.reusable_tokens:
         table.add_row("prefix cache", f"{cache.hit_tokens / cache.reusable_tokens:.1%} of the reusable tokens")
     table.add_row(

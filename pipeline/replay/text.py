@@ -68,10 +68,9 @@ def _attempt(number: int, attempt: Attempt, turn: LifeTurn, decode: Decode | Non
 
 def _dispatch(dispatch: TurnDispatch, number: int) -> Iterator[str]:
     cost = dispatch.cost
-    after = dispatch.dispatched_at - dispatch.request.requested_at
-    yield (
-        f"  sent       attempt {number} to {dispatch.worker} (slot {dispatch.slot}) {_ms(after)} after it was asked for"
-    )
+    waited = dispatch.dispatched_at - dispatch.queued_at
+    where = f"{dispatch.worker} (slot {dispatch.slot})"
+    yield f"  sent       attempt {number} to {where}, {_ms(waited)} after the router took it in"
     seconds = cost.wait_seconds + cost.prefill_seconds + cost.decode_seconds + cost.risk_seconds
     why = (
         f"wait {_ms(cost.wait_seconds)} + prefill {_ms(cost.prefill_seconds)} + decode {_ms(cost.decode_seconds)}"

@@ -183,8 +183,8 @@ def latency(history: History) -> go.Figure | None:
     if not turns:
         return None
     stages = {
-        "router: hop and wait for room": [turn.router_seconds for turn in turns],
-        "hops to the engine and back": [turn.hop_seconds for turn in turns],
+        "bus: three hops": [turn.bus_seconds for turn in turns],
+        "wait for an executor with room": [turn.room_seconds for turn in turns],
         "queue in the engine": [turn.queue_seconds for turn in turns],
         "prefill": [turn.prefill_seconds for turn in turns],
         "decode": [turn.decode_seconds for turn in turns],

@@ -35,19 +35,16 @@ class TurnFact:
     environment_seconds: float
 
     @property
-    def router_seconds(self) -> float:
-        """From the request to the dispatch: one hop, and the wait for a worker with room."""
-        return self.times.dispatched_at - self.times.requested_at
-
-    @property
-    def hop_seconds(self) -> float:
-        """On the way to the inbox, and from the engine back to the environment worker."""
-        return (self.times.received_at - self.times.dispatched_at) + (self.times.applied_at - self.times.finished_at)
-
-    @property
     def bus_seconds(self) -> float:
-        """Outside engine and environment."""
-        return self.router_seconds + self.hop_seconds
+        """On the way: from the request to the router, from there to the inbox, and from the engine back."""
+        times = self.times
+        to_router, to_inbox = times.queued_at - times.requested_at, times.received_at - times.dispatched_at
+        return to_router + to_inbox + times.applied_at - times.finished_at
+
+    @property
+    def room_seconds(self) -> float:
+        """In the router, until an executor had room."""
+        return self.times.dispatched_at - self.times.queued_at
 
     @property
     def queue_seconds(self) -> float:

@@ -41,14 +41,12 @@ class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
     """Where a turn's seconds go."""
 
+    room: Quantiles
+    """In the router, until an executor has room."""
     queue: Quantiles
     """In the engine, before prefill."""
     prefill: Quantiles
     decode: Quantiles
-    router: Quantiles
-    """To the router, and there until a worker has room."""
-    hops: Quantiles
-    """From the router to the inbox, and from the engine back to the environment worker."""
     environment: Quantiles
 
 
@@ -96,7 +94,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     sampled_tokens: int
     prefix_cache: PrefixCache
     bus_seconds: Quantiles
-    """A turn's time outside engine and environment: hops, and the wait in the router for a worker with room."""
+    """A turn's time outside engine and environment, and not waiting for an executor with room: its three hops."""
     latency_seconds: Latency
     weights: Weights
     machine: Machine
@@ -139,11 +137,10 @@ def summarise(
         ),
         bus_seconds=_quantiles([turn.bus_seconds for turn in turns]),
         latency_seconds=Latency(
+            room=_quantiles([turn.room_seconds for turn in turns]),
             queue=_quantiles([turn.queue_seconds for turn in turns]),
             prefill=_quantiles([turn.prefill_seconds for turn in turns]),
             decode=_quantiles([turn.decode_seconds for turn in turns]),
-            router=_quantiles([turn.router_seconds for turn in turns]),
-            hops=_quantiles([turn.hop_seconds for turn in turns]),
             environment=_quantiles([turn.environment_seconds for turn in turns]),
         ),
         weights=Weights(

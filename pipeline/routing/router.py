@@ -111,7 +111,7 @@ class Router:
 
     def requested(self, request: TurnRequest, now: float) -> list[Decision]:
         """An environment worker asks for a turn."""
-        turn = self._open(request)
+        turn = self._open(request, now)
         if turn is None:
             return []
         self.waiting.push(turn)
@@ -189,7 +189,7 @@ class Router:
         Turns found outstanding stay with their executors, who have UNHEARD_TTL_SECONDS to be heard from.
         """
         for request in requests:
-            turn = self._open(request)
+            turn = self._open(request, now)
             if turn is not None:
                 self.waiting.push(turn)
         decisions = self._put_back(dispatches, now)
@@ -197,7 +197,7 @@ class Router:
             decisions += self.completed(result, now)
         return decisions
 
-    def _open(self, request: TurnRequest) -> Turn | None:
+    def _open(self, request: TurnRequest, now: float) -> Turn | None:
         """Take a request in; None if it asks for nothing new."""
         known = self.turns.get(request.trajectory_id)
         newest = self.prefixes.finished_turn(request.trajectory_id) if known is None else known.request.turn
@@ -208,7 +208,7 @@ class Router:
             self._overtake(known)
         self.counters.requested += 1
         room_tokens = len(request.context) // 4 + request.sampling.max_tokens
-        turn = self.turns[request.trajectory_id] = Turn(request, self.epoch, room_tokens)
+        turn = self.turns[request.trajectory_id] = Turn(request, self.epoch, room_tokens, now)
         return turn
 
     def _overtake(self, turn: Turn) -> None:
@@ -310,6 +310,7 @@ class Router:
             lease_until=turn.lease_until,
             dispatched_at=now,
             cost=cost,
+            queued_at=turn.queued_at,
         )
 
     def _remember(self, turn: Turn, result: TurnResult) -> None:
@@ -330,6 +331,7 @@ class Router:
         if turn.request.attempt + 1 >= self._max_attempts:
             return [self._fail(turn, f"{self._max_attempts} attempts have failed, the last: {reason}", now)]
         self._withdraw(turn)
+        turn.queued_at = now
         turn.request = msgspec.structs.replace(turn.request, attempt=turn.request.attempt + 1)
         self.waiting.push(turn)
         self.counters.reissued += 1

@@ -23,6 +23,8 @@ class Turn:
     """The router's epoch in which it was asked for."""
     room_tokens: int
     """Context and the most that it may generate."""
+    queued_at: float
+    """Unix seconds; since when it waits, or waited before it was dispatched."""
     worker: str = ""
     """The executor that holds it; empty while it waits."""
     new_tokens: float = 0.0

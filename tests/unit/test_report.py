@@ -23,8 +23,8 @@ START = 1_700_000_000.0
 
 
 def turn(number: int, *, start: int, end: int, cached: int, at: float, worker: str = "executor-0") -> SampleTurn:
-    """A turn that takes 8 ms: 1 to the router's dispatch, 1 to the inbox, 1 queue, 2 prefill, 2 decode, 1 back."""
-    stations = [at + ms / 1000 for ms in (0, 1, 2, 3, 5, 7, 8)]
+    """A turn of 13 ms: 1 to the router, 5 for room, 1 to the inbox, 1 queue, 2 prefill, 2 decode, 1 back."""
+    stations = [at + ms / 1000 for ms in (0, 1, 6, 7, 8, 10, 12, 13)]
     names = TurnTimes.__struct_fields__
     return SampleTurn(
         turn=number,
@@ -166,10 +166,11 @@ def test_the_summary_holds_what_the_records_say() -> None:
     cache = summary.prefix_cache
     assert (cache.hit_tokens, cache.reusable_tokens, cache.cached_tokens, cache.context_tokens) == (12, 14, 36, 56)
     assert summary.bus_seconds.p50 == pytest.approx(0.003, abs=1e-6)
+    assert summary.latency_seconds.room.p50 == pytest.approx(0.005, abs=1e-6)
     assert summary.latency_seconds.prefill.p99 == pytest.approx(0.002, abs=1e-6)
     assert (summary.weights.versions, summary.weights.bytes) == (2, 4000)
     assert summary.weights.swap_seconds_p99 == pytest.approx(0.02, rel=0.02)
-    assert summary.turns_per_second == pytest.approx(4 / 0.208, rel=1e-3)
+    assert summary.turns_per_second == pytest.approx(4 / 0.213, rel=1e-3)
 
 
 def test_summary_json_has_the_agreed_fields() -> None:

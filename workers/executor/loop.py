@@ -163,6 +163,7 @@ class Executor:
                 cached_tokens=finished.cached_tokens,
                 times=TurnTimes(
                     requested_at=request.requested_at,
+                    queued_at=dispatch.queued_at,
                     dispatched_at=dispatch.dispatched_at,
                     received_at=running.received_at,
                     scheduled_at=finished.scheduled_at,
@@ -178,7 +179,11 @@ class Executor:
         metrics.TURNS.labels("refused").inc()
         self._log.info("refused", trajectory=request.trajectory_id, turn=request.turn, reason=reason)
         times = TurnTimes(
-            requested_at=request.requested_at, dispatched_at=dispatch.dispatched_at, received_at=now, finished_at=now
+            requested_at=request.requested_at,
+            queued_at=dispatch.queued_at,
+            dispatched_at=dispatch.dispatched_at,
+            received_at=now,
+            finished_at=now,
         )
         self._send(
             TurnResult(
