@@ -174,7 +174,6 @@ class RouterLoop:
         for decision in decisions:
             if isinstance(decision, TurnDispatch):
                 request = decision.request
-                metrics.DISPATCH_SECONDS.observe(decision.dispatched_at - request.requested_at)
                 self._writer.write(
                     DISPATCHED,
                     decision,
@@ -183,6 +182,7 @@ class RouterLoop:
                     trajectory_id=request.trajectory_id,
                     on_delivery=self._delivered,
                 )
+                metrics.DISPATCH_SECONDS.observe(decision.dispatched_at - request.requested_at)
             else:
                 name = decision.trajectory_id
                 self._log.warning("turn given up", trajectory=name, turn=decision.turn, reason=decision.reason)
