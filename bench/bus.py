@@ -220,6 +220,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1000.0, help="turns a second while latency is measured")
     parser.add_argument("--windows", type=int, default=10, help="of router and bare loop each, interleaved")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that broker and programs are stopped on the way out
     home = os.environ.get("KAFKA_HOME")
     checks = [core()]
     with (
