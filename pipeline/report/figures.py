@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
@@ -23,7 +24,7 @@ VERSION_COLOURS = ["#9db7d9", BLUE, TEAL, AMBER, ROSE]
 FONT = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
 TIMELINE_TURNS = 700
-"""About as many turns as one timeline shows legibly; it is a window around a weight swap in the middle of the run."""
+"""As many turns as one timeline shows legibly: a window around a weight swap."""
 
 OCCUPANCY_POINTS = 400
 """Points in time at which the turns in the engines are counted."""
@@ -121,10 +122,7 @@ def occupancy(history: History) -> go.Figure | None:
     workers = sorted({turn.worker for turn in turns})
     figure = _figure(height=260)
     for worker, colour in zip(workers, _spread([BLUE, TEAL, AMBER], len(workers)), strict=True):
-        own = [turn.times for turn in turns if turn.worker == worker]
-        starts = np.sort([times.received_at for times in own])
-        ends = np.sort([times.finished_at for times in own])
-        held = np.searchsorted(starts, moments, "right") - np.searchsorted(ends, moments, "right")
+        held = _held(turns, worker, moments)
         figure.add_scatter(
             x=moments - begun,
             y=held,
@@ -275,6 +273,14 @@ def _starts(turn: TurnFact) -> float:
     return turn.times.received_at
 
 
+def _held(turns: Sequence[TurnFact], worker: str, moments: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """How many turns the worker's engine held at each moment."""
+    own = [turn.times for turn in turns if turn.worker == worker]
+    starts = np.sort([times.received_at for times in own])
+    ends = np.sort([times.finished_at for times in own])
+    return np.searchsorted(starts, moments, "right") - np.searchsorted(ends, moments, "right")
+
+
 def _held_seconds(turn: TurnFact) -> float:
     return turn.times.finished_at - turn.times.received_at
 
@@ -284,13 +290,18 @@ def _ends(turns: Sequence[TurnFact]) -> float:
 
 
 def _window(history: History) -> list[TurnFact]:
-    """Turns in order of arrival around the swap that is nearest to the middle of the run."""
+    """Turns in order of arrival around the swap that the most turns lived through."""
     turns = sorted((turn for turn in history.turns if turn.worker), key=_starts)
-    if not turns:
-        return []
-    middle = (_starts(turns[0]) + _starts(turns[-1])) / 2
-    centre = min((swap.at for swap in history.swaps), key=lambda at: abs(at - middle), default=middle)
-    index = int(np.searchsorted([_starts(turn) for turn in turns], centre))
+    workers = {turn.worker for turn in turns}
+    moments = {worker: np.asarray([swap.at for swap in history.swaps if swap.worker == worker]) for worker in workers}
+    lived_through = [
+        (int(held), float(at))
+        for worker, at_swaps in moments.items()
+        for held, at in zip(_held(turns, worker, at_swaps), at_swaps, strict=True)
+    ]
+    index = len(turns) // 2
+    if lived_through:
+        index = int(np.searchsorted([_starts(turn) for turn in turns], max(lived_through)[1]))
     first = max(0, min(index - TIMELINE_TURNS // 2, len(turns) - TIMELINE_TURNS))
     return turns[first : first + TIMELINE_TURNS]
 
