@@ -12,7 +12,16 @@ from schemas.prompts import Prompt, Sampling
 from schemas.record import Record
 from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
-from schemas.turns import PlacementCost, TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes, VersionSpan
+from schemas.turns import (
+    Applied,
+    PlacementCost,
+    TurnDispatch,
+    TurnOutcome,
+    TurnRequest,
+    TurnResult,
+    TurnTimes,
+    VersionSpan,
+)
 from schemas.weights import ChunkRef, TensorSpec, WeightChunk, WeightManifest
 from schemas.wire import encode
 
@@ -31,6 +40,7 @@ PROMPT = Prompt(
 )
 TIMES = TurnTimes(
     requested_at=1.5,
+    queued_at=1.5625,
     dispatched_at=1.625,
     received_at=1.75,
     scheduled_at=1.875,
@@ -50,6 +60,7 @@ REQUEST = TurnRequest(
     max_policy_version=9,
     requested_at=1.5,
     deadline=61.5,
+    applied=Applied(applied_at=1.25, environment_seconds=0.5, reward=0.25),
 )
 SPAN = VersionSpan(start=0, end=2, version=4)
 DIGEST = bytes(range(16))
@@ -73,6 +84,7 @@ EXAMPLES: tuple[Record, ...] = (
             passed_over="executor-1",
             passed_over_seconds=3.0,
         ),
+        queued_at=1.5625,
     ),
     TurnResult(
         trajectory_id="g-1:3",
