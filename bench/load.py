@@ -42,14 +42,15 @@ class Trajectory:
 
 
 class Executors:
-    """The heartbeats of a fleet with an executor at every inbox."""
+    """The heartbeats of a fleet with an executor at every inbox, each at its own moment as those of processes are."""
 
     def __init__(self, settings: BusSettings, slots: int) -> None:
         self._settings = settings
         self._slots = slots
         self._producer = Producer(settings.producer("bench-executors"))
-        self._sequence = 0
-        self._next = 0.0
+        self._beats = 0
+        """Sent so far; executors take turns."""
+        self._began = time.time()
         manifest = WeightManifest(
             model_id="bench", version=0, step=0, tensors=(), chunks=(), digest=bytes(16), published_at=time.time()
         )
@@ -57,20 +58,20 @@ class Executors:
 
     def beat_if_due(self) -> None:
         now = time.time()
-        if now < self._next:
-            return
-        self._next = now + HEARTBEAT_SECONDS
-        self._sequence += 1
-        for slot in range(self._slots):
-            self._producer.produce(self._settings.topic(HEARTBEATS), value=encode(self._beat(slot, now)))
+        due = int((now - self._began) / HEARTBEAT_SECONDS * self._slots)
+        self._beats = max(self._beats, due - self._slots)  # after a pause an executor beats once
+        while self._beats < due:
+            self._producer.produce(self._settings.topic(HEARTBEATS), value=encode(self._beat(now)))
+            self._beats += 1
         self._producer.poll(0)
 
-    def _beat(self, slot: int, now: float) -> SlackHeartbeat:
+    def _beat(self, now: float) -> SlackHeartbeat:
+        rounds, slot = divmod(self._beats, self._slots)
         return SlackHeartbeat(
             worker=f"bench-{slot}",
             incarnation=1,
             slot=slot,
-            sequence=self._sequence,
+            sequence=rounds + 1,
             worker_class=WorkerClass.DEDICATED,
             state=ExecutorState.READY,
             policy_version=0,

@@ -258,11 +258,13 @@ class Reader:
         }
 
     def commit(self, offsets: Mapping[Place, int]) -> None:
-        """Commit the next offset to read of each partition, and wait for it."""
+        """Have the next offset to read of each partition committed, by the time of `close` at the latest.
+
+        Waits for nothing: a commit that the broker refuses is a warning in the log, the group's offsets are the older
+        ones then.
+        """
         try:
-            self._consumer.commit(
-                offsets=[self._partition(place, offset) for place, offset in offsets.items()], asynchronous=False
-            )
+            self._consumer.commit(offsets=[self._partition(place, offset) for place, offset in offsets.items()])
         except KafkaException as error:
             raise BusError("committing offsets", error.args[0]) from error
 

@@ -72,6 +72,7 @@ class BusSettings:
             **self.client(client_id),
             "group.id": self.name(group),
             "enable.auto.commit": False,
+            "on_commit": _report_commit,
             "auto.offset.reset": "earliest",
             "isolation.level": "read_committed",
             "fetch.wait.max.ms": 10,
@@ -85,6 +86,11 @@ class BusSettings:
 def _report(error: KafkaError) -> None:
     # librdkafka reconnects and retries by itself: this is for whoever wonders why nothing moves.
     structlog.get_logger("bus").warning("broker trouble", error=error.str())
+
+
+def _report_commit(error: KafkaError | None, _partitions: object) -> None:
+    if error is not None:
+        structlog.get_logger("bus").warning("offsets not committed", error=error.str())
 
 
 def parse_properties(pairs: list[str], command_config: Path | None) -> dict[str, str]:

@@ -69,7 +69,7 @@ class RouterLoop:
         """Next offsets: to be read of requests and results, to be written of dispatches."""
         self._low_water = LowWater({})
         self.committed: Offsets = {}
-        """The low water as last committed."""
+        """The low water as it was last given to be committed."""
         self._next_mark = 0.0
         self._read_at = 0.0
         self._paused = False
