@@ -1,0 +1,134 @@
+"""The weight codec: what changed between two versions of a slice of weights, in a few bits for each changed weight.
+
+Keeps true
+- Bit-exact, for every bit pattern of float32, bfloat16 and float16.
+- Whatever the bytes, `decode` returns an array of the size of `old`, or raises CodecError: it allocates in proportion to
+  `old` alone, and never changes it.
+
+A payload: `kind` (1 byte); a dense one is followed by the words, little-endian. A delta by `events` (uint32), the first
+exponent, the number of exponents less one, a hazard code for each of them (workers.weights.codec.hazard), and the range
+coder's bytes: events on the line in order, each with its step, then the heavy elements.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.errors import RoseError
+from workers.weights.codec import kernels
+from workers.weights.codec.hazard import EXPONENTS, HEAVY_CODE, codes_of, table_of, valid
+from workers.weights.codec.range_coder import encoder, fresh_bits
+
+Words = NDArray[np.uint16] | NDArray[np.uint32]
+"""Weights as their bits, flat."""
+
+DENSE, DELTA = 0, 1
+_HEAD = struct.Struct("<BIBB")
+
+SAMPLING = 8
+"""Every so many'th element is looked at to learn how many weights an exponent has."""
+
+BYTES_AN_ELEMENT = 13
+"""The coder never needs more: 3 stretches, a point and a step of a whole word."""
+
+
+class CodecError(RoseError):
+    """A payload that is none, or not one for these weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How an element type lies in its word."""
+
+    word: type[np.uint16] | type[np.uint32]
+    mantissa_bits: int
+    exponent_mask: int
+
+    @property
+    def top(self) -> np.uint64:
+        return np.uint64(1 << (8 * np.dtype(self.word).itemsize - 1))
+
+
+FORMATS = {
+    "bfloat16": Format(np.uint16, 7, 0xFF),
+    "float16": Format(np.uint16, 10, 0x1F),
+    "float32": Format(np.uint32, 23, 0xFF),
+}
+"""By torch's name of the element type."""
+
+
+def encode(old: Words, new: Words, dtype: str) -> bytes:
+    """The payload that turns `old` into `new`, both flat and of one size: a delta, or dense where that is smaller."""
+    form = FORMATS[dtype]
+    delta = _encode_delta(old, new, form)
+    return delta if len(delta) <= new.nbytes else bytes([DENSE]) + new.tobytes()
+
+
+def decode(old: Words, payload: bytes, dtype: str) -> Words:
+    """What `new` was when it was encoded against this `old`, as a new array. Raises CodecError."""
+    form = FORMATS[dtype]
+    kind = payload[0] if payload else None
+    if kind == DENSE:
+        if len(payload) != 1 + old.nbytes:
+            raise CodecError(f"{len(payload) - 1} dense bytes for a slice of {old.nbytes}")
+        return np.frombuffer(payload, dtype=form.word, offset=1).copy()
+    if kind != DELTA or len(payload) < _HEAD.size:
+        raise CodecError("neither a dense slice nor a delta")
+    _, events, first, more = _HEAD.unpack_from(payload)
+    begin = _HEAD.size + more + 1
+    if events > len(old) or first + more > form.exponent_mask or len(payload) < begin:
+        raise CodecError("a delta with an impossible head")
+    codes = np.zeros(EXPONENTS, dtype=np.uint8)
+    codes[first : first + more + 1] = np.frombuffer(payload, dtype=np.uint8, count=more + 1, offset=_HEAD.size)
+    if not valid(codes):
+        raise CodecError("a delta with an unknown hazard code")
+    new = old.copy()
+    ended = kernels.decode_into(
+        np.frombuffer(payload, dtype=np.uint8, offset=begin),
+        fresh_bits(kernels.ADAPTIVE_BITS),
+        old,
+        new,
+        form.word(form.mantissa_bits),
+        form.word(form.exponent_mask),
+        form.top,
+        table_of(codes),
+        events,
+        encoder(),
+        np.empty(len(old) if HEAVY_CODE in codes else 0, dtype=np.int64),
+    )
+    if ended != kernels.DONE:
+        raise CodecError("a delta that does not fit these weights")
+    return new
+
+
+def _encode_delta(old: Words, new: Words, form: Format) -> bytes:
+    shift, mask = form.word(form.mantissa_bits), form.word(form.exponent_mask)
+    changed = np.zeros(EXPONENTS, dtype=np.int64)
+    count = kernels.count_changed(old, new, shift, mask, changed)
+    total = np.bincount((old[::SAMPLING] >> shift) & mask, minlength=EXPONENTS) * SAMPLING
+    codes = codes_of(changed, np.maximum(total, changed))
+    table = table_of(codes)
+    heavy_most = len(old) if HEAVY_CODE in codes else 0
+    gaps, widths = np.empty(count, dtype=np.uint64), np.empty(count, dtype=np.uint32)
+    exponents, steps = np.empty(count, dtype=np.uint8), np.empty(count, dtype=np.int64)
+    heavy_exponents, heavy_steps = np.empty(heavy_most, dtype=np.uint8), np.empty(heavy_most, dtype=np.int64)
+    events, heavy = kernels.extract(
+        old, new, shift, mask, form.top, table, gaps, widths, exponents, steps, heavy_exponents, heavy_steps
+    )
+    out = np.empty(64 + BYTES_AN_ELEMENT * (events + heavy), dtype=np.uint8)
+    length = kernels.encode_events(
+        encoder(),
+        out,
+        fresh_bits(kernels.ADAPTIVE_BITS),
+        gaps[:events],
+        widths[:events],
+        exponents[:events],
+        steps[:events],
+        heavy_exponents[:heavy],
+        heavy_steps[:heavy],
+    )
+    present = np.flatnonzero(codes)
+    first, last = (int(present[0]), int(present[-1])) if len(present) else (0, 0)
+    return _HEAD.pack(DELTA, events, first, last - first) + codes[first : last + 1].tobytes() + out[:length].tobytes()

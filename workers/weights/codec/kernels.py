@@ -1,0 +1,243 @@
+"""The loops of the codec over elements, compiled by numba.
+
+Keeps true
+- Words are handled as *ordered* integers: of two floats of one sign the larger has the larger one, and neighbours
+  differ by 1 (one ULP). A step is a difference modulo the word, so infinities and NaNs need no special case.
+- What is read from a payload never indexes anything before it was compared with a bound.
+
+Words are uint16 or uint32 [n]; `shift` and `mask` cut the exponent out of one; `top` is the sign bit.
+"""
+
+import numpy as np
+from numba import njit
+
+from workers.weights.codec.hazard import CAP_BITS, HEAVY, LIGHT_MOST
+from workers.weights.codec.range_coder import (
+    decode_bit,
+    decode_uniform,
+    encode_bit,
+    encode_uniform,
+    finish,
+    narrow,
+    overrun,
+    start,
+)
+
+U64 = np.uint64
+I64 = np.int64
+ONE64 = U64(1)
+
+MAGNITUDE_BITS = 33
+"""Bit lengths of a step's magnitude that have adaptive bits of their own."""
+
+LEADING = 4
+"""Adaptive bits for the two bits that follow the leading one of a magnitude."""
+
+STEP_BITS = 1 + MAGNITUDE_BITS + MAGNITUDE_BITS * LEADING
+"""Adaptive bits of one exponent: the sign, the unary bit length, the leading bits by length."""
+
+STRETCH, FLAGS, STEPS = 0, 1, 257
+"""Where adaptive bits begin: of empty stretches, of heavy elements by exponent, of steps by exponent."""
+
+ADAPTIVE_BITS = STEPS + 256 * STEP_BITS
+
+DONE, BAD_POSITION, BAD_STEP, OVERRUN = 0, 1, 2, 3
+"""What decoding ends with."""
+
+
+@njit(cache=True)
+def ordered(word, top):  # type: ignore[no-untyped-def]
+    """The ordered integer of a word, as int64."""
+    return I64((top - ONE64) - (word & (top - ONE64))) if word & top else I64(word | top)
+
+
+@njit(cache=True)
+def unordered(value, top):  # type: ignore[no-untyped-def]
+    """The word of an ordered integer."""
+    value = U64(value)
+    return value & (top - ONE64) if value & top else ((top - ONE64) - value) | top
+
+
+@njit(cache=True)
+def wrapped(step, top):  # type: ignore[no-untyped-def]
+    """A step modulo the word, in [-top, top)."""
+    size = I64(top) << I64(1)
+    return ((step + I64(top)) & (size - I64(1))) - I64(top)
+
+
+@njit(cache=True)
+def count_changed(old, new, shift, mask, changed):  # type: ignore[no-untyped-def]
+    """Count the changed elements of every exponent into `changed`, int64 [256]; returns their number."""
+    count = 0
+    for at in range(len(old)):
+        if old[at] != new[at]:
+            changed[(old[at] >> shift) & mask] += 1
+            count += 1
+    return count
+
+
+@njit(cache=True)
+def extract(old, new, shift, mask, top, table, gaps, widths, exponents, steps, heavy_exponents, heavy_steps):  # type: ignore[no-untyped-def]
+    """Collect what is to be coded; returns the numbers of events on the line and of heavy elements.
+
+    Of each event: the distance from the event before it (uint64), its own hazard (uint32), exponent (uint8) and step
+    (int64). Of each heavy element its exponent and step, 0 where it did not change.
+    """
+    events = heavy = 0
+    gap = U64(0)
+    for at in range(len(old)):
+        exponent = (old[at] >> shift) & mask
+        hazard = table[exponent]
+        if old[at] == new[at] and hazard < HEAVY:
+            gap += hazard
+            continue
+        step = wrapped(ordered(U64(new[at]), top) - ordered(U64(old[at]), top), top)
+        if hazard >= HEAVY:
+            heavy_exponents[heavy] = exponent
+            heavy_steps[heavy] = step
+            heavy += 1
+        else:
+            gaps[events], widths[events], exponents[events], steps[events] = gap, hazard, exponent, step
+            events += 1
+            gap = U64(0)
+    return events, heavy
+
+
+@njit(cache=True)
+def encode_events(state, out, bits, gaps, widths, exponents, steps, heavy_exponents, heavy_steps):  # type: ignore[no-untyped-def]
+    """Code what `extract` found; returns the number of bytes."""
+    cap = U64(1) << U64(CAP_BITS)
+    for event in range(len(gaps)):
+        begin, end = gaps[event], gaps[event] + U64(widths[event])
+        stretch = begin >> U64(CAP_BITS)
+        mark = (stretch + U64(1)) * cap
+        if end > mark:  # it straddles a mark: the larger part stands for it
+            if end - mark > mark - begin:
+                begin, stretch = mark, stretch + U64(1)
+            else:
+                end = mark
+        for _ in range(stretch):
+            encode_bit(state, out, bits, STRETCH, 0)
+        encode_bit(state, out, bits, STRETCH, 1)
+        encode_uniform(state, out, begin - stretch * cap, end - begin, CAP_BITS)
+        _encode_step(state, out, bits, I64(exponents[event]), steps[event])
+    for at in range(len(heavy_exponents)):
+        exponent, step = I64(heavy_exponents[at]), heavy_steps[at]
+        encode_bit(state, out, bits, FLAGS + exponent, 1 if step != 0 else 0)
+        if step != 0:
+            _encode_step(state, out, bits, exponent, step)
+    return finish(state, out)
+
+
+@njit(cache=True)
+def _encode_step(state, out, bits, exponent, step):  # type: ignore[no-untyped-def]
+    sign_at = STEPS + exponent * STEP_BITS
+    lengths_at = sign_at + 1
+    encode_bit(state, out, bits, sign_at, 1 if step < 0 else 0)
+    magnitude = U64(abs(step))
+    length = 0
+    while magnitude >> U64(length + 1):
+        length += 1
+    for shorter in range(length):
+        encode_bit(state, out, bits, lengths_at + shorter, 1)
+    encode_bit(state, out, bits, lengths_at + length, 0)
+    leading_at = lengths_at + MAGNITUDE_BITS + length * LEADING
+    node = 1
+    for place in range(length - 1, -1, -1):
+        bit = I64((magnitude >> U64(place)) & U64(1))
+        if node < LEADING:
+            encode_bit(state, out, bits, leading_at + node, bit)
+            node = 2 * node + bit
+        else:
+            encode_uniform(state, out, bit, 1, 1)
+
+
+@njit(cache=True)
+def decode_into(data, bits, old, new, shift, mask, top, table, events, state, heavy_at):  # type: ignore[no-untyped-def]
+    """Write the changed elements of `new`, a copy of `old`; returns how it ended.
+
+    `heavy_at` is int64 scratch for the places of heavy elements, as many as there are in `old`.
+    """
+    start(state, data)
+    size, heavy, at = len(old), 0, 0
+    longest = U64(size) * U64(LIGHT_MOST) + (U64(1) << U64(CAP_BITS))
+    for _ in range(events):
+        target = U64(0)
+        while decode_bit(state, data, bits, STRETCH) == 0:
+            target += U64(1) << U64(CAP_BITS)
+            if target > longest:
+                return BAD_POSITION
+        point = decode_uniform(state, data, CAP_BITS)
+        stretch = target
+        target += point
+        gap = U64(0)
+        while True:
+            while at + 8 <= size:  # eight at once, as long as none of them is it or heavy
+                ahead = (
+                    (table[(old[at] >> shift) & mask] + table[(old[at + 1] >> shift) & mask])
+                    + (table[(old[at + 2] >> shift) & mask] + table[(old[at + 3] >> shift) & mask])
+                ) + (
+                    (table[(old[at + 4] >> shift) & mask] + table[(old[at + 5] >> shift) & mask])
+                    + (table[(old[at + 6] >> shift) & mask] + table[(old[at + 7] >> shift) & mask])
+                )
+                if gap + ahead > target:
+                    break
+                gap += ahead
+                at += 8
+            if at >= size:
+                return BAD_POSITION
+            exponent = I64((old[at] >> shift) & mask)
+            hazard = table[exponent]
+            if hazard >= HEAVY:
+                heavy_at[heavy] = at
+                heavy += 1
+            elif gap + hazard > target:
+                break
+            else:
+                gap += hazard
+            at += 1
+        begin, end = max(gap, stretch), min(gap + hazard, stretch + (U64(1) << U64(CAP_BITS)))
+        narrow(state, data, begin - stretch, end - begin, CAP_BITS)
+        step = _decode_step(state, data, bits, exponent)
+        if step == 0:
+            return BAD_STEP
+        new[at] = unordered(U64(wrapped(ordered(U64(old[at]), top) + step, top)) & ((top << ONE64) - ONE64), top)
+        at += 1
+    while at < size:
+        if table[(old[at] >> shift) & mask] >= HEAVY:
+            heavy_at[heavy] = at
+            heavy += 1
+        at += 1
+    for index in range(heavy):
+        at = heavy_at[index]
+        exponent = I64((old[at] >> shift) & mask)
+        if decode_bit(state, data, bits, FLAGS + exponent) == 1:
+            step = _decode_step(state, data, bits, exponent)
+            if step == 0:
+                return BAD_STEP
+            new[at] = unordered(U64(wrapped(ordered(U64(old[at]), top) + step, top)) & ((top << ONE64) - ONE64), top)
+    return OVERRUN if overrun(state, data) else DONE
+
+
+@njit(cache=True)
+def _decode_step(state, data, bits, exponent):  # type: ignore[no-untyped-def]
+    """A step; 0 if its magnitude is longer than any word."""
+    sign_at = STEPS + exponent * STEP_BITS
+    lengths_at = sign_at + 1
+    negative = decode_bit(state, data, bits, sign_at)
+    length = 0
+    while decode_bit(state, data, bits, lengths_at + length) == 1:
+        length += 1
+        if length >= MAGNITUDE_BITS - 1:
+            return I64(0)
+    leading_at = lengths_at + MAGNITUDE_BITS + length * LEADING
+    magnitude, node = I64(1), 1
+    for _ in range(length):
+        if node < LEADING:
+            bit = I64(decode_bit(state, data, bits, leading_at + node))
+            node = 2 * node + bit
+        else:
+            bit = I64(decode_uniform(state, data, 1))
+            narrow(state, data, U64(bit), U64(1), 1)
+        magnitude = 2 * magnitude + bit
+    return -magnitude if negative else magnitude
