@@ -27,10 +27,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from bench.check import Check
 from bench.history import Fleet, Recorder
 from bench.load import Executors, Lane, closed_loop, drain, open_loop
 from pipeline.routing.router import Router
@@ -51,30 +51,6 @@ SETTLE_SECONDS = 2.0
 """Of load at the beginning of each window that does not count: librdkafka takes up to 1 s to resume a partition."""
 WARM_SECONDS = 10.0
 """Of each load before it is measured: the first thousands of records on a new Apache Kafka are slow."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One figure and the bound it is held against."""
-
-    name: str
-    value: float
-    unit: str
-    bound: float
-    direction: str
-    """`min`: at least the bound; `max`: at most."""
-    against: str
-    details: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def met(self) -> bool:
-        return self.value >= self.bound if self.direction == "min" else self.value <= self.bound
-
-    def __str__(self) -> str:
-        relation = "at least" if self.direction == "min" else "at most"
-        verdict = "met" if self.met else "MISSED"
-        details = ", ".join(f"{name} {value}" for name, value in self.details.items())
-        return f"{self.name:10} {self.value:12,.2f} {self.unit} ({relation} {self.bound:,g}: {verdict}); {details}"
 
 
 def core() -> Check:

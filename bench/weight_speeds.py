@@ -1,0 +1,111 @@
+"""How fast an update is coded and applied on one core, beside the peers' codecs and a copy of the words.
+
+Gigabytes (10^9) of dense words a second of processor time, over all slices of a whole model, one after the other; every
+codec gets the same slices, and applying makes a new array as it does for an engine. Codecs take turns, PASSES times;
+the median counts. Wants a machine with nothing else to do.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from bench.check import Check, Section
+from bench.peer_codecs import PEERS, Words
+from bench.weight_deltas import Version
+from bench.weight_slices import CODECS, OURS, slices
+from schemas.errors import RoseError
+
+PASSES = 5
+
+LEAST = {"encode": 0.6, "apply": 1.2}
+"""GB/s on one core, or less where OF_PEER times the fastest peer is less."""
+OF_PEER = 4.0
+
+COPY = "copy"
+
+OLD, NEW = "update-old.safetensors", "update-new.safetensors"
+
+
+def keep(folder: Path, old: Version, new: Version) -> None:
+    """Keep an update to be timed later."""
+    from safetensors.numpy import save_file
+
+    for file, version in ((OLD, old), (NEW, new)):
+        save_file(dict(version), folder / file)
+
+
+def kept(folder: Path) -> tuple[Version, Version]:
+    """The update that `keep` kept. Raises RoseError."""
+    from safetensors.numpy import load_file
+
+    if not (folder / NEW).exists():
+        raise RoseError(f"no update in {folder} to time: run `python -m bench.weights --only sizes` first")
+    return load_file(folder / OLD), load_file(folder / NEW)
+
+
+def speeds(folder: Path) -> Section:
+    """Speeds on the update that the sizes left."""
+    pieces = list(slices(*kept(folder)))
+    gigabytes = sum(new.nbytes for _, new in pieces) / 1e9
+    payloads = {name: [codec.encode(old, new) for old, new in pieces] for name, codec in CODECS.items()}
+    ways = {"encode": _encoders(pieces), "apply": _appliers(pieces, payloads)}
+    rates = {way: _rates(passes, gigabytes) for way, passes in ways.items()}
+    return Section(
+        "speeds",
+        rows=[
+            {"codec": name, **{f"{way}_gb_s": found[name] for way, found in rates.items()}} for name in (*CODECS, COPY)
+        ],
+        checks=[_check(way, found) for way, found in rates.items()],
+    )
+
+
+Pieces = list[tuple[Words, Words]]
+Pass = Callable[[], None]
+
+
+def _encoders(pieces: Pieces) -> Mapping[str, Pass]:
+    def encode_all(name: str) -> None:
+        for old, new in pieces:
+            CODECS[name].encode(old, new)
+
+    return {name: lambda name=name: encode_all(name) for name in CODECS} | {COPY: lambda: _copy(pieces)}
+
+
+def _appliers(pieces: Pieces, payloads: Mapping[str, list[bytes]]) -> Mapping[str, Pass]:
+    def apply_all(name: str) -> None:
+        for (old, _), payload in zip(pieces, payloads[name], strict=True):
+            CODECS[name].decode(old, payload)
+
+    return {name: lambda name=name: apply_all(name) for name in CODECS} | {COPY: lambda: _copy(pieces)}
+
+
+def _copy(pieces: Pieces) -> None:
+    for _, new in pieces:
+        np.copy(new)
+
+
+def _rates(passes: Mapping[str, Pass], gigabytes: float) -> dict[str, float]:
+    """GB/s of each, the median of passes that take turns; a first round, which compiles, does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in passes}
+    for _ in range(1 + PASSES):
+        for name, run in passes.items():
+            started = time.process_time()
+            run()
+            seconds[name].append(time.process_time() - started)
+    return {name: round(gigabytes / statistics.median(taken[1:]), 3) for name, taken in seconds.items()}
+
+
+def _check(way: str, rates: Mapping[str, float]) -> Check:
+    best = max(PEERS, key=rates.__getitem__)
+    return Check(
+        name=way,
+        value=rates[OURS],
+        unit="GB/s",
+        bound=round(min(LEAST[way], OF_PEER * rates[best]), 3),
+        direction="min",
+        against=f"the less of {LEAST[way]} and {OF_PEER:g} times the fastest peer; dense bytes, one core",
+        details={"best_peer": best, "best_peer_gb_s": rates[best], "copy_gb_s": rates[COPY]},
+    )

@@ -1,0 +1,67 @@
+"""What the weight transfer saves and costs, on real updates of SmolLM2-135M.
+
+    python -m bench.weights --only sizes     bytes of real updates beside their entropy and the peers' codecs (minutes)
+    python -m bench.weights --only speeds    coding and applying on one core, on an update that the sizes left
+
+Without `--only` all sections run, in this order. `--json FILE` writes one object with `checks` and the tables; `-` is
+standard output. Needs the packages of the extra `bench`; the model is fetched once (bench.weight_deltas).
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.check import Section
+from bench.weight_deltas import FOLDER, fetch
+from bench.weight_sizes import sizes
+from bench.weight_speeds import speeds
+from schemas.errors import RoseError
+
+SECTIONS: Mapping[str, Callable[[Path], Section]] = {"sizes": sizes, "speeds": speeds}
+"""Each takes the folder where model and update are kept, and is run alone by its name."""
+
+
+def table(section: Section) -> Table:
+    """The rows of a section, to be looked at."""
+    shown = Table(*section.rows[0], title=section.name)
+    for row in section.rows:
+        shown.add_row(*(value if isinstance(value, str) else f"{value:,g}" for value in row.values()))
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="run this section; may be given again")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"model and update; {FOLDER} by default")
+    arguments = parser.parse_args()
+    try:
+        fetch(arguments.folder)
+        found = [SECTIONS[name](arguments.folder) for name in arguments.only or SECTIONS]
+    except RoseError as error:
+        sys.exit(str(error))
+    result = {
+        "cores": os.cpu_count(),
+        "checks": [asdict(check) for section in found for check in section.checks],
+        "tables": {section.name: section.rows for section in found},
+    }
+    if arguments.json == "-":
+        print(json.dumps(result, indent=2))
+        return
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+    for section in found:
+        Console().print(table(section))
+        for check in section.checks:
+            print(check)
+
+
+if __name__ == "__main__":
+    main()
