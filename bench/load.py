@@ -52,7 +52,7 @@ class Executors:
         """Sent so far; executors take turns."""
         self._began = time.time()
         manifest = WeightManifest(
-            model_id="bench", version=0, step=0, tensors=(), chunks=(), digest=bytes(16), published_at=time.time()
+            model_id="bench", version=0, step=0, tensors=(), slices=(), digest=bytes(16), published_at=time.time()
         )
         self._producer.produce(settings.topic(MANIFESTS), value=encode(manifest), key=b"bench/0")
 

@@ -1,7 +1,7 @@
-"""A policy version on the log: chunks of tensors, and the manifest that commits them.
+"""A policy version on the log: chunks of slices of tensors, and the manifest that commits them.
 
-Keeps true: no manifest, no version. Coordinates are Hugging Face's own: a tensor's name and a range of its rows (the
-first axis; a tensor of no axes counts as one row).
+Keeps true: no manifest, no version. Coordinates are Hugging Face's own: a tensor's name, a range of its rows (the first
+axis) and of its columns (all other axes, flat).
 """
 
 from typing import Annotated, ClassVar
@@ -12,6 +12,9 @@ from msgspec import Meta
 from schemas.limits import RECORD_BYTES, Count, Digest, Id, Version
 from schemas.record import Record
 from schemas.turns import Partition
+
+TENSORS = 65_536
+"""Tensors of a model, at most."""
 
 TensorName = Annotated[str, Meta(min_length=1, max_length=512)]
 
@@ -25,12 +28,9 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """`float32`, `bfloat16` or `float16`."""
 
 
-class ChunkRef(msgspec.Struct, frozen=True, kw_only=True):
+class ChunkRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Where one chunk lies and what it must hold."""
 
-    tensor: TensorName
-    row_start: Count
-    rows: Count
     partition: Partition
     offset: Count
     bytes: Annotated[int, Meta(ge=0, le=RECORD_BYTES)]
@@ -39,32 +39,60 @@ class ChunkRef(msgspec.Struct, frozen=True, kw_only=True):
     """Of the payload."""
 
 
-class WeightChunk(Record, frozen=True, kw_only=True):
-    """Rows [row_start, row_start + rows) of one tensor, little-endian."""
+class SliceRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One slice of a tensor: rows [row_start, row_start + rows), columns [column_start, column_start + columns)."""
 
-    SCHEMA: ClassVar[str] = "weight-chunk/1"
+    tensor: Annotated[int, Meta(ge=0, lt=TENSORS)]
+    """Its place among the manifest's tensors."""
+    row_start: Count
+    rows: Count
+    column_start: Count
+    columns: Count
+    digest: Digest
+    """Of the slice's bytes in this version."""
+    base_digest: Digest
+    """Of the slice's bytes in the version that this one builds on; zeros in an anchor."""
+    chunks: Annotated[tuple[ChunkRef, ...], Meta(max_length=4096)]
+    """Its payload, cut up, in order; none if the slice is as it was."""
+
+
+class WeightChunk(Record, frozen=True, kw_only=True):
+    """A part of a slice's payload, which is a payload of the codec (`workers.weights.codec`)."""
+
+    SCHEMA: ClassVar[str] = "weight-chunk/2"
 
     model_id: Id
     version: Count
     tensor: TensorName
-    row_start: Count
-    rows: Count
-    encoding: str = "dense"
+    slice: Count
+    """The slice's place in the manifest of whoever published it."""
+    part: Count
+    """The chunk's place in the slice's payload."""
     payload: Annotated[bytes, Meta(max_length=RECORD_BYTES)]
 
 
 class WeightManifest(Record, frozen=True, kw_only=True):
-    """Commits one policy version: every tensor, and every chunk by its place in the log."""
+    """Commits one policy version: every tensor, every slice of it, and every chunk by its place in the log.
 
-    SCHEMA: ClassVar[str] = "weight-manifest/1"
+    A tensor's columns are the elements of one row, whatever its shape; a tensor of no axes is one row.
+    """
+
+    SCHEMA: ClassVar[str] = "weight-manifest/2"
 
     model_id: Id
     version: Count
     base_version: Version | None = None
-    """None: a full version, an anchor."""
+    """What the payloads build on. None: nothing, the version is an anchor."""
     step: Count
-    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=65_536)]
-    chunks: Annotated[tuple[ChunkRef, ...], Meta(max_length=65_536)]
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=TENSORS)]
+    slices: Annotated[tuple[SliceRef, ...], Meta(max_length=65_536)]
     digest: Digest
-    """Of all tensors in order: `name`, then the bytes, of each."""
+    """Of all slices in order: name, coordinates and digest of each."""
     published_at: float
+    signature: Annotated[bytes, Meta(max_length=64)] = b""
+    """Ed25519, of the manifest's bytes with this field empty; empty where no key is used."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of all chunks."""
+        return sum(chunk.bytes for piece in self.slices for chunk in piece.chunks)

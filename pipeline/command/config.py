@@ -37,6 +37,7 @@ from workers.environments.config import EnvironmentConfig
 from workers.environments.registry import BUILT_IN
 from workers.executor.config import ExecutorConfig
 from workers.trainer.config import TrainerConfig
+from workers.weights.config import WeightsConfig
 
 PREFIX = "ROSE_"
 DELIMITER = "__"
@@ -78,6 +79,7 @@ class Settings(BaseSettings):
     executor: ExecutorConfig
     router: RouterConfig = Field(default_factory=RouterConfig)
     trainer: TrainerConfig
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
     metrics: MetricsSection = Field(default_factory=MetricsSection)
     tasks: TasksSection = Field(default_factory=TasksSection)
 

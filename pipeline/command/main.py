@@ -128,6 +128,15 @@ def trainer(common: Common) -> None:
     run_trainer_role(common)
 
 
+@app.command(rich_help_panel=ROLES)
+def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="where the private key goes")]) -> None:
+    """Make the key with which a trainer signs its versions, and the public one (FILE.pub) for executors."""
+    from workers.weights.signing import make_keys
+
+    public = make_keys(file)
+    sys.stdout.write(f"weights.signing_key = {file}\nweights.trusted_key = {public}\n")
+
+
 @app.command(rich_help_panel=LOOKING)
 @with_common
 def watch(common: Common) -> None:

@@ -207,7 +207,7 @@ def _version(manifest: WeightManifest) -> VersionFact:
         version=manifest.version,
         step=manifest.step,
         published_at=manifest.published_at,
-        bytes=sum(chunk.bytes for chunk in manifest.chunks),
+        bytes=manifest.payload_bytes,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from confluent_kafka import KafkaError, Message, Producer, TopicPartition
 
 from tests.brokers import start
-from tests.conformance.kit import WAIT_SECONDS, Cluster, produce
+from tests.conformance.kit import WAIT_SECONDS, Cluster, produce, until
 from topics.embedded import Broker
 
 RECORDS = 3000
@@ -85,7 +85,9 @@ def test_committed_transactions_survive_with_their_offsets(own: Cluster, own_bro
         own_broker.kill()
         own_broker.restart()
         assert own.admin().list_topics(timeout=WAIT_SECONDS).topics.keys() >= {source, sink}
-        assert own.values(sink) == [b"%d" % step for step in range(10 * killed + 10)]
+        # A commit is acknowledged once it is decided; the marker that shows it may be written after the restart.
+        committed = [b"%d" % step for step in range(10 * killed + 10)]
+        until(lambda: own.values(sink) == committed, what="all that was committed", seconds=5)
         [place] = own.consumer("steps").committed([TopicPartition(source, 0)], WAIT_SECONDS)
         assert place.offset == 10 * killed + 10
 

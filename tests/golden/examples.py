@@ -22,7 +22,7 @@ from schemas.turns import (
     TurnTimes,
     VersionSpan,
 )
-from schemas.weights import ChunkRef, TensorSpec, WeightChunk, WeightManifest
+from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
 from schemas.wire import encode
 
 FOLDER = Path(__file__).parent / "bytes"
@@ -185,15 +185,16 @@ EXAMPLES: tuple[Record, ...] = (
         base_version=4,
         step=5,
         tensors=(TensorSpec(name="model.embed_tokens.weight", shape=(32, 64), dtype="float32"),),
-        chunks=(
-            ChunkRef(
-                tensor="model.embed_tokens.weight",
+        slices=(
+            SliceRef(
+                tensor=0,
                 row_start=0,
                 rows=32,
-                partition=1,
-                offset=77,
-                bytes=8192,
+                column_start=0,
+                columns=64,
                 digest=DIGEST,
+                base_digest=DIGEST,
+                chunks=(ChunkRef(partition=1, offset=77, bytes=3000, digest=DIGEST),),
             ),
         ),
         digest=DIGEST,
@@ -203,9 +204,8 @@ EXAMPLES: tuple[Record, ...] = (
         model_id="policy",
         version=5,
         tensor="model.embed_tokens.weight",
-        row_start=0,
-        rows=32,
-        encoding="dense",
+        slice=0,
+        part=0,
         payload=b"\x00\x00\x80\x3f",
     ),
 )

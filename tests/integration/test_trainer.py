@@ -38,6 +38,7 @@ from workers.trainer.loop import Trainer, TrainerFenced
 from workers.trainer.main import run_trainer
 from workers.trainer.step_log import NAME, read_step_log
 from workers.trainer.stream import WrongLog
+from workers.weights.config import WeightsConfig
 
 
 @pytest.fixture(scope="session")
@@ -150,16 +151,14 @@ def test_a_broken_checkpoint_falls_back_and_its_step_is_made_again(
     before, lines = result_of(settings), read_step_log(config.run_folder)
     shutil.rmtree(config.run_folder / "model")
     harm(config.checkpoints)
-    again = Trainer(settings, config)
+    again = Trainer(settings, config, WeightsConfig())
     again.run(Event())
     assert result_of(settings) == before
     assert read_step_log(config.run_folder) == lines
     exported = load_file(config.run_folder / "model" / "model.safetensors")
     parameters = dict(again._model.named_parameters())
     assert all(torch.equal(exported[name], parameter) for name, parameter in parameters.items())
-    from workers.weights.publish import tensors_digest
-
-    assert tensors_digest(parameters.items()) == before.digests[STEPS]
+    assert again._publisher.digest(parameters.items()) == before.digests[STEPS]
 
 
 def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
@@ -167,13 +166,13 @@ def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
 ) -> None:
     """As a fenced trainer leaves it, which wrote its own checkpoint of a version and could not settle it."""
     config = config_of(model_folder, tmp_path / "run")
-    trainer = Trainer(settings, config)
+    trainer = Trainer(settings, config, WeightsConfig())
     trainer.run(Event())
     before = result_of(settings)
     with torch.no_grad():
         next(trainer._model.parameters()).add_(1.0)
     trainer._checkpoints.save(trainer._progress((), None), trainer._model, trainer._optimizer)
-    again = Trainer(settings, config)
+    again = Trainer(settings, config, WeightsConfig())
     again.run(Event())
     assert result_of(settings) == before
     assert next(again._checkpoints.newest_first()).weights_digest == before.digests[STEPS]
@@ -206,8 +205,8 @@ def test_stale_samples_are_settled_and_not_trained(settings: BusSettings, model_
 
 
 def test_a_new_trainer_fences_the_old_one(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
-    old = Trainer(settings, config_of(model_folder, tmp_path / "old" / "run"))
-    new = Trainer(settings, config_of(model_folder, tmp_path / "new" / "run"))
+    old = Trainer(settings, config_of(model_folder, tmp_path / "old" / "run"), WeightsConfig())
+    new = Trainer(settings, config_of(model_folder, tmp_path / "new" / "run"), WeightsConfig())
     with pytest.raises(TrainerFenced, match="another trainer"):
         old.run(Event())
     new.run(Event())
@@ -241,7 +240,7 @@ def test_a_log_that_ends_before_the_checkpoint_is_refused(
     settings: BusSettings, model_folder: Path, tmp_path: Path
 ) -> None:
     config = config_of(model_folder, tmp_path / "run", total_groups=GROUPS + 1)
-    trainer = Trainer(settings, config)
+    trainer = Trainer(settings, config, WeightsConfig())
     trainer._recover()
     trainer._version = 1
     trainer._offsets = {0: 10**6}

@@ -7,18 +7,21 @@ import msgspec
 import pytest
 import torch
 from confluent_kafka import Producer, TopicPartition
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
 from schemas.weights import WeightChunk, WeightManifest
 from tests.brokers import AnyBroker
 from topics.admin import create_topics, reach
-from topics.bus import Writer
+from topics.bus import Reader, Writer
 from topics.catalog import CHUNKS, MANIFESTS, Partitions
 from topics.settings import BusSettings
-from workers.weights.layout import Refusal
-from workers.weights.manifests import manifest_key, newest_manifest
-from workers.weights.publish import WeightPublisher, tensors_digest
+from workers.weights.layout import Box, Refusal
+from workers.weights.manifests import find_lineage, manifest_key
+from workers.weights.publish import WeightPublisher
 from workers.weights.receive import StagedVersion, WeightReceiver
+from workers.weights.retention import release_chunks
+from workers.weights.signing import sign
 
 MODEL = "policy"
 WAIT_SECONDS = 60.0
@@ -46,7 +49,7 @@ class Trainer:
     def publish(self, version: int, *, tensors: dict[str, Tensor] | None = None) -> WeightManifest:
         """Store the chunks of a version; its manifest is not on the log yet."""
         named = (tensors_of(version) if tensors is None else tensors).items()
-        return self._publisher.publish(named, version, step=version, published_at=0.0)
+        return self._publisher.store(named, version, step=version, published_at=0.0)
 
     def write(self, *manifests: WeightManifest) -> None:
         for manifest in manifests:
@@ -84,33 +87,37 @@ def assert_equal(version: StagedVersion, tensors: dict[str, Tensor]) -> None:
         assert torch.equal(version.tensors[name], tensor), name
 
 
+def slice_of(manifest: WeightManifest, tensor: str) -> int:
+    """The first slice of a tensor."""
+    return next(n for n, piece in enumerate(manifest.slices) if manifest.tensors[piece.tensor].name == tensor)
+
+
+def with_ref(manifest: WeightManifest, number: int, **change: object) -> WeightManifest:
+    """The manifest with another reference to the first chunk of a slice."""
+    piece = manifest.slices[number]
+    moved = msgspec.structs.replace(piece.chunks[0], **change)
+    piece = msgspec.structs.replace(piece, chunks=(moved, *piece.chunks[1:]))
+    return msgspec.structs.replace(manifest, slices=(*manifest.slices[:number], piece, *manifest.slices[number + 1 :]))
+
+
 def replace_chunk(trainer: Trainer, manifest: WeightManifest, number: int, **change: object) -> WeightManifest:
-    """Store a changed chunk, and point the manifest at it."""
-    ref = manifest.chunks[number]
-    rows = tensors_of(manifest.version)[ref.tensor][ref.row_start : ref.row_start + ref.rows]
-    chunk = WeightChunk(
-        model_id=MODEL,
-        version=manifest.version,
-        tensor=ref.tensor,
-        row_start=ref.row_start,
-        rows=ref.rows,
-        payload=rows.numpy().tobytes(),
-    )
+    """Store a changed chunk of a slice of one chunk, and point the manifest at it."""
+    piece = manifest.slices[number]
+    name = manifest.tensors[piece.tensor].name
+    chunk = WeightChunk(model_id=MODEL, version=manifest.version, tensor=name, slice=number, part=0, payload=b"")
     places: list[tuple[int, int]] = []
     changed = msgspec.structs.replace(chunk, **change)
-    trainer.writer.write(CHUNKS, changed, key=ref.tensor, on_delivery=lambda *place: places.append(place))
+    trainer.writer.write(CHUNKS, changed, key=name, on_delivery=lambda *place: places.append(place))
     trainer.writer.flush()
-    moved = msgspec.structs.replace(ref, partition=places[0][0], offset=places[0][1])
-    chunks = [*manifest.chunks[:number], moved, *manifest.chunks[number + 1 :]]
-    return msgspec.structs.replace(manifest, chunks=tuple(chunks))
+    return with_ref(manifest, number, partition=places[0][0], offset=places[0][1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_version_arrives_bit_for_bit(trainer: Trainer, dtype: torch.dtype) -> None:
     tensors = tensors_of(1, dtype=dtype)
     manifest = trainer.publish(1, tensors=tensors)
-    assert len(manifest.chunks) > len([tensor for tensor in tensors.values() if tensor.numel()])
-    assert manifest.digest == tensors_digest(tensors.items())
+    assert max(len(piece.chunks) for piece in manifest.slices) > 1
+    assert manifest.digest == WeightPublisher(trainer.settings, MODEL).digest(tensors.items())
     with receiving(trainer.settings) as receiver:
         trainer.write(manifest)
         version = staged(receiver)
@@ -135,9 +142,9 @@ def test_a_joiner_finds_its_model_far_behind_those_of_others(trainer: Trainer) -
     trainer.write(mine)
     others = [msgspec.structs.replace(mine, model_id="other", version=version) for version in range(100)]
     trainer.write(*others)
-    found, begin = newest_manifest(trainer.settings, MODEL)
-    assert found is not None
-    assert (found.manifest, found.offset) == (mine, 0)
+    lineage, begin = find_lineage(trainer.settings, MODEL)
+    assert lineage.newest is not None
+    assert (lineage.newest.manifest, lineage.newest.offset) == (mine, 0)
     assert begin == 101
     with receiving(trainer.settings) as receiver:
         assert staged(receiver).version == 1
@@ -156,10 +163,10 @@ def test_a_manifest_that_comes_again_is_staged_once(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("change", "refusal"),
     [
-        ({"payload": bytes(256)}, Refusal.WRONG_DIGEST),
-        ({"payload": bytes(255)}, Refusal.WRONG_CHUNK),
+        ({"payload": "flipped"}, Refusal.WRONG_DIGEST),
+        ({"payload": "cut"}, Refusal.WRONG_CHUNK),
         ({"version": 7}, Refusal.WRONG_CHUNK),
-        ({"encoding": "sparse"}, Refusal.UNSUPPORTED),
+        ({"tensor": "scale"}, Refusal.WRONG_CHUNK),
     ],
 )
 def test_a_chunk_that_is_not_what_it_should_be_refuses_the_version(
@@ -169,16 +176,21 @@ def test_a_chunk_that_is_not_what_it_should_be_refuses_the_version(
         trainer.write(trainer.publish(1))
         assert staged(receiver).version == 1
         honest = trainer.publish(2)
-        norm = next(number for number, ref in enumerate(honest.chunks) if ref.tensor == "norm")
+        norm = slice_of(honest, "norm")
+        size = honest.slices[norm].chunks[0].bytes
+        if "payload" in change:
+            change = {"payload": bytes(size - (change["payload"] == "cut"))}
         trainer.write(replace_chunk(trainer, honest, norm, **change))
         assert receiver.refused(refusal, WAIT_SECONDS) == 1
         assert receiver.staged() is None
-        trainer.write(trainer.publish(2))
-        assert_equal(staged(receiver), tensors_of(2))
+        trainer.write(honest, trainer.publish(3))
+        version = staged(receiver)
+        assert_equal(version if version.version == 3 else staged(receiver), tensors_of(3))
 
 
 def test_tensors_of_another_version_are_refused_by_the_digest_of_the_whole(trainer: Trainer) -> None:
-    mixed = msgspec.structs.replace(trainer.publish(1), digest=trainer.publish(2).digest)
+    first, second = trainer.publish(1), trainer.publish(2)
+    mixed = msgspec.structs.replace(first, digest=second.digest)
     with receiving(trainer.settings) as receiver:
         trainer.write(mixed)
         assert receiver.refused(Refusal.WRONG_DIGEST, WAIT_SECONDS) == 1
@@ -188,25 +200,25 @@ def test_tensors_of_another_version_are_refused_by_the_digest_of_the_whole(train
 def test_a_place_that_the_log_does_not_have_is_a_missing_chunk(trainer: Trainer, where: str) -> None:
     manifest = trainer.publish(1)
     change = {"offset": 10**6} if where == "beyond_the_end" else {"partition": 99}
-    away = msgspec.structs.replace(manifest.chunks[0], **change)
     with receiving(trainer.settings) as receiver:
-        trainer.write(msgspec.structs.replace(manifest, chunks=(away, *manifest.chunks[1:])))
+        trainer.write(with_ref(manifest, 0, **change))
         assert receiver.refused(Refusal.MISSING_CHUNK, WAIT_SECONDS) == 1
 
 
 def test_chunks_that_retention_has_deleted_refuse_the_version(trainer: Trainer) -> None:
     old = trainer.publish(1)
     cut = TopicPartition(
-        trainer.settings.topic(CHUNKS), 0, max(ref.offset for ref in old.chunks if ref.partition == 0) + 1
+        trainer.settings.topic(CHUNKS),
+        0,
+        max(chunk.offset for piece in old.slices for chunk in piece.chunks if chunk.partition == 0) + 1,
     )
-    trainer.publish(2)
     admin = reach(trainer.settings)
     for deleted in admin.delete_records([cut]).values():
         deleted.result()
     with receiving(trainer.settings) as receiver:
         trainer.write(old)
         assert receiver.refused(Refusal.MISSING_CHUNK, WAIT_SECONDS) == 1
-        trainer.write(trainer.publish(3))
+        trainer.write(Trainer(trainer.settings).publish(3))
         assert staged(receiver).version == 3
 
 
@@ -221,9 +233,8 @@ def test_a_chunk_that_does_not_decode_is_a_missing_chunk(trainer: Trainer) -> No
         on_delivery=lambda _, message: places.append(message.offset()),
     )
     producer.flush()
-    broken = msgspec.structs.replace(manifest.chunks[0], partition=0, offset=places[0])
     with receiving(trainer.settings) as receiver:
-        trainer.write(msgspec.structs.replace(manifest, chunks=(broken, *manifest.chunks[1:])))
+        trainer.write(with_ref(manifest, 0, partition=0, offset=places[0]))
         assert receiver.refused(Refusal.MISSING_CHUNK, WAIT_SECONDS) == 1
 
 
@@ -231,7 +242,7 @@ def test_a_tensor_that_the_model_does_not_have_refuses_the_version(trainer: Trai
     with receiving(trainer.settings) as receiver:
         trainer.write(trainer.publish(1, tensors={**tensors_of(1), "extra": torch.zeros(3)}))
         assert receiver.refused(Refusal.UNKNOWN_TENSOR, WAIT_SECONDS) == 1
-        trainer.write(trainer.publish(2, tensors={**tensors_of(2), "norm": torch.zeros(65)}))
+        trainer.write(Trainer(trainer.settings).publish(2, tensors={**tensors_of(2), "norm": torch.zeros(65)}))
         assert receiver.refused(Refusal.BAD_SHAPE, WAIT_SECONDS) == 1
 
 
@@ -243,5 +254,98 @@ def test_a_manifest_of_an_aborted_transaction_is_no_version(trainer: Trainer) ->
     writer.flush()
     writer.abort()
     with receiving(trainer.settings) as receiver:
-        trainer.write(trainer.publish(0))
+        trainer.write(Trainer(trainer.settings).publish(0))
         assert staged(receiver).version == 0
+
+
+def test_a_late_joiner_and_one_that_follows_stand_at_the_same_weights(trainer: Trainer) -> None:
+    """Fine steps of bfloat16 weights: versions travel as deltas, in a small part of the bytes of an anchor."""
+    tensors = tensors_of(1, dtype=torch.bfloat16)
+    master = {name: tensor.float() for name, tensor in tensors.items()}
+    anchor = trainer.publish(0, tensors=tensors)
+    trainer.write(anchor)
+    with receiving(trainer.settings) as follower:
+        assert staged(follower).version == 0
+        for version in range(1, 4):
+            master = {name: tensor * (1 + 1e-4 * version) for name, tensor in master.items()}
+            tensors = {name: tensor.bfloat16() for name, tensor in master.items()}
+            delta = trainer.publish(version, tensors=tensors)
+            assert delta.base_version == version - 1
+            assert delta.payload_bytes < anchor.payload_bytes / 8
+            trainer.write(delta)
+            with receiving(trainer.settings) as joiner:
+                assert_equal(staged(joiner), tensors)
+        followed = staged(follower)
+        while followed.version < 3:
+            followed = staged(follower)
+        assert_equal(followed, tensors)
+
+
+def test_what_no_receiver_can_build_on_is_mended_by_the_next_anchor(trainer: Trainer) -> None:
+    trainer.write(trainer.publish(0))
+    with receiving(trainer.settings) as receiver:
+        assert staged(receiver).version == 0
+        trainer.publish(1)  # its manifest is lost
+        trainer.write(trainer.publish(2))
+        assert receiver.refused(Refusal.WRONG_BASE, WAIT_SECONDS) == 1
+        assert receiver.staged() is None
+        trainer.write(Trainer(trainer.settings).publish(3))
+        assert_equal(staged(receiver), tensors_of(3))
+
+
+def test_a_manifest_of_an_older_version_changes_nothing(trainer: Trainer) -> None:
+    first, second = trainer.publish(0), trainer.publish(1)
+    trainer.write(first, second)
+    with receiving(trainer.settings) as receiver:
+        version = staged(receiver)
+        while version.version < 1:
+            version = staged(receiver)
+        trainer.write(first, second)
+        trainer.write(trainer.publish(2))
+        assert_equal(staged(receiver), tensors_of(2))
+
+
+def test_once_a_key_is_set_only_its_owner_is_believed(trainer: Trainer) -> None:
+    mine, other = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    receiver = WeightReceiver(trainer.settings, MODEL, shapes=SHAPES, key=mine.public_key())
+    receiver.start()
+    try:
+        honest = sign(trainer.publish(1), mine)
+        trainer.write(msgspec.structs.replace(honest, signature=b""))
+        assert receiver.refused(Refusal.BAD_SIGNATURE, WAIT_SECONDS) == 1
+        trainer.write(sign(honest, other), msgspec.structs.replace(honest, published_at=1.0), honest)
+        assert_equal(staged(receiver), tensors_of(1))
+    finally:
+        receiver.stop()
+
+
+def test_a_sharded_receiver_fetches_what_its_shard_meets(trainer: Trainer) -> None:
+    """The embedding's upper rows, and no other tensor's."""
+    tensors = {**tensors_of(1), "embed": torch.randn(3000, 700, generator=torch.Generator().manual_seed(1))}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    manifest = trainer.publish(1, tensors=tensors)
+    receiver = WeightReceiver(trainer.settings, MODEL, shapes=shapes, wanted={"embed": Box(0, 1000, 0, 700)})
+    receiver.start()
+    try:
+        trainer.write(manifest)
+        version = staged(receiver)
+        assert version.tensors.keys() == {"embed"}
+        assert torch.equal(version.tensors["embed"][:1000], tensors["embed"][:1000])
+        assert version.bytes < manifest.payload_bytes * 0.6
+    finally:
+        receiver.stop()
+
+
+def test_chunks_that_no_version_needs_any_more_are_deleted(trainer: Trainer) -> None:
+    """Two anchors back, and only then."""
+    for version in range(3):
+        trainer.write(Trainer(trainer.settings).publish(version))
+        release_chunks(trainer.settings)
+    reader = Reader(trainer.settings, "test", group="test")
+    try:
+        kept = {partition: reader.watermarks((CHUNKS, partition)) for partition in range(2)}
+    finally:
+        reader.close()
+    assert all(0 < low < high for low, high in kept.values())
+    with receiving(trainer.settings) as receiver:
+        assert_equal(staged(receiver), tensors_of(2))

@@ -72,7 +72,7 @@ def result(dispatch: TurnDispatch, outcome: TurnOutcome = TurnOutcome.COMPLETED,
 
 def manifest(version: int) -> WeightManifest:
     return WeightManifest(
-        model_id="m", version=version, step=version, tensors=(), chunks=(), digest=bytes(16), published_at=0.0
+        model_id="m", version=version, step=version, tensors=(), slices=(), digest=bytes(16), published_at=0.0
     )
 
 

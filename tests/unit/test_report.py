@@ -16,7 +16,7 @@ from schemas.record import Record
 from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnTimes, VersionSpan
-from schemas.weights import ChunkRef, WeightManifest
+from schemas.weights import ChunkRef, SliceRef, WeightManifest
 
 DIGEST = b"0123456789abcdef"
 START = 1_700_000_000.0
@@ -79,13 +79,23 @@ def heartbeat(version: int, at: float, *, sequence: int) -> SlackHeartbeat:
 
 
 def manifest(version: int, at: float) -> WeightManifest:
-    chunk = ChunkRef(tensor="w", row_start=0, rows=1, partition=0, offset=version, bytes=1000, digest=DIGEST)
+    chunk = ChunkRef(partition=0, offset=version, bytes=1000, digest=DIGEST)
+    piece = SliceRef(
+        tensor=0,
+        row_start=0,
+        rows=1,
+        column_start=0,
+        columns=1,
+        digest=DIGEST,
+        base_digest=DIGEST,
+        chunks=(chunk, chunk),
+    )
     return WeightManifest(
         model_id="policy",
         version=version,
         step=version,
         tensors=(),
-        chunks=(chunk, chunk),
+        slices=(piece,),
         digest=DIGEST,
         published_at=START + at,
     )

@@ -24,5 +24,8 @@ class ExecutorConfig:
     """Most tokens of one engine step, at least `max_turns`; longer prefills are cut into chunks."""
     dtype: str = "float32"
     """What the engine computes in."""
+    drain_before_swap: bool = False
+    """Whether turns in the engine end on the version they began on: new ones then wait until it is empty. Otherwise
+    they go on under the new version, and their spans say from which token on."""
     heartbeat_seconds: float = 0.1
     """Time between heartbeats, at most 0.2."""

@@ -27,7 +27,7 @@ from workers.executor.inbox import Inbox, Verdict
 from workers.executor.step_cost import StepCost
 from workers.executor.vllm.engine import Engine
 from workers.executor.vllm.types import EngineRefusal, Finished, SwapRefused
-from workers.weights.receive import WeightReceiver
+from workers.weights.receive import StagedVersion, WeightReceiver
 
 INBOX_BATCH = 256
 """Dispatches taken from the inbox between two steps."""
@@ -69,6 +69,8 @@ class Executor:
         self._cost = StepCost(base_seconds=0.01, token_seconds=0.0001)
         self._version = -1
         self._swap_seconds = 0.0
+        self._next_version: StagedVersion | None = None
+        """Staged, and not served yet: the engine is being drained."""
         self._sequence = 0
         self._next_heartbeat = 0.0
         self._writer = Writer(settings, name)
@@ -81,9 +83,8 @@ class Executor:
         """Until `stop` is set; what is in the engine then is left to the router, which issues it again."""
         self._log.info("started", incarnation=self._incarnation, slot=self._config.slot, tokens=self._token_budget)
         while not stop.is_set():
-            for item in self._reader.read(INBOX_BATCH, 0.0 if self._running else IDLE_SECONDS):
-                if isinstance(item, Envelope) and isinstance(item.record, TurnDispatch):
-                    self._consider(item.record)
+            if self._next_version is None:
+                self._take_in()
             self._swap_if_staged()
             if self._running:
                 self._step()
@@ -92,6 +93,11 @@ class Executor:
         self._beat(ExecutorState.STOPPING)
         self._writer.flush()
         self._reader.close()
+
+    def _take_in(self) -> None:
+        for item in self._reader.read(INBOX_BATCH, 0.0 if self._running else IDLE_SECONDS):
+            if isinstance(item, Envelope) and isinstance(item.record, TurnDispatch):
+                self._consider(item.record)
 
     def _consider(self, dispatch: TurnDispatch) -> None:
         now = time.time()
@@ -113,9 +119,11 @@ class Executor:
                 self._running[name] = Running(request.key, now, self._share)
 
     def _swap_if_staged(self) -> None:
-        staged = self._receiver.staged()
-        if staged is None:
+        self._next_version = self._receiver.staged() or self._next_version
+        staged = self._next_version
+        if staged is None or (self._config.drain_before_swap and self._running):
             return
+        self._next_version = None
         try:
             self._swap_seconds = self._engine.swap(staged.version, staged.tensors.items())
         except SwapRefused as refusal:

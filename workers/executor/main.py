@@ -4,18 +4,24 @@ from threading import Event
 
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
+from workers.weights.config import WeightsConfig
 
 
-def run_executor(settings: BusSettings, config: ExecutorConfig, name: str, stop: Event) -> None:
+def run_executor(
+    settings: BusSettings, config: ExecutorConfig, name: str, stop: Event, *, weights: WeightsConfig | None = None
+) -> None:
     """Run turns of the inbox `config.slot` until `stop` is set.
 
-    Raises RoseError: a broken model folder, an unreachable broker, a missing topic.
+    Raises RoseError: a broken model folder or key file, an unreachable broker, a missing topic.
     """
     from workers.executor.loop import Executor
     from workers.executor.vllm.engine import Engine
     from workers.executor.vllm.types import EngineConfig
     from workers.weights.receive import WeightReceiver
+    from workers.weights.signing import public_key
 
+    trusted = (weights or WeightsConfig()).trusted_key
+    trusted_key = public_key(trusted) if trusted else None
     engine = Engine(
         EngineConfig(
             model_folder=config.model_folder,
@@ -26,7 +32,9 @@ def run_executor(settings: BusSettings, config: ExecutorConfig, name: str, stop:
             step_tokens=config.step_tokens,
         )
     )
-    receiver = WeightReceiver(settings, config.model_id, shapes=engine.shapes, client_id=f"{name}-weights")
+    receiver = WeightReceiver(
+        settings, config.model_id, shapes=engine.shapes, key=trusted_key, client_id=f"{name}-weights"
+    )
     receiver.start()
     try:
         Executor(settings, config, name, engine, receiver).run(stop)

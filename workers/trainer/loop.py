@@ -38,8 +38,10 @@ from workers.trainer.policy import load_policy
 from workers.trainer.step import StepSettings, TrainingSample, make_optimizer, train_step
 from workers.trainer.step_log import StepLine, StepLog, decoded, encoded
 from workers.trainer.stream import SampleStream
+from workers.weights.config import WeightsConfig
 from workers.weights.manifests import manifest_key, newest_manifest
-from workers.weights.publish import WeightPublisher, tensors_digest
+from workers.weights.publish import publisher_of
+from workers.weights.retention import release_chunks
 
 EXPORTED = "model"
 """Folder of the final policy in the run's folder."""
@@ -57,7 +59,7 @@ class TrainerFenced(RoseError):
 class Trainer:
     """One run of training. Making one loads the policy and fences any other trainer of the model."""
 
-    def __init__(self, settings: BusSettings, config: TrainerConfig) -> None:
+    def __init__(self, settings: BusSettings, config: TrainerConfig, weights: WeightsConfig) -> None:
         """Raises UsageError for a broken folder, BusError or TopicMissing."""
         self._settings = settings
         self._config = config
@@ -76,7 +78,7 @@ class Trainer:
         self._checkpoints = Checkpoints(config.checkpoints, self._identity)
         self._step_log = StepLog(config.run_folder)
         self._writer = Writer(settings, "trainer", transactional_id=f"trainer-{config.model_id}")
-        self._publisher = WeightPublisher(settings, config.model_id)
+        self._publisher = publisher_of(settings, config.model_id, weights)
         self._assembly = GroupAssembly(self._rules)
         self._version = 0
         self._offsets: dict[int, int] = {}
@@ -102,8 +104,7 @@ class Trainer:
 
     def _recover(self) -> None:
         """Begin anew, or stand where the newest checkpoint stood, with its transaction on the log."""
-        found, _ = newest_manifest(self._settings, self._config.model_id)
-        self._on_log = found.manifest if found else None
+        self._on_log = newest_manifest(self._settings, self._config.model_id)
         progress = next(filter(self._is_on_log_or_next, self._checkpoints.newest_first()), None)
         if progress is None:
             self._begin_anew()
@@ -227,7 +228,7 @@ class Trainer:
         return Progress(
             identity=self._identity,
             version=self._version,
-            weights_digest=tensors_digest(self._model.named_parameters()),
+            weights_digest=self._publisher.digest(self._model.named_parameters()),
             offsets=dict(self._offsets),
             held=tuple(encode(sample) for sample in self._assembly.held),
             settled=tuple(self._assembly.settled),
@@ -238,7 +239,7 @@ class Trainer:
 
     def _commit(self, outcomes: Sequence[SampleOutcome]) -> None:
         """Publish the present version, and settle its step's samples in the same transaction."""
-        manifest = self._publisher.publish(
+        manifest = self._publisher.store(
             self._model.named_parameters(), self._version, step=self._version, published_at=time.time()
         )
         self._writer.begin()
@@ -248,12 +249,14 @@ class Trainer:
         self._writer.write(MANIFESTS, manifest, key=manifest_key(manifest))
         self._writer.commit()
         metrics.POLICY_VERSION.set(self._version)
+        if manifest.base_version is None:
+            release_chunks(self._settings)
 
     def _compare_with_log(self) -> None:
         """A step that was made again should have made the same policy."""
         assert self._on_log is not None
         if self._version == self._on_log.version:
-            same = tensors_digest(self._model.named_parameters()) == self._on_log.digest
+            same = self._publisher.digest(self._model.named_parameters()) == self._on_log.digest
             (log.info if same else log.warning)("caught up with the log", version=self._version, same_policy=same)
 
 

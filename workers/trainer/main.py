@@ -4,12 +4,16 @@ from threading import Event
 
 from topics.settings import BusSettings
 from workers.trainer.config import TrainerConfig
+from workers.weights.config import WeightsConfig
 
 
-def run_trainer(settings: BusSettings, config: TrainerConfig, stop: Event) -> None:
+def run_trainer(
+    settings: BusSettings, config: TrainerConfig, stop: Event, *, weights: WeightsConfig | None = None
+) -> None:
     """Train until all groups of the run are settled, or until `stop` is set; the present step is finished first.
 
-    Raises RoseError: a broken model folder, another run's checkpoint, an unreachable broker, a missing topic.
+    Raises RoseError: a broken model folder or key file, another run's checkpoint, an unreachable broker, a missing
+    topic.
     """
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -19,4 +23,4 @@ def run_trainer(settings: BusSettings, config: TrainerConfig, stop: Event) -> No
     disable_progress_bar()
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    Trainer(settings, config).run(stop)
+    Trainer(settings, config, weights or WeightsConfig()).run(stop)

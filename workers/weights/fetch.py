@@ -33,7 +33,7 @@ class FetchStalled(RoseError):
 
 
 class ChunkFetch:
-    """Iterate for `(ref, chunk)` of every chunk that is there, in no order of tensors; then see `missing`."""
+    """Iterate for `(ref, chunk)` of every chunk that is there, each partition in order; then see `missing`."""
 
     def __init__(self, reader: Reader, refs: Iterable[ChunkRef], stop: Event) -> None:
         """`reader` reports ends of partitions and is used for nothing else meanwhile."""

@@ -1,37 +1,36 @@
-"""Receiving policy versions: followed, fetched and verified on a thread of its own while the engine runs.
+"""Receiving policy versions: followed, fetched, decoded and verified on a thread of its own while the engine runs.
 
 Keeps true
-- What is staged is whole and verified: every tensor of the model, every chunk's digest, the digest of all together.
-- Nothing is allocated before a manifest was checked against the model's own shapes.
-- Only the newest version is fetched, and only the newest staged one is offered.
+- What is staged is whole and verified: every slice that is wanted, its base, its chunks and its result by digest.
+- Nothing is allocated before a manifest was checked against the model's own shapes, and its signature if there is a
+  key.
+- Of several new versions only the newest is staged: what lies between is applied to host memory alone. Versions never
+  go back, whatever is on the log.
+- A joiner, and whoever cannot go on from what it has, begins at the newest anchor.
 - Nothing is ever raised into the engine: a refused version is counted and logged, and the old one serves on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from threading import Condition, Event, Thread
 from time import perf_counter
 
 import structlog
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from prometheus_client import Counter, Gauge, Histogram
 from torch import Tensor
 
 from schemas.errors import RoseError
-from schemas.weights import WeightManifest
+from schemas.weights import ChunkRef, WeightChunk, WeightManifest
 from topics.bus import Envelope, Reader
 from topics.settings import BusSettings
+from workers.weights import codec
+from workers.weights.assembly import Assembled, Assembly, Stopped
 from workers.weights.fetch import ChunkFetch
-from workers.weights.layout import (
-    Refusal,
-    VersionRefused,
-    WholeDigest,
-    check_chunk,
-    check_manifest,
-    row_bytes,
-)
-from workers.weights.manifests import PLACE, PlacedManifest, newest, newest_manifest
-from workers.weights.tensors import bytes_of, empty
+from workers.weights.layout import Box, Refusal, VersionRefused, check_manifest
+from workers.weights.manifests import PLACE, Lineage, PlacedManifest, find_lineage
+from workers.weights.signing import check_signature
 
 LOOK_SECONDS = 0.2
 """How long one look for manifests lasts; also how soon `stop` is noticed."""
@@ -48,7 +47,7 @@ MANIFEST_BATCH = 16
 RECEIVED_BYTES = Counter("rose_weights_received_bytes_total", "Payload bytes of the chunks of staged versions.")
 RECEIVE_SECONDS = Histogram(
     "rose_weights_receive_seconds",
-    "Fetching and verifying one version.",
+    "Fetching, decoding and verifying one version.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
 )
 REFUSED = Counter("rose_weights_refused_total", "Versions that were not taken.", ["reason"])
@@ -64,11 +63,12 @@ class StagedVersion:
 
     version: int
     tensors: dict[str, Tensor]
-    """By Hugging Face name, in the element type in which it was published."""
+    """By Hugging Face name, in the element type in which it was published. Nobody writes to them any more."""
     bytes: int
+    """Payload bytes that were fetched for it."""
     manifest: WeightManifest
     seconds: float
-    """Fetching and verifying."""
+    """Fetching, decoding and verifying."""
 
 
 class WeightReceiver:
@@ -80,23 +80,35 @@ class WeightReceiver:
         model_id: str,
         *,
         shapes: Mapping[str, Sequence[int]],
+        wanted: Mapping[str, Box] | None = None,
+        key: Ed25519PublicKey | None = None,
         client_id: str = "rose-weights",
     ) -> None:
-        """`shapes`: of every tensor of the model, as `layout.folder_shapes` reads them."""
+        """`shapes`: of every tensor of the model, as `layout.folder_shapes` reads them.
+
+        `wanted`: the part of each tensor that this receiver's shard needs (`shards.wanted_by`); None is everything.
+        `key`: whose signature a version must bear; None takes unsigned ones too.
+        """
         self.refusals: dict[Refusal, int] = dict.fromkeys(Refusal, 0)
         """Versions not taken, by reason."""
         self._settings = settings
         self._model_id = model_id
         self._shapes = shapes
+        self._wanted = wanted
+        self._key = key
         self._client_id = client_id
         self._changed = Condition()
         self._staged: StagedVersion | None = None
-        self._version = -1
-        self._handled_offset = -1
+        self._current: Assembled | None = None
+        self._refused: set[int] = set()
+        """Offsets of manifests that no path led to."""
+        self._blamed: set[int] = set()
+        """Offsets of manifests at which paths ended."""
         self._stopping = Event()
         self._thread = Thread(target=self._run, name=client_id, daemon=True)
 
     def start(self) -> None:
+        codec.warm_up()
         self._thread.start()
 
     def stop(self) -> None:
@@ -121,6 +133,8 @@ class WeightReceiver:
         while not self._stopping.is_set():
             try:
                 self._follow()
+            except Stopped:
+                return
             except RoseError as error:
                 log.warning("fetching anew", model=self._model_id, reason=str(error))
             except Exception:  # whatever it is, the engine must go on serving and later versions must still arrive
@@ -130,79 +144,107 @@ class WeightReceiver:
                 self._stopping.wait(RETRY_SECONDS)
 
     def _follow(self) -> None:
-        found, begin = newest_manifest(self._settings, self._model_id)
+        lineage, begin = find_lineage(self._settings, self._model_id)
         with (
             closing(Reader(self._settings, self._client_id, group="weights")) as manifests,
             closing(Reader(self._settings, self._client_id, group="weights", ends=True)) as chunks,
         ):
             manifests.assign({PLACE: begin})
             while not self._stopping.is_set():
-                if found is not None and self._is_news(found):
-                    self._take(found, chunks)
+                self._catch_up(lineage, chunks)
                 read = manifests.read(MANIFEST_BATCH, LOOK_SECONDS)
-                found = newest([item for item in read if isinstance(item, Envelope)], self._model_id)
+                lineage.learn(item for item in read if isinstance(item, Envelope))
 
-    def _is_news(self, found: PlacedManifest) -> bool:
-        return found.manifest.version > self._version and found.offset > self._handled_offset
+    @property
+    def _version(self) -> int:
+        return -1 if self._current is None else self._current.version
 
-    def _take(self, found: PlacedManifest, chunks: Reader) -> None:
-        manifest = found.manifest
+    def _catch_up(self, lineage: Lineage, chunks: Reader) -> None:
+        """Take the newest version that can be taken."""
+        newest = lineage.newest
+        if newest is None or newest.manifest.version <= self._version or newest.offset in self._refused:
+            return
+        version = newest.manifest.version
+        paths = [lineage.path(version, since=self._version)] if self._current is not None else []
+        paths.append(lineage.path(version))
+        failure = _Failure(newest, VersionRefused(Refusal.WRONG_BASE, "not all that it builds on is on the log"))
+        for path in sorted((path for path in paths if path is not None), key=_payload_bytes):
+            failed = self._take(path, chunks)
+            if failed is None:
+                lineage.forget_before(self._version)
+                return
+            failure = failed
+        self._refuse(newest, failure)
+
+    def _take(self, path: list[PlacedManifest], chunks: Reader) -> "_Failure | None":
+        """Follow a path as far as it goes, and stage what that led to; None if it went to the end."""
         started = perf_counter()
-        try:
-            check_manifest(manifest, self._shapes)
-            tensors = self._fetch(manifest, chunks)
-        except VersionRefused as refused:
-            self._handled_offset = found.offset
-            self._refuse(manifest, refused)
-            return
-        if tensors is None:
-            return
-        seconds = perf_counter() - started
-        size = sum(ref.bytes for ref in manifest.chunks)
-        RECEIVED_BYTES.inc(size)
+        assembly = Assembly(None if path[0].manifest.base_version is None else self._current, self._wanted)
+        taken: WeightManifest | None = None
+        failure: _Failure | None = None
+        for placed in path:
+            manifest = placed.manifest
+            try:
+                if self._key is not None:
+                    check_signature(manifest, self._key)
+                check_manifest(manifest, self._shapes)
+                assembly.add(manifest, lambda refs: self._fetch(refs, chunks))
+            except VersionRefused as refused:
+                failure = _Failure(placed, refused)
+                break
+            taken = manifest
+        if taken is not None and taken.version > self._version:
+            self._stage(assembly.done, taken, perf_counter() - started)
+        return failure
+
+    def _stage(self, done: Assembled, manifest: WeightManifest, seconds: float) -> None:
+        self._current = done
+        RECEIVED_BYTES.inc(done.bytes)
         RECEIVE_SECONDS.observe(seconds)
-        STAGED_VERSION.set(manifest.version)
-        self._handled_offset, self._version = found.offset, manifest.version
-        log.info("staged", model=self._model_id, version=manifest.version, bytes=size, seconds=seconds)
+        STAGED_VERSION.set(done.version)
+        log.info("staged", model=self._model_id, version=done.version, bytes=done.bytes, seconds=seconds)
         with self._changed:
-            self._staged = StagedVersion(manifest.version, tensors, size, manifest, seconds)
+            self._staged = StagedVersion(done.version, done.tensors, done.bytes, manifest, seconds)
             self._changed.notify_all()
 
-    def _refuse(self, manifest: WeightManifest, refused: VersionRefused) -> None:
-        reason = refused.refusal.value
-        REFUSED.labels(reason).inc()
-        log.error("version refused", version=manifest.version, model=self._model_id, reason=reason, detail=str(refused))
+    def _refuse(self, newest: PlacedManifest, failure: "_Failure") -> None:
+        """No path leads to the newest version: not looked at again. Counted at the manifest which is to blame."""
+        self._refused.add(newest.offset)
+        if failure.placed.offset in self._blamed:
+            return
+        self._blamed.add(failure.placed.offset)
+        refusal, version = failure.refused.refusal, failure.placed.manifest.version
+        REFUSED.labels(refusal.value).inc()
+        detail = str(failure.refused)
+        log.error("version refused", version=version, model=self._model_id, reason=refusal.value, detail=detail)
         with self._changed:
-            self.refusals[refused.refusal] += 1
+            self.refusals[refusal] += 1
             self._changed.notify_all()
 
-    def _fetch(self, manifest: WeightManifest, chunks: Reader) -> dict[str, Tensor] | None:
-        """The verified tensors; None when stopped meanwhile. Raises VersionRefused, BusError or FetchStalled."""
-        specs = {spec.name: spec for spec in manifest.tensors}
-        tensors = {name: empty(spec) for name, spec in specs.items()}
-        views = {name: bytes_of(tensor) for name, tensor in tensors.items()}
-        missing = list(manifest.chunks)
+    def _fetch(self, refs: list[ChunkRef], chunks: Reader) -> Iterable[tuple[ChunkRef, WeightChunk]]:
+        """Raises VersionRefused, Stopped, BusError or FetchStalled."""
+        missing = refs
         for attempt in range(FETCH_ATTEMPTS):
             if attempt:
                 self._stopping.wait(RETRY_SECONDS)
             fetch = ChunkFetch(chunks, missing, self._stopping)
-            for ref, chunk in fetch:
-                check_chunk(chunk, ref, manifest)
-                begin = ref.row_start * row_bytes(specs[ref.tensor])
-                views[ref.tensor][begin : begin + ref.bytes] = chunk.payload
+            yield from fetch
             if self._stopping.is_set():
-                return None
+                raise Stopped
             missing = fetch.missing
             if not missing:
-                _check_whole(views, manifest)
-                return tensors
+                return
         where = f"partition {missing[0].partition} offset {missing[0].offset}"
         raise VersionRefused(Refusal.MISSING_CHUNK, f"{len(missing)} chunks are not there, the first at {where}")
 
 
-def _check_whole(views: Mapping[str, memoryview], manifest: WeightManifest) -> None:
-    digest = WholeDigest()
-    for name, view in views.items():
-        digest.add(name, view)
-    if digest.digest() != manifest.digest:
-        raise VersionRefused(Refusal.WRONG_DIGEST, "the tensors together are not those of the manifest")
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Where a path ended."""
+
+    placed: PlacedManifest
+    refused: VersionRefused
+
+
+def _payload_bytes(path: list[PlacedManifest]) -> int:
+    return sum(placed.manifest.payload_bytes for placed in path)

@@ -1,27 +1,52 @@
-"""Tensors as bytes and back, without pickle.
+"""Tensors as words and back, without pickle.
 
-Keeps true: bytes are those of a contiguous tensor in host memory, rows one after the other. Hosts are little-endian, as
+Keeps true: words are those of a contiguous tensor in host memory, rows one after the other. Hosts are little-endian, as
 every platform of torch and vLLM is.
 """
 
+from typing import Any
+
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from schemas.weights import TensorSpec
+from workers.weights.layout import DTYPE_BYTES, Box, LayoutError, matrix
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WORDS = {2: torch.uint16, 4: torch.uint32}
+
+Matrix = NDArray[Any]
+"""uint16 or uint32 [rows, columns]: a tensor's bits."""
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+    """Raises LayoutError for an element type that cannot travel."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise LayoutError(f"{name} is {dtype}: only {', '.join(DTYPE_BYTES)} can be published")
+    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype)
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, flat. A view if it is contiguous and in host memory; a copy otherwise."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+def words_of(tensor: Tensor) -> Matrix:
+    """A tensor's bits as a matrix. A view if it is contiguous and in host memory; a copy otherwise."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(matrix(tensor.shape))
+    words: Matrix = flat.view(WORDS[tensor.element_size()]).numpy()
+    return words
+
+
+def take(words: Matrix, box: Box) -> Matrix:
+    """The elements of a box, flat; a view where they lie together."""
+    rows = words[box.row_start : box.row_start + box.rows]
+    return rows[:, box.column_start : box.column_start + box.columns].reshape(-1)
+
+
+def put(words: Matrix, box: Box, flat: Matrix) -> None:
+    """Write the elements of a box."""
+    rows = words[box.row_start : box.row_start + box.rows]
+    rows[:, box.column_start : box.column_start + box.columns] = flat.reshape(box.rows, box.columns)
 
 
 def empty(spec: TensorSpec) -> Tensor:
-    """A tensor in host memory to be filled through `bytes_of`."""
+    """A tensor in host memory to be filled through `words_of`; what is never written takes no memory."""
     return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])

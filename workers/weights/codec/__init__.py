@@ -2,8 +2,8 @@
 
 Keeps true
 - Bit-exact, for every bit pattern of float32, bfloat16 and float16.
-- Whatever the bytes, `decode` returns an array of the size of `old`, or raises CodecError: it allocates in proportion to
-  `old` alone, and never changes it.
+- Whatever the bytes, `decode` returns an array of the size of `old`, or raises CodecError: it allocates in proportion
+  to `old` alone, and never changes it.
 
 A payload: `kind` (1 byte); a dense one is followed by the words, little-endian. A delta by `events` (uint32), the first
 exponent, the number of exponents less one, a hazard code for each of them (workers.weights.codec.hazard), and the range
@@ -12,6 +12,7 @@ coder's bytes: events on the line in order, each with its step, then the heavy e
 
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,8 @@ from workers.weights.codec import kernels
 from workers.weights.codec.hazard import EXPONENTS, HEAVY_CODE, codes_of, table_of, valid
 from workers.weights.codec.range_coder import encoder, fresh_bits
 
-Words = NDArray[np.uint16] | NDArray[np.uint32]
-"""Weights as their bits, flat."""
+Words = NDArray[Any]
+"""Weights as their bits, flat: uint16 or uint32 [n]."""
 
 DENSE, DELTA = 0, 1
 _HEAD = struct.Struct("<BIBB")
@@ -63,7 +64,19 @@ def encode(old: Words, new: Words, dtype: str) -> bytes:
     """The payload that turns `old` into `new`, both flat and of one size: a delta, or dense where that is smaller."""
     form = FORMATS[dtype]
     delta = _encode_delta(old, new, form)
-    return delta if len(delta) <= new.nbytes else bytes([DENSE]) + new.tobytes()
+    return delta if len(delta) <= new.nbytes else dense(new)
+
+
+def dense(new: Words) -> bytes:
+    """The payload that turns anything into `new`."""
+    return bytes([DENSE]) + new.tobytes()
+
+
+def warm_up() -> None:
+    """Compile the loops now (or load them compiled), and not when the first payload comes."""
+    for dtype, form in FORMATS.items():
+        old: Words = np.arange(64, dtype=form.word)
+        decode(old, _encode_delta(old, old[::-1].copy(), form), dtype)
 
 
 def decode(old: Words, payload: bytes, dtype: str) -> Words:

@@ -7,8 +7,9 @@ with every exponent. Each exponent has a *hazard*, -ln(1 - chance), in integer u
 changes of a slice are then the events of a Poisson process on the line of summed hazards: the distance from one to the
 next is all there is to code, and its distribution is the same everywhere.
 
-Three kinds of exponents: *still* ones, of which nothing changed (hazard 0); *light* ones, which lie on the line; *heavy*
-ones, likelier to change than LIGHT_MOST allows, which would straddle the line's marks: they are coded one by one.
+Three kinds of exponents: *still* ones, of which nothing changed (hazard 0); *light* ones, which lie on the line;
+*heavy* ones, likelier to change than LIGHT_MOST allows, which would straddle the line's marks: they are coded one by
+one.
 """
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 CAP_BITS = 20
 CAP = 1 << CAP_BITS
-"""Half a nat: the line is walked in stretches of so much, each of which has an event in it with chance 1 - exp(-1/2)."""
+"""Half a nat: the line is walked in stretches of so much; an event is in each with chance 1 - exp(-1/2)."""
 
 LIGHT_MOST = CAP // 8
 """The largest hazard on the line: 1/16 nat, a chance of 6 %."""

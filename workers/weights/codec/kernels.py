@@ -45,27 +45,27 @@ DONE, BAD_POSITION, BAD_STEP, OVERRUN = 0, 1, 2, 3
 """What decoding ends with."""
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def ordered(word, top):  # type: ignore[no-untyped-def]
     """The ordered integer of a word, as int64."""
     return I64((top - ONE64) - (word & (top - ONE64))) if word & top else I64(word | top)
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def unordered(value, top):  # type: ignore[no-untyped-def]
     """The word of an ordered integer."""
     value = U64(value)
     return value & (top - ONE64) if value & top else ((top - ONE64) - value) | top
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def wrapped(step, top):  # type: ignore[no-untyped-def]
     """A step modulo the word, in [-top, top)."""
     size = I64(top) << I64(1)
     return ((step + I64(top)) & (size - I64(1))) - I64(top)
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def count_changed(old, new, shift, mask, changed):  # type: ignore[no-untyped-def]
     """Count the changed elements of every exponent into `changed`, int64 [256]; returns their number."""
     count = 0
@@ -76,7 +76,7 @@ def count_changed(old, new, shift, mask, changed):  # type: ignore[no-untyped-de
     return count
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def extract(old, new, shift, mask, top, table, gaps, widths, exponents, steps, heavy_exponents, heavy_steps):  # type: ignore[no-untyped-def]
     """Collect what is to be coded; returns the numbers of events on the line and of heavy elements.
 
@@ -103,7 +103,7 @@ def extract(old, new, shift, mask, top, table, gaps, widths, exponents, steps, h
     return events, heavy
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def encode_events(state, out, bits, gaps, widths, exponents, steps, heavy_exponents, heavy_steps):  # type: ignore[no-untyped-def]
     """Code what `extract` found; returns the number of bytes."""
     cap = U64(1) << U64(CAP_BITS)
@@ -129,7 +129,7 @@ def encode_events(state, out, bits, gaps, widths, exponents, steps, heavy_expone
     return finish(state, out)
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _encode_step(state, out, bits, exponent, step):  # type: ignore[no-untyped-def]
     sign_at = STEPS + exponent * STEP_BITS
     lengths_at = sign_at + 1
@@ -142,7 +142,7 @@ def _encode_step(state, out, bits, exponent, step):  # type: ignore[no-untyped-d
         encode_bit(state, out, bits, lengths_at + shorter, 1)
     encode_bit(state, out, bits, lengths_at + length, 0)
     leading_at = lengths_at + MAGNITUDE_BITS + length * LEADING
-    node = 1
+    node = I64(1)
     for place in range(length - 1, -1, -1):
         bit = I64((magnitude >> U64(place)) & U64(1))
         if node < LEADING:
@@ -152,7 +152,7 @@ def _encode_step(state, out, bits, exponent, step):  # type: ignore[no-untyped-d
             encode_uniform(state, out, bit, 1, 1)
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def decode_into(data, bits, old, new, shift, mask, top, table, events, state, heavy_at):  # type: ignore[no-untyped-def]
     """Write the changed elements of `new`, a copy of `old`; returns how it ended.
 
@@ -219,7 +219,7 @@ def decode_into(data, bits, old, new, shift, mask, top, table, events, state, he
     return OVERRUN if overrun(state, data) else DONE
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _decode_step(state, data, bits, exponent):  # type: ignore[no-untyped-def]
     """A step; 0 if its magnitude is longer than any word."""
     sign_at = STEPS + exponent * STEP_BITS
@@ -231,7 +231,7 @@ def _decode_step(state, data, bits, exponent):  # type: ignore[no-untyped-def]
         if length >= MAGNITUDE_BITS - 1:
             return I64(0)
     leading_at = lengths_at + MAGNITUDE_BITS + length * LEADING
-    magnitude, node = I64(1), 1
+    magnitude, node = I64(1), I64(1)
     for _ in range(length):
         if node < LEADING:
             bit = I64(decode_bit(state, data, bits, leading_at + node))

@@ -50,7 +50,7 @@ def encoder() -> State:
     return np.array([0, (1 << WINDOW_BITS) - 1, 0, 0, 0], dtype=np.uint64)
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _shift(state, out):  # type: ignore[no-untyped-def]
     """Move the topmost byte of the low end out, with a carry through the bytes that wait for one."""
     low = state[LOW]
@@ -74,7 +74,7 @@ def _shift(state, out):  # type: ignore[no-untyped-def]
     state[LOW] = (low & (RENORM - ONE)) << EIGHT
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def encode_bit(state, out, bits, at, bit):  # type: ignore[no-untyped-def]
     """Code one bit with the adaptive bit `bits[at]`, which learns from it."""
     entry = bits[at]
@@ -90,7 +90,7 @@ def encode_bit(state, out, bits, at, bit):  # type: ignore[no-untyped-def]
         state[RANGE] <<= EIGHT
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def encode_uniform(state, out, start, width, total_bits):  # type: ignore[no-untyped-def]
     """Code the part [start, start + width) of 2^total_bits."""
     unit = state[RANGE] >> U64(total_bits)
@@ -101,18 +101,20 @@ def encode_uniform(state, out, start, width, total_bits):  # type: ignore[no-unt
         state[RANGE] <<= EIGHT
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def finish(state, out):  # type: ignore[no-untyped-def]
     """Write what is left; returns the number of bytes."""
     for _ in range(TAIL_BYTES):
         _shift(state, out)
     length = state[AT]
-    while length > ZERO and out[length - ONE] == 0:  # a decoder reads zeros past the end
+    for _ in range(TAIL_BYTES):  # a decoder reads zeros past the end, but no more of them (see `overrun`)
+        if length == ZERO or out[length - ONE] != 0:
+            break
         length -= ONE
     return length
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def start(state, data):  # type: ignore[no-untyped-def]
     """Begin to decode."""
     state[RANGE] = FULL
@@ -122,7 +124,7 @@ def start(state, data):  # type: ignore[no-untyped-def]
         state[CODE] = (state[CODE] << EIGHT) | _next(state, data)
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def decode_bit(state, data, bits, at):  # type: ignore[no-untyped-def]
     """One bit by the adaptive bit `bits[at]`, which learns from it."""
     entry = bits[at]
@@ -141,13 +143,13 @@ def decode_bit(state, data, bits, at):  # type: ignore[no-untyped-def]
     return bit
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def decode_uniform(state, data, total_bits):  # type: ignore[no-untyped-def]
     """A point of the part that was coded, in [0, 2^total_bits); then tell `narrow` which part that was."""
     return min(state[CODE] // (state[RANGE] >> U64(total_bits)), (ONE << U64(total_bits)) - ONE)
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def narrow(state, data, start, width, total_bits):  # type: ignore[no-untyped-def]
     unit = state[RANGE] >> U64(total_bits)
     state[CODE] -= unit * U64(start)
@@ -157,20 +159,20 @@ def narrow(state, data, start, width, total_bits):  # type: ignore[no-untyped-de
         state[CODE] = (state[CODE] << EIGHT) | _next(state, data)
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def overrun(state, data):  # type: ignore[no-untyped-def]
     """Whether more was decoded than was coded. The window is read ahead, so its length is no sign of that."""
     return state[AT] > U64(len(data)) + U64(WINDOW_BITS // 8 + 1)
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _next(state, data):  # type: ignore[no-untyped-def]
     at = state[AT]
     state[AT] = at + ONE
     return U64(data[at]) if at < U64(len(data)) else ZERO
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _learnt(entry, bit):  # type: ignore[no-untyped-def]
     """An adaptive bit after one more symbol: it learns fast at first."""
     probability, seen = entry & np.uint32(0xFFFF), entry >> np.uint32(16)

@@ -1,0 +1,131 @@
+"""A version in host memory: made of an anchor's slices, or of an older version and what changed since.
+
+Keeps true
+- A version is whole or not there: what was decoded is kept aside until every slice of it has been verified.
+- A slice is decoded against the bytes that its publisher had, or refused: both digests are checked.
+- Memory is taken for the model's own tensors and for payloads that its manifest bounds, for nothing else.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from schemas.weights import ChunkRef, SliceRef, WeightChunk, WeightManifest
+from workers.weights import codec
+from workers.weights.codec import CodecError
+from workers.weights.layout import Box, Refusal, VersionRefused, box_of, check_chunk, digest_of
+from workers.weights.tensors import Matrix, empty, put, take, words_of
+
+Fetch = Callable[[list[ChunkRef]], Iterable[tuple[ChunkRef, WeightChunk]]]
+"""Hands out the chunk of every reference, in no order of slices. May raise VersionRefused."""
+
+
+class Stopped(Exception):
+    """The receiver was told to stop; what was fetched is thrown away."""
+
+
+@dataclass(slots=True)
+class Assembled:
+    """One version, or as much of it as the receiver wants."""
+
+    tensors: dict[str, Tensor]
+    """Whole in shape. Of a sharded receiver only the elements of wanted slices are set."""
+    digests: dict[tuple[str, Box], bytes] = field(default_factory=dict)
+    """Of the slices as its last manifest cut them."""
+    version: int = -1
+    bytes: int = 0
+    """Payload bytes that were fetched for it."""
+
+    def copy(self) -> "Assembled":
+        """One that can be changed: engines keep the tensors of a version that they serve."""
+        return Assembled({name: tensor.clone() for name, tensor in self.tensors.items()}, self.digests, self.version)
+
+    def words(self, name: str) -> Matrix:
+        return words_of(self.tensors[name])
+
+
+class Assembly:
+    """Builds versions one upon the other. `wanted` has the part of each tensor that is needed; None is everything."""
+
+    def __init__(self, start: Assembled | None, wanted: Mapping[str, Box] | None) -> None:
+        self.done = start.copy() if start is not None else Assembled({})
+        self._wanted = wanted
+
+    def add(self, manifest: WeightManifest, fetch: Fetch) -> None:
+        """Go on to the version of a checked manifest.
+
+        Raises VersionRefused, and whatever `fetch` raises; then `done` is as it was.
+        """
+        if manifest.base_version not in (None, self.done.version):
+            raise VersionRefused(Refusal.WRONG_BASE, f"it builds on version {manifest.base_version}")
+        base = self.done if manifest.base_version is not None else self._begin(manifest)
+        names = [spec.name for spec in manifest.tensors]
+        pieces = [(names[piece.tensor], piece) for piece in manifest.slices if self._wants(piece, names)]
+        changed = [(name, piece) for name, piece in pieces if piece.chunks]
+        for name, piece in pieces:
+            if manifest.base_version is not None:
+                _check_base(base, name, piece)
+        decoded: dict[tuple[str, Box], Matrix] = {}
+        for name, piece, payload in _gather(changed, fetch, manifest):
+            decoded[name, box_of(piece)] = _decode(base, name, piece, payload, manifest)
+        if len(decoded) < len(changed):
+            raise VersionRefused(Refusal.MISSING_CHUNK, f"{len(changed) - len(decoded)} slices did not come whole")
+        words = {name: base.words(name) for name in base.tensors}
+        for (name, box), flat in decoded.items():
+            put(words[name], box, flat)
+        base.digests = {(name, box_of(piece)): piece.digest for name, piece in pieces}
+        base.version = manifest.version
+        base.bytes += sum(chunk.bytes for _, piece in changed for chunk in piece.chunks)
+        self.done = base
+
+    def _begin(self, manifest: WeightManifest) -> Assembled:
+        wanted = {spec.name: spec for spec in manifest.tensors if self._wanted is None or spec.name in self._wanted}
+        return Assembled({name: empty(spec) for name, spec in wanted.items()}, bytes=self.done.bytes)
+
+    def _wants(self, piece: SliceRef, names: Sequence[str]) -> bool:
+        if self._wanted is None:
+            return True
+        wanted = self._wanted.get(names[piece.tensor])
+        return wanted is not None and wanted.meets(box_of(piece))
+
+
+def _check_base(base: Assembled, name: str, piece: SliceRef) -> None:
+    box = box_of(piece)
+    have = base.digests.get((name, box))
+    if have is None:  # the publisher cuts in another way than before
+        have = digest_of(take(base.words(name), box).data)
+    if have != piece.base_digest:
+        raise VersionRefused(Refusal.WRONG_BASE, f"{name} is not what version {base.version} was built on")
+
+
+def _decode(base: Assembled, name: str, piece: SliceRef, payload: bytes, manifest: WeightManifest) -> Matrix:
+    old = take(base.words(name), box_of(piece))
+    try:
+        new = codec.decode(old, payload, manifest.tensors[piece.tensor].dtype)
+    except CodecError as error:
+        raise VersionRefused(Refusal.WRONG_CHUNK, f"a slice of {name} does not decode: {error}") from None
+    if digest_of(new.data) != piece.digest:
+        raise VersionRefused(Refusal.WRONG_DIGEST, f"a slice of {name} is not what was published")
+    return new
+
+
+def _gather(
+    pieces: list[tuple[str, SliceRef]], fetch: Fetch, manifest: WeightManifest
+) -> Iterable[tuple[str, SliceRef, bytes]]:
+    """Each slice with its payload, as soon as its last chunk has come."""
+    owner = {
+        (chunk.partition, chunk.offset): (number, part)
+        for number, (_, piece) in enumerate(pieces)
+        for part, chunk in enumerate(piece.chunks)
+    }
+    parts: dict[int, dict[int, bytes]] = {}
+    for ref, chunk in fetch([chunk for _, piece in pieces for chunk in piece.chunks]):
+        number, part = owner[ref.partition, ref.offset]
+        name, piece = pieces[number]
+        check_chunk(chunk, ref, name, manifest)
+        have = parts.setdefault(number, {})
+        have[part] = chunk.payload
+        if len(have) == len(piece.chunks):
+            del parts[number]
+            yield name, piece, b"".join(have[index] for index in range(len(have)))

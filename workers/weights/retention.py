@@ -1,0 +1,60 @@
+"""Chunks that no version needs any more are deleted from the log.
+
+Keeps true: whatever a version from a model's last anchor but one on can need stays, for every model on the topic; a
+receiver that is in the middle of the older chain finishes it.
+"""
+
+from collections import defaultdict
+
+import structlog
+from confluent_kafka import KafkaException, TopicPartition
+
+from schemas.weights import WeightManifest
+from topics.admin import reach
+from topics.catalog import CHUNKS, MANIFESTS
+from topics.log import read_back
+from topics.settings import BusSettings
+
+ANCHORS_KEPT = 2
+"""Of each model: the newest, and the one before it."""
+
+log = structlog.get_logger("weights")
+
+
+def release_chunks(settings: BusSettings) -> dict[int, int]:
+    """Delete what lies before the first chunk that is still needed; returns that offset by partition.
+
+    A broker that does not allow it is a warning: its own retention deletes them later. Raises BusError.
+    """
+    manifests: dict[str, list[WeightManifest]] = defaultdict(list)
+    for envelope in read_back(settings, {(MANIFESTS, 0): 0}, client_id="rose-weights"):
+        if isinstance(envelope.record, WeightManifest):
+            manifests[envelope.record.model_id].append(envelope.record)
+    needed = first_needed([manifest for found in manifests.values() for manifest in live(found)])
+    if needed:
+        name = settings.topic(CHUNKS)
+        places = [TopicPartition(name, partition, offset) for partition, offset in needed.items()]
+        admin = reach(settings)
+        try:
+            for deleted in admin.delete_records(places).values():
+                deleted.result()
+        except KafkaException as error:
+            log.warning("chunks not deleted", reason=error.args[0].str())
+    return needed
+
+
+def live(manifests: list[WeightManifest]) -> list[WeightManifest]:
+    """Those of one model that can still be needed."""
+    anchors = sorted(manifest.version for manifest in manifests if manifest.base_version is None)
+    oldest = anchors[-ANCHORS_KEPT:][0] if anchors else 0
+    return [manifest for manifest in manifests if manifest.version >= oldest]
+
+
+def first_needed(manifests: list[WeightManifest]) -> dict[int, int]:
+    """The lowest offset that any of them names, by partition."""
+    needed: dict[int, int] = {}
+    for manifest in manifests:
+        for piece in manifest.slices:
+            for chunk in piece.chunks:
+                needed[chunk.partition] = min(chunk.offset, needed.get(chunk.partition, chunk.offset))
+    return needed
