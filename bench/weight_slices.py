@@ -8,14 +8,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench.peer_codecs import PEERS, Codec, Words
 from bench.weight_deltas import Version
 from workers.weights.codec import decode, encode
-
-SLICE_ELEMENTS = 1 << 20
-"""Most elements of a slice; it holds whole rows."""
+from workers.weights.layout import cut, matrix, whole
 
 DTYPE = "bfloat16"
 
@@ -39,11 +36,7 @@ def tensors(old: Version, new: Version) -> Iterator[tuple[Words, Words]]:
 def slices(old: Version, new: Version) -> Iterator[tuple[Words, Words]]:
     """Each slice of each tensor as flat (old, new) words."""
     for name, before in old.items():
-        for rows in _row_slices(before):
-            yield before[rows].reshape(-1), new[name][rows].reshape(-1)
-
-
-def _row_slices(tensor: NDArray[np.uint16]) -> Iterator[slice]:
-    step = max(1, SLICE_ELEMENTS * len(tensor) // tensor.size)
-    for start in range(0, len(tensor), step):
-        yield slice(start, start + step)
+        shape = matrix(before.shape)
+        for box in cut(whole(shape)):
+            rows = slice(box.row_start, box.row_start + box.rows)
+            yield before.reshape(shape)[rows].reshape(-1), new[name].reshape(shape)[rows].reshape(-1)
