@@ -1,0 +1,391 @@
+"""Versions in host memory: exact over any chain, whole or not there, and no more fetched than is wanted."""
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.weights import ChunkRef, WeightChunk, WeightManifest
+from tests.unit.weights_world import (
+    Shelf,
+    Tensors,
+    changed,
+    part,
+    random_tensors,
+    same_bits,
+    with_slice,
+)
+from workers.weights import layout
+from workers.weights.assembly import Assembled, Assembly
+from workers.weights.layout import Box, Refusal, VersionRefused, box_of, check_manifest, digest_of, matrix
+from workers.weights.tensors import TORCH_DTYPES
+
+SHAPES = st.dictionaries(
+    st.sampled_from("abcd"), st.lists(st.integers(0, 12), max_size=3).map(tuple), min_size=1, max_size=3
+)
+DTYPE = st.sampled_from(sorted(TORCH_DTYPES))
+SEED = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_slices() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "SLICE_ELEMENTS", 16)
+        yield
+
+
+def places(manifest: WeightManifest) -> list[tuple[int, int]]:
+    return [(ref.partition, ref.offset) for piece in manifest.slices for ref in piece.chunks]
+
+
+@settings(deadline=None)
+@given(SHAPES, DTYPE, SEED, st.data())
+def test_versions_are_exact_over_any_chain_of_anchors_and_deltas(
+    shapes: dict[str, tuple[int, ...]], dtype: str, seed: int, data: st.DataObject
+) -> None:
+    """Also where a publisher cuts in another way than for the version before."""
+    random = np.random.default_rng(seed)
+    shelf, assembly = Shelf(), Assembly(None, None)
+    tensors = random_tensors(shapes, TORCH_DTYPES[dtype], random)
+    fetched = 0
+    for version in range(data.draw(st.integers(1, 6))):
+        new = changed(tensors, data.draw(st.sampled_from([0.0, 0.05, 1.0])), random)
+        anchor = version == 0 or data.draw(st.booleans())
+        manifest = shelf.store(
+            new,
+            version,
+            base=None if anchor else tensors,
+            base_version=version - 1,
+            column_parts=data.draw(st.integers(1, 3)),
+            chunk_bytes=data.draw(st.sampled_from([7, 1000])),
+        )
+        check_manifest(manifest, shapes)
+        assembly.add(manifest, shelf.fetch)
+        tensors = new
+        fetched += manifest.payload_bytes
+        assert same_bits(assembly.done.tensors, tensors)
+        assert (assembly.done.version, assembly.done.bytes) == (version, fetched)
+        assert assembly.done.digests.keys() == {
+            (manifest.tensors[piece.tensor].name, box_of(piece)) for piece in manifest.slices
+        }
+
+
+@settings(deadline=None)
+@given(SHAPES, DTYPE, SEED, st.booleans())
+def test_the_tensors_of_an_earlier_version_are_never_written_to_again(
+    shapes: dict[str, tuple[int, ...]], dtype: str, seed: int, anchor: bool
+) -> None:
+    random = np.random.default_rng(seed)
+    shelf = Shelf()
+    first = random_tensors(shapes, TORCH_DTYPES[dtype], random)
+    assembly = Assembly(None, None)
+    assembly.add(shelf.store(first, 1), shelf.fetch)
+    served = assembly.done
+    second, third = changed(first, 1.0, random), changed(first, 0.5, random)
+    later = Assembly(served, None)
+    later.add(shelf.store(second, 2, base=None if anchor else first, base_version=1), shelf.fetch)
+    later.add(shelf.store(third, 3, base=second, base_version=2), shelf.fetch)
+    assert served.version == 1
+    assert same_bits(served.tensors, first)
+    assert same_bits(later.done.tensors, third)
+    assert set(served.digests.values()) == {piece.digest for piece in Shelf().store(first, 1).slices}
+
+
+@pytest.mark.parametrize("repeat", [1, 3])
+def test_a_chunk_that_comes_more_than_once_or_in_any_order_changes_nothing(repeat: int) -> None:
+    random = np.random.default_rng(4)
+    shelf = Shelf()
+    tensors = random_tensors({"a": (8, 8), "b": (5,)}, torch.bfloat16, random)
+    manifest = shelf.store(tensors, 1, chunk_bytes=10)
+    assembly = Assembly(None, None)
+    assembly.add(manifest, lambda refs: reversed(list(shelf.fetch(refs)) * repeat))
+    assert same_bits(assembly.done.tensors, tensors)
+
+
+class World:
+    """Version 1, and a version 2 of many chunks that is an anchor or builds on 1; a receiver that has version 1."""
+
+    def __init__(self, *, anchor: bool) -> None:
+        random = np.random.default_rng(9)
+        self.shelf = Shelf()
+        self.first = random_tensors({"a": (6, 16), "b": (3, 7)}, torch.bfloat16, random)
+        self.second = changed(self.first, 1.0, random)
+        one = self.shelf.store(self.first, 1)
+        base = None if anchor else self.first
+        self.manifest = self.shelf.store(self.second, 2, base=base, base_version=1, chunk_bytes=12)
+        assert all(len(piece.chunks) > 1 for piece in self.manifest.slices)
+        self.assembly = Assembly(None, None)
+        self.assembly.add(one, self.shelf.fetch)
+
+    def payload(self, number: int, payload: bytes, *, told: bool) -> WeightManifest:
+        """One chunk with another payload; if `told` the manifest says so."""
+        place = places(self.manifest)[number]
+        self.shelf.chunks[place] = msgspec.structs.replace(self.shelf.chunks[place], payload=payload)
+        if not told:
+            return self.manifest
+        first, *rest = self.manifest.slices[0].chunks
+        ref = msgspec.structs.replace(first, bytes=len(payload), digest=digest_of(payload))
+        return with_slice(self.manifest, 0, chunks=(ref, *rest))
+
+    def chunk(self, number: int) -> WeightChunk:
+        return self.shelf.chunks[places(self.manifest)[number]]
+
+    def put(self, number: int, chunk: WeightChunk) -> WeightManifest:
+        self.shelf.chunks[places(self.manifest)[number]] = chunk
+        return self.manifest
+
+
+def wrong_base_version(world: World) -> WeightManifest:
+    return msgspec.structs.replace(world.manifest, base_version=0)
+
+
+def other_base(world: World) -> WeightManifest:
+    return with_slice(world.manifest, 1, base_digest=bytes(15) + b"x")
+
+
+def flipped_bit(world: World) -> WeightManifest:
+    payload = bytearray(world.chunk(2).payload)
+    payload[3] ^= 16
+    return world.payload(2, bytes(payload), told=False)
+
+
+def truncated(world: World) -> WeightManifest:
+    return world.payload(1, world.chunk(1).payload[:-1], told=False)
+
+
+def lengthened(world: World) -> WeightManifest:
+    return world.payload(1, world.chunk(1).payload + b"x", told=False)
+
+
+def swapped_chunks(world: World) -> WeightManifest:
+    one, other = world.chunk(0), world.chunk(1)
+    world.put(0, other)
+    return world.put(1, one)
+
+
+def swapped_references(world: World) -> WeightManifest:
+    """Every chunk is what its reference says, and they are in the wrong order."""
+    first, second, *rest = world.manifest.slices[0].chunks
+    return with_slice(world.manifest, 0, chunks=(second, first, *rest))
+
+
+def swapped_slices(world: World) -> WeightManifest:
+    one, other = world.manifest.slices[0], world.manifest.slices[1]
+    return with_slice(with_slice(world.manifest, 0, chunks=other.chunks), 1, chunks=one.chunks)
+
+
+def duplicated_chunk(world: World) -> WeightManifest:
+    return world.put(1, world.chunk(0))
+
+
+def of_another_tensor(world: World) -> WeightManifest:
+    return world.put(0, world.chunk(-1))
+
+
+def of_another_version(world: World) -> WeightManifest:
+    return world.put(0, msgspec.structs.replace(world.chunk(0), version=1))
+
+
+def of_another_model(world: World) -> WeightManifest:
+    return world.put(0, msgspec.structs.replace(world.chunk(0), model_id="other"))
+
+
+def no_payload_of_the_codec(world: World) -> WeightManifest:
+    return world.payload(0, b"\x07" + world.chunk(0).payload[1:], told=True)
+
+
+def dense_of_the_wrong_size(world: World) -> WeightManifest:
+    return world.payload(0, b"\x00" + world.chunk(0).payload[1:-1], told=True)
+
+
+def other_words(world: World) -> WeightManifest:
+    """All is as it says, but not what the slice was said to become."""
+    return with_slice(world.manifest, 0, digest=bytes(16))
+
+
+def last_slice_is_other_words(world: World) -> WeightManifest:
+    return with_slice(world.manifest, len(world.manifest.slices) - 1, digest=bytes(16))
+
+
+REFUSED: list[tuple[Callable[[World], WeightManifest], set[Refusal]]] = [
+    (wrong_base_version, {Refusal.WRONG_BASE}),
+    (other_base, {Refusal.WRONG_BASE}),
+    (flipped_bit, {Refusal.WRONG_DIGEST}),
+    (truncated, {Refusal.WRONG_CHUNK}),
+    (lengthened, {Refusal.WRONG_CHUNK}),
+    (swapped_chunks, {Refusal.WRONG_CHUNK, Refusal.WRONG_DIGEST}),
+    (swapped_references, {Refusal.WRONG_CHUNK, Refusal.WRONG_DIGEST}),
+    (swapped_slices, {Refusal.WRONG_CHUNK, Refusal.WRONG_DIGEST}),
+    (duplicated_chunk, {Refusal.WRONG_CHUNK, Refusal.WRONG_DIGEST}),
+    (of_another_tensor, {Refusal.WRONG_CHUNK}),
+    (of_another_version, {Refusal.WRONG_CHUNK}),
+    (of_another_model, {Refusal.WRONG_CHUNK}),
+    (no_payload_of_the_codec, {Refusal.WRONG_CHUNK}),
+    (dense_of_the_wrong_size, {Refusal.WRONG_CHUNK}),
+    (other_words, {Refusal.WRONG_DIGEST}),
+    (last_slice_is_other_words, {Refusal.WRONG_DIGEST}),
+]
+OF_DELTAS = {wrong_base_version, other_base}
+"""What an anchor does not look at."""
+
+
+def assert_as_it_was(world: World, before: Assembled, digests: dict[tuple[str, Box], bytes], fetched: int) -> None:
+    done = world.assembly.done
+    assert done is before
+    assert same_bits(done.tensors, world.first)
+    assert (done.version, done.bytes, done.digests) == (1, fetched, digests)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "refusals", "anchor"),
+    [
+        pytest.param(tamper, refusals, anchor, id=f"{tamper.__name__}, {'anchor' if anchor else 'delta'}")
+        for tamper, refusals in REFUSED
+        for anchor in (False, True)
+        if not (anchor and tamper in OF_DELTAS)
+    ],
+)
+def test_a_refused_version_leaves_what_was_done_as_it_was(
+    tamper: Callable[[World], WeightManifest], refusals: set[Refusal], anchor: bool
+) -> None:
+    world = World(anchor=anchor)
+    before, digests, fetched = world.assembly.done, dict(world.assembly.done.digests), world.assembly.done.bytes
+    chunks = dict(world.shelf.chunks)
+    with pytest.raises(VersionRefused) as refused:
+        world.assembly.add(tamper(world), world.shelf.fetch)
+    assert refused.value.refusal in refusals
+    assert_as_it_was(world, before, digests, fetched)
+    world.shelf.chunks = chunks
+    world.assembly.add(world.manifest, world.shelf.fetch)
+    assert same_bits(world.assembly.done.tensors, world.second)
+
+
+@pytest.mark.parametrize("anchor", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("says", [True, False])
+def test_a_version_of_which_chunks_are_missing_leaves_what_was_done_as_it_was(
+    anchor: bool, share: float, says: bool
+) -> None:
+    """Whether the fetch says so or just ends."""
+    world = World(anchor=anchor)
+    before, digests, fetched = world.assembly.done, dict(world.assembly.done.digests), world.assembly.done.bytes
+
+    def fetch(refs: list[ChunkRef]) -> Iterator[tuple[ChunkRef, WeightChunk]]:
+        there = list(world.shelf.fetch(refs))
+        yield from there[: int(share * len(there))]
+        if says:
+            raise VersionRefused(Refusal.MISSING_CHUNK, "some")
+
+    with pytest.raises(VersionRefused) as refused:
+        world.assembly.add(world.manifest, fetch)
+    assert refused.value.refusal is Refusal.MISSING_CHUNK
+    assert_as_it_was(world, before, digests, fetched)
+
+
+class LinkDown(Exception):
+    """What a fetch may raise."""
+
+
+@pytest.mark.parametrize("anchor", [False, True])
+def test_what_a_fetch_raises_comes_out_and_leaves_what_was_done_as_it_was(anchor: bool) -> None:
+    world = World(anchor=anchor)
+    before, digests, fetched = world.assembly.done, dict(world.assembly.done.digests), world.assembly.done.bytes
+
+    def fetch(refs: list[ChunkRef]) -> Iterator[tuple[ChunkRef, WeightChunk]]:
+        yield from list(world.shelf.fetch(refs))[:5]
+        raise LinkDown
+
+    with pytest.raises(LinkDown):
+        world.assembly.add(world.manifest, fetch)
+    assert_as_it_was(world, before, digests, fetched)
+
+
+def test_a_delta_needs_the_version_and_the_bytes_that_it_builds_on() -> None:
+    world = World(anchor=False)
+    with pytest.raises(VersionRefused) as refused:
+        Assembly(None, None).add(world.manifest, world.shelf.fetch)
+    assert refused.value.refusal is Refusal.WRONG_BASE
+    other = Assembly(None, None)
+    other.add(world.shelf.store(world.second, 1), world.shelf.fetch)
+    with pytest.raises(VersionRefused) as refused:
+        other.add(world.manifest, world.shelf.fetch)
+    assert refused.value.refusal is Refusal.WRONG_BASE
+    assert same_bits(other.done.tensors, world.second)
+
+
+def test_a_version_is_not_taken_twice() -> None:
+    world = World(anchor=False)
+    world.assembly.add(world.manifest, world.shelf.fetch)
+    with pytest.raises(VersionRefused) as refused:
+        world.assembly.add(world.manifest, world.shelf.fetch)
+    assert refused.value.refusal is Refusal.WRONG_BASE
+    assert same_bits(world.assembly.done.tensors, world.second)
+
+
+@settings(deadline=None)
+@given(SHAPES, DTYPE, SEED, st.data())
+def test_a_shard_fetches_what_meets_it_alone_and_has_it_exactly(
+    shapes: dict[str, tuple[int, ...]], dtype: str, seed: int, data: st.DataObject
+) -> None:
+    random = np.random.default_rng(seed)
+    parts = data.draw(st.integers(1, 4))
+    wanted = {name: data.draw(boxes_in(shape)) for name, shape in shapes.items() if data.draw(st.booleans())}
+    shelf, assembly = Shelf(), Assembly(None, wanted)
+    tensors: Tensors = random_tensors(shapes, TORCH_DTYPES[dtype], random)
+    for version in range(4):
+        new = changed(tensors, data.draw(st.sampled_from([0.0, 0.05, 1.0])), random)
+        base = tensors if version % 3 else None
+        manifest = shelf.store(new, version, base=base, base_version=version - 1, column_parts=parts, chunk_bytes=30)
+        tensors = new
+        shelf.fetched = []
+        assembly.add(manifest, shelf.fetch)
+        assert sorted((ref.partition, ref.offset) for ref in shelf.fetched) == sorted(
+            (ref.partition, ref.offset)
+            for piece in manifest.slices
+            for ref in piece.chunks
+            if (box := wanted.get(manifest.tensors[piece.tensor].name)) is not None and box.meets(box_of(piece))
+        )
+        assert assembly.done.tensors.keys() == wanted.keys()
+        for name, box in wanted.items():
+            assert assembly.done.tensors[name].shape == tensors[name].shape
+            assert np.array_equal(part(assembly.done.tensors[name], box), part(tensors[name], box))
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    rows, columns = matrix(shape)
+    row, column = draw(st.integers(0, rows)), draw(st.integers(0, columns))
+    return Box(row, draw(st.integers(0, rows - row)), column, draw(st.integers(0, columns - column)))
+
+
+def test_slices_that_are_as_they_were_cost_no_chunk() -> None:
+    shelf, assembly = Shelf(), Assembly(None, None)
+    tensors = random_tensors({"a": (8, 16), "b": (4, 16)}, torch.float32, np.random.default_rng(2))
+    assembly.add(shelf.store(tensors, 1), shelf.fetch)
+    new = {name: tensor.clone() for name, tensor in tensors.items()}
+    new["a"][3, 5] = 1.0
+    manifest = shelf.store(new, 2, base=tensors, base_version=1)
+    shelf.fetched = []
+    assembly.add(manifest, shelf.fetch)
+    (piece,) = [piece for piece in manifest.slices if piece.chunks]
+    assert piece.row_start == 3
+    assert len(manifest.slices) == 12
+    assert shelf.fetched == list(piece.chunks)
+    assert same_bits(assembly.done.tensors, new)
+    same = shelf.store(new, 3, base=new, base_version=2)
+    assert same.payload_bytes == 0
+    assembly.add(same, shelf.fetch)
+    assert shelf.fetched == list(piece.chunks)
+    assert assembly.done.version == 3
+
+
+def test_what_was_fetched_is_counted_over_the_versions_of_one_assembly() -> None:
+    world = World(anchor=True)
+    before = world.assembly.done.bytes
+    world.assembly.add(world.manifest, world.shelf.fetch)
+    assert world.assembly.done.bytes == before + world.manifest.payload_bytes
+    assert Assembly(world.assembly.done, None).done.bytes == 0

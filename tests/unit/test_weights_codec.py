@@ -1,0 +1,408 @@
+"""The weight codec: bit-exact for any bits, never larger than dense, and nothing but CodecError for any bytes."""
+
+import secrets
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from workers.weights import codec
+from workers.weights.codec import BYTES_AN_ELEMENT, FORMATS, CodecError, decode, dense, encode, hazard
+from workers.weights.codec import range_coder as coder
+from workers.weights.codec.kernels import ADAPTIVE_BITS
+
+Words = NDArray[Any]
+DTYPES = sorted(FORMATS)
+
+FIXED_BYTES = 4 * ADAPTIVE_BITS + 64 * 1024
+"""What decoding takes whatever the size: adaptive bits and tables."""
+
+DECODE_BYTES_AN_ELEMENT = 12
+"""The new words and the places of heavy elements."""
+
+FUZZED = 24_000
+FUZZ_ROUND = 200
+
+
+def special_words(dtype: str) -> list[int]:
+    """Zeros, subnormals, ones, largest numbers, infinities and NaNs of either sign."""
+    form = FORMATS[dtype]
+    infinity = form.exponent_mask << form.mantissa_bits
+    one = (form.exponent_mask >> 1) << form.mantissa_bits
+    positive = [0, 1, (1 << form.mantissa_bits) - 1, one, infinity - 1, infinity, infinity + 1, int(form.top) - 1]
+    return [*positive, *(word | int(form.top) for word in positive)]
+
+
+def old_words(kind: str, dtype: str, size: int, random: np.random.Generator) -> Words:
+    form = FORMATS[dtype]
+    bits = 8 * np.dtype(form.word).itemsize
+    noise = random.integers(0, 1 << bits, size, dtype=form.word)
+    if kind == "noise":
+        return noise
+    if kind == "specials":
+        return random.choice(np.array(special_words(dtype), dtype=form.word), size)
+    mantissas = noise & form.word((1 << form.mantissa_bits) - 1)
+    if kind == "one exponent":
+        return mantissas | form.word((form.exponent_mask >> 1) << form.mantissa_bits)
+    if kind == "stripes":  # what the codec samples to learn about exponents is not what the slice is like
+        exponents: Words = (np.arange(size) % codec.SAMPLING + 3) << form.mantissa_bits
+        striped: Words = mantissas | exponents.astype(form.word)
+        return striped
+    weights = (random.standard_normal(size) * 0.02).astype(np.float16 if dtype == "float16" else np.float32)
+    words: Words = weights.view(np.uint32) >> np.uint32(16) if dtype == "bfloat16" else weights.view(form.word)
+    return words.astype(form.word)
+
+
+def new_words(old: Words, where: str, how: str, dtype: str, random: np.random.Generator) -> Words:
+    form = FORMATS[dtype]
+    size = len(old)
+    at = {
+        "nowhere": np.zeros(size, dtype=bool),
+        "in few places": random.random(size) < 0.01,
+        "here and there": random.random(size) < 0.2,
+        "everywhere": np.ones(size, dtype=bool),
+        "in front": np.arange(size) < size // 4,
+        "at the end": np.arange(size) >= size - 2,
+    }[where]
+    new = old.copy()
+    count = int(at.sum())
+    if how == "by an ulp":
+        new[at] += random.choice(np.array([1, np.iinfo(form.word).max], dtype=form.word), count)
+    elif how == "to noise":
+        new[at] = random.integers(0, np.iinfo(form.word).max, count, dtype=form.word, endpoint=True)
+    elif how == "to specials":
+        new[at] = random.choice(np.array(special_words(dtype), dtype=form.word), count)
+    else:
+        new[at] ^= form.word(form.top)
+    return new
+
+
+PAIRS = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(DTYPES),
+        "kind": st.sampled_from(["noise", "specials", "one exponent", "stripes", "weights"]),
+        "where": st.sampled_from(
+            ["nowhere", "in few places", "here and there", "everywhere", "in front", "at the end"]
+        ),
+        "how": st.sampled_from(["by an ulp", "to noise", "to specials", "to the other sign"]),
+        "size": st.one_of(st.integers(0, 20), st.integers(0, 5000)),
+        "seed": st.integers(0, 2**32 - 1),
+    }
+)
+
+
+def pair_of(drawn: dict[str, Any]) -> tuple[Words, Words, str]:
+    random = np.random.default_rng(drawn["seed"])
+    old = old_words(drawn["kind"], drawn["dtype"], drawn["size"], random)
+    return old, new_words(old, drawn["where"], drawn["how"], drawn["dtype"], random), drawn["dtype"]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(PAIRS)
+def test_what_was_encoded_comes_back_bit_for_bit_and_is_never_larger_than_dense(drawn: dict[str, Any]) -> None:
+    old, new, dtype = pair_of(drawn)
+    olds, news = old.tobytes(), new.tobytes()
+    payload = encode(old, new, dtype)
+    assert len(payload) <= len(dense(new)) == 1 + new.nbytes
+    back = decode(old, payload, dtype)
+    assert back.dtype == old.dtype
+    assert back.tobytes() == news == new.tobytes()
+    assert old.tobytes() == olds
+    assert not np.shares_memory(back, old)
+
+
+@settings(max_examples=600, deadline=None)
+@given(PAIRS)
+def test_a_delta_is_exact_even_where_dense_is_smaller_and_fits_what_was_set_aside_for_it(drawn: dict[str, Any]) -> None:
+    old, new, dtype = pair_of(drawn)
+    form = FORMATS[dtype]
+    payload = codec._encode_delta(old, new, form)
+    assert decode(old, payload, dtype).tobytes() == new.tobytes()
+    _, _, first, more = codec._HEAD.unpack_from(payload)
+    codes = np.zeros(hazard.EXPONENTS, dtype=np.uint8)
+    head = codec._HEAD.size + more + 1
+    codes[first : first + more + 1] = np.frombuffer(payload[codec._HEAD.size : head], dtype=np.uint8)
+    exponents = (old >> form.word(form.mantissa_bits)) & form.word(form.exponent_mask)
+    coded = int(((codes[exponents] == hazard.HEAVY_CODE) | (old != new)).sum())
+    assert len(payload) - head <= 64 + BYTES_AN_ELEMENT * coded
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1)), max_size=40), st.data())
+def test_any_few_words_come_back(pairs: list[tuple[int, int]], data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(["bfloat16", "float16"]))
+    old = np.array([pair[0] for pair in pairs], dtype=np.uint16)
+    new = np.array([pair[1] for pair in pairs], dtype=np.uint16)
+    assert decode(old, codec._encode_delta(old, new, FORMATS[dtype]), dtype).tobytes() == new.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kind_of_number_becomes_every_other(dtype: str) -> None:
+    words = np.array(special_words(dtype), dtype=FORMATS[dtype].word)
+    old, new = np.repeat(words, len(words)), np.tile(words, len(words))
+    assert decode(old, encode(old, new, dtype), dtype).tobytes() == new.tobytes()
+    assert decode(old, codec._encode_delta(old, new, FORMATS[dtype]), dtype).tobytes() == new.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("changed", [slice(0, 3000), slice(-3000, None), slice(400_000, 400_001)])
+def test_a_long_stretch_without_changes_is_exact_and_nearly_free(dtype: str, changed: slice) -> None:
+    """All weights have one exponent, and the changes lie together: what follows them codes to zero bytes alone."""
+    old = old_words("one exponent", dtype, 1_000_000, np.random.default_rng(1))
+    for more in (0, 100_000):
+        new = old.copy()
+        new[changed] += FORMATS[dtype].word(1)
+        new[:more] += FORMATS[dtype].word(1)
+        payload = encode(old, new, dtype)
+        assert decode(old, payload, dtype).tobytes() == new.tobytes()
+        assert len(payload) < 6000
+
+
+@pytest.mark.parametrize("share", [0.0003, 0.003, 0.03])
+def test_few_changes_cost_about_their_entropy(share: float) -> None:
+    random = np.random.default_rng(5)
+    old = old_words("weights", "bfloat16", 1 << 19, random)
+    new = old.copy()
+    at = np.flatnonzero(random.random(len(old)) < share)
+    new[at] += random.choice(np.array([1, 0xFFFF], dtype=np.uint16), len(at))
+    chance = len(at) / len(old)
+    places = -len(old) * (chance * np.log2(chance) + (1 - chance) * np.log2(1 - chance))
+    floor_bytes = (places + len(at)) / 8
+    payload = encode(old, new, "bfloat16")
+    assert decode(old, payload, "bfloat16").tobytes() == new.tobytes()
+    assert len(payload) <= 1.15 * floor_bytes + 64
+
+
+def test_a_slice_that_is_as_it_was_costs_its_head() -> None:
+    old = old_words("weights", "bfloat16", 100_000, np.random.default_rng(5))
+    assert len(encode(old, old, "bfloat16")) < 16
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\x00",
+        b"\x00" + bytes(7),
+        b"\x00" + bytes(9),
+        b"\x01",
+        b"\x01" + bytes(6),
+        b"\x02" + bytes(8),
+        codec._HEAD.pack(codec.DELTA, 5, 0, 0) + b"\xff",
+        codec._HEAD.pack(codec.DELTA, 2**32 - 1, 0, 0) + b"\xff",
+        codec._HEAD.pack(codec.DELTA, 0, 1, 255) + bytes(256),
+        codec._HEAD.pack(codec.DELTA, 0, 255, 1) + bytes(2),
+        codec._HEAD.pack(codec.DELTA, 0, 0, 9) + bytes(9),
+        codec._HEAD.pack(codec.DELTA, 0, 0, 0) + b"\xfe",
+        codec._HEAD.pack(codec.DELTA, 1, 0, 0) + b"\x00",
+    ],
+)
+def test_no_payload_of_four_words_is_a_codec_error(payload: bytes) -> None:
+    old = np.arange(4, dtype=np.uint16)
+    with pytest.raises(CodecError):
+        decode(old, payload, "bfloat16")
+    assert old.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["weights", "one exponent", "noise"])
+def test_a_payload_that_lacks_much_of_its_end_is_refused_or_decodes_to_something_else(kind: str, dtype: str) -> None:
+    random = np.random.default_rng(3)
+    old = old_words(kind, dtype, 4000, random)
+    new = new_words(old, "here and there", "by an ulp", dtype, random)
+    payload = encode(old, new, dtype)
+    for length in range(0, len(payload) - 2 * coder.TAIL_BYTES, 7):
+        with suppress(CodecError):
+            assert decode(old, payload[:length], dtype).tobytes() != new.tobytes()
+
+
+def true_payload(random: np.random.Generator) -> tuple[Words, bytes, str]:
+    dtype = str(random.choice(DTYPES))
+    kind = str(random.choice(["noise", "specials", "one exponent", "stripes", "weights"]))
+    old = old_words(kind, dtype, int(random.integers(0, 3000)), random)
+    where = str(random.choice(["in few places", "here and there", "everywhere", "in front"]))
+    new = new_words(old, where, str(random.choice(["by an ulp", "to noise"])), dtype, random)
+    form = FORMATS[dtype]
+    return old, dense(new) if random.random() < 0.05 else codec._encode_delta(old, new, form), dtype
+
+
+def malformed(payload: bytes, other: bytes, random: np.random.Generator) -> Iterator[bytes]:
+    """Without end: what a log, an attacker or a bug may make of a payload."""
+    head = codec._HEAD.size
+    while True:
+        way = random.integers(8)
+        length = int(random.integers(0, len(payload) + 1))
+        if way == 0:
+            yield random.bytes(int(random.integers(0, 400)))
+        elif way == 1:
+            yield payload[:length]
+        elif way == 2:
+            flipped = bytearray(payload)
+            for _ in range(int(random.integers(1, 4))):
+                flipped[int(random.integers(len(flipped)))] ^= 1 << int(random.integers(8))
+            yield bytes(flipped)
+        elif way == 3:
+            yield other[: head + int(random.integers(60))] + payload[length:]
+        elif way == 4:  # any count of events, any exponents
+            counts = [0, 1, 3000, 2**16, 2**31, 2**32 - 1, int(random.integers(3000))]
+            first, more = int(random.integers(256)), int(random.integers(256))
+            yield codec._HEAD.pack(codec.DELTA, int(random.choice(counts)), first, more) + payload[head:]
+        elif way == 5:  # valid codes, and noise or one byte again and again as the coder's bytes
+            more = int(random.integers(256))
+            codes = random.choice(np.array([0, 1, 60, hazard.LIGHT_CODES - 1, 255], dtype=np.uint8), more + 1)
+            stream = random.bytes(200) if random.random() < 0.5 else bytes([int(random.choice([0, 1, 254, 255]))]) * 200
+            yield codec._HEAD.pack(codec.DELTA, int(random.integers(3000)), 0, more) + codes.tobytes() + stream
+        elif way == 6:
+            yield payload[:length] + random.bytes(int(random.integers(1, 50))) + payload[length:]
+        else:
+            yield payload[: len(payload) - length] + bytes(length)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_whatever_the_bytes_decoding_ends_within_its_memory_and_leaves_the_old_words_alone() -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    random = np.random.default_rng(seed)
+    codec.warm_up()
+    refused = taken = 0
+    other = true_payload(random)[1]
+    tracemalloc.start()
+    try:
+        for _ in range(FUZZED // FUZZ_ROUND):
+            old, payload, dtype = true_payload(random)
+            before = old.tobytes()
+            bound = FIXED_BYTES + DECODE_BYTES_AN_ELEMENT * len(old)
+            forms = malformed(payload, other, random)
+            for _ in range(FUZZ_ROUND):
+                bad = next(forms)
+                tracemalloc.reset_peak()
+                start, _ = tracemalloc.get_traced_memory()
+                try:
+                    new = decode(old, bad, dtype)
+                    taken += 1
+                    assert (new.shape, new.dtype) == (old.shape, old.dtype)
+                    del new
+                except CodecError:
+                    refused += 1
+                _, peak = tracemalloc.get_traced_memory()
+                assert peak - start <= bound, f"{peak - start} bytes for {len(old)} words: {bad.hex()}"
+            assert old.tobytes() == before
+            other = payload
+    finally:
+        tracemalloc.stop()
+    print(f"{refused} refused, {taken} decoded to something")
+    assert refused + taken == FUZZED
+    assert min(refused, taken) > FUZZED // 20
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("code", [1, 60, hazard.LIGHT_CODES - 1, hazard.HEAVY_CODE])
+@pytest.mark.parametrize("byte", [0x00, 0x01, 0x7F, 0xFF])
+def test_a_million_promised_events_end_soon(code: int, byte: int) -> None:
+    """With work in proportion to words times events this would take hours."""
+    old = np.full(1_000_000, 0x3F80, dtype=np.uint16)
+    for events in (1, len(old) // 2, len(old)):
+        payload = codec._HEAD.pack(codec.DELTA, events, 0x7F, 0) + bytes([code]) + bytes([byte]) * 100_000
+        with suppress(CodecError):
+            assert len(decode(old, payload, "bfloat16")) == len(old)
+    assert (old == 0x3F80).all()
+
+
+CONTEXTS = 3
+BIT = st.tuples(st.just(0), st.integers(0, CONTEXTS - 1), st.integers(0, 1))
+
+
+@st.composite
+def uniform_parts(draw: st.DrawFn) -> tuple[int, int, int]:
+    bits = draw(st.integers(1, 20))
+    start = draw(st.one_of(st.just(0), st.just(2**bits - 1), st.integers(0, 2**bits - 1)))
+    return bits, start, draw(st.integers(1, 2**bits - start))
+
+
+def coded(symbols: list[tuple[int, int, int]]) -> bytes:
+    """(0, context, bit) is an adaptive bit, (bits, start, width) a part of 2^bits."""
+    state, bits = coder.encoder(), coder.fresh_bits(CONTEXTS)
+    out = np.empty(64 + 8 * len(symbols), dtype=np.uint8)
+    for total, first, second in symbols:
+        if total == 0:
+            coder.encode_bit(state, out, bits, first, second)
+        else:
+            coder.encode_uniform(state, out, first, second, total)
+    return out[: int(coder.finish(state, out))].tobytes()
+
+
+def decodes_to(data: bytes, symbols: list[tuple[int, int, int]]) -> bool:
+    state, bits = coder.encoder(), coder.fresh_bits(CONTEXTS)
+    stream = np.frombuffer(data, dtype=np.uint8)
+    coder.start(state, stream)
+    for total, first, second in symbols:
+        if total == 0:
+            if coder.decode_bit(state, stream, bits, first) != second:
+                return False
+        else:
+            if not first <= coder.decode_uniform(state, stream, total) < first + second:
+                return False
+            coder.narrow(state, stream, first, second, total)
+    return not coder.overrun(state, stream)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(BIT, uniform_parts()), max_size=200))
+def test_the_coder_gives_back_any_mix_of_bits_and_parts(symbols: list[tuple[int, int, int]]) -> None:
+    assert decodes_to(coded(symbols), symbols)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(uniform_parts(), max_size=5), st.sampled_from([(0, 0, 0), (20, 0, 1), (8, 0, 3)]), st.integers(0, 3000))
+def test_the_coder_gives_back_what_ends_in_zero_bytes(
+    symbols: list[tuple[int, int, int]], last: tuple[int, int, int], times: int
+) -> None:
+    symbols = symbols + [last] * times
+    assert decodes_to(coded(symbols), symbols)
+
+
+@pytest.mark.parametrize("bit", [0, 1])
+def test_an_adaptive_bit_learns(bit: int) -> None:
+    assert len(coded([(0, 0, bit)] * 20_000)) < 64
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 60), st.booleans(), st.lists(uniform_parts(), max_size=10))
+def test_a_carry_runs_through_any_number_of_waiting_bytes(
+    symbols_before: int, carries: bool, after: list[tuple[int, int, int]]
+) -> None:
+    """Each part is chosen to leave open whether the bytes so far end in 7F FF FF ... or in 80 00 00 ..."""
+    state, out = coder.encoder(), np.empty(1000, dtype=np.uint8)
+    symbols = [(20, 2**19 - 1, 2)]
+    coder.encode_uniform(state, out, 2**19 - 1, 2, 20)
+    for _ in range(symbols_before):
+        middle = _middle(state)
+        symbols.append((20, middle - 1, 2))
+        coder.encode_uniform(state, out, middle - 1, 2, 20)
+    assert int(state[coder.CACHED]) > symbols_before
+    symbols.append((20, _middle(state) + 1 if carries else 0, 1))
+    symbols += after
+    data = coded(symbols)
+    assert data[0] == (0x80 if carries else 0x7F)
+    run = bytes([0x00 if carries else 0xFF]) * symbols_before
+    assert (data + bytes(coder.TAIL_BYTES))[1:].startswith(run) or data[1:].rstrip(b"\x00") == b""
+    assert decodes_to(data, symbols)
+
+
+def _middle(state: NDArray[np.uint64]) -> int:
+    """The part of 2^20 that a carry would begin in."""
+    return int((coder.TOP - state[coder.LOW]) // (state[coder.RANGE] >> np.uint64(20)))
+
+
+def test_reading_on_past_the_end_is_noticed() -> None:
+    symbols = [(8, 77, 1)] * 50
+    zeros = [(20, 0, 1)]
+    assert decodes_to(coded(symbols), symbols + zeros * 2)  # the window was read ahead: so far nothing is amiss
+    assert not decodes_to(coded(symbols), symbols + zeros * 20)

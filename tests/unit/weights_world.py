@@ -1,0 +1,150 @@
+"""Versions of weights without a broker: what a publisher would store, and a log that is a dictionary.
+
+Keeps true: manifests and chunks are made of the same parts as the publisher's own (`cut`, the codec, `merge`).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
+from workers.weights import codec
+from workers.weights.layout import NO_BASE, Box, cut, digest_of, matrix, whole, whole_digest
+from workers.weights.publish import merge
+from workers.weights.tensors import put, spec_of, take, words_of
+
+Tensors = dict[str, Tensor]
+Place = tuple[int, int]
+
+
+def random_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, random: np.random.Generator) -> Tensors:
+    """Tensors of any bits: NaNs, infinities and subnormals among them."""
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    for tensor in tensors.values():
+        words = words_of(tensor)
+        words[...] = random.integers(0, 1 << (8 * words.itemsize), words.shape, dtype=words.dtype)
+    return tensors
+
+
+def changed(tensors: Tensors, share: float, random: np.random.Generator) -> Tensors:
+    """A copy of which about so many elements have other bits."""
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in copies.values():
+        words = words_of(tensor)
+        words += (random.random(words.shape) < share).astype(words.dtype)
+    return copies
+
+
+def same_bits(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    return some.keys() == others.keys() and all(
+        bool(np.array_equal(words_of(some[name]), words_of(others[name]))) for name in some
+    )
+
+
+def part(tensor: Tensor, box: Box) -> NDArray[Any]:
+    """The bits of a box."""
+    return take(words_of(tensor), box)
+
+
+def with_slice(manifest: WeightManifest, number: int, **change: object) -> WeightManifest:
+    """A manifest that is whole and says something else of one slice."""
+    slices = list(manifest.slices)
+    slices[number] = msgspec.structs.replace(slices[number], **change)
+    changed = msgspec.structs.replace(manifest, slices=tuple(slices))
+    return msgspec.structs.replace(changed, digest=whole_digest(changed))
+
+
+@dataclass(slots=True)
+class Shelf:
+    """A log of chunks in three partitions."""
+
+    chunks: dict[Place, WeightChunk] = field(default_factory=dict)
+    fetched: list[ChunkRef] = field(default_factory=list)
+    """Every reference that was ever asked for."""
+    partitions: int = 3
+
+    def store(
+        self,
+        tensors: Tensors,
+        version: int,
+        *,
+        base: Tensors | None = None,
+        base_version: int | None = None,
+        column_parts: int = 1,
+        chunk_bytes: int = 100,
+    ) -> WeightManifest:
+        """Store a version: an anchor, or a delta on `base`."""
+        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        slices = [
+            self._slice(number, spec, box, tensors, base, version, chunk_bytes)
+            for number, spec in enumerate(specs)
+            for box in cut(whole(spec.shape), column_parts=column_parts)
+        ]
+        manifest = WeightManifest(
+            model_id="m",
+            version=version,
+            base_version=None if base is None else base_version,
+            step=version,
+            tensors=tuple(specs),
+            slices=tuple(slices),
+            digest=NO_BASE,
+            published_at=0.0,
+        )
+        return merge([manifest])
+
+    def fetch(self, refs: list[ChunkRef]) -> Iterator[tuple[ChunkRef, WeightChunk]]:
+        """Each partition in order, so slices come mixed."""
+        self.fetched += refs
+        for ref in sorted(refs, key=lambda ref: (ref.partition, ref.offset)):
+            yield ref, self.chunks[ref.partition, ref.offset]
+
+    def _slice(
+        self,
+        number: int,
+        spec: TensorSpec,
+        box: Box,
+        tensors: Tensors,
+        base: Tensors | None,
+        version: int,
+        chunk_bytes: int,
+    ) -> SliceRef:
+        new = part(tensors[spec.name], box)
+        old = None if base is None else part(base[spec.name], box)
+        if old is None:
+            payload = codec.dense(new)
+        else:
+            payload = b"" if np.array_equal(old, new) else codec.encode(old, new, spec.dtype)
+        return SliceRef(
+            tensor=number,
+            row_start=box.row_start,
+            rows=box.rows,
+            column_start=box.column_start,
+            columns=box.columns,
+            digest=digest_of(new.tobytes()),
+            base_digest=NO_BASE if old is None else digest_of(old.tobytes()),
+            chunks=tuple(
+                self._chunk(number, spec.name, version, place, payload[start : start + chunk_bytes])
+                for place, start in enumerate(range(0, len(payload), chunk_bytes))
+            ),
+        )
+
+    def _chunk(self, number: int, name: str, version: int, place: int, payload: bytes) -> ChunkRef:
+        partition, offset = len(self.chunks) % self.partitions, len(self.chunks) // self.partitions
+        self.chunks[partition, offset] = WeightChunk(
+            model_id="m", version=version, tensor=name, slice=number, part=place, payload=payload
+        )
+        return ChunkRef(partition=partition, offset=offset, bytes=len(payload), digest=digest_of(payload))
+
+
+def covered(spec_shape: tuple[int, ...], boxes: list[Box]) -> NDArray[np.int64]:
+    """How often each element of a tensor lies in one of the boxes, int64 [rows, columns]."""
+    times = np.zeros(matrix(spec_shape), dtype=np.int64)
+    for box in boxes:
+        put(times, box, take(times, box) + 1)
+    return times
