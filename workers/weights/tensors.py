@@ -6,6 +6,7 @@ every platform of torch and vLLM is.
 
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -38,7 +39,8 @@ def words_of(tensor: Tensor) -> Matrix:
 def take(words: Matrix, box: Box) -> Matrix:
     """The elements of a box, flat; a view where they lie together."""
     rows = words[box.row_start : box.row_start + box.rows]
-    return rows[:, box.column_start : box.column_start + box.columns].reshape(-1)
+    flat = rows[:, box.column_start : box.column_start + box.columns].reshape(-1)
+    return np.ascontiguousarray(flat)  # of one column it is a view with strides
 
 
 def put(words: Matrix, box: Box, flat: Matrix) -> None:
