@@ -6,12 +6,17 @@ and samples before it returns.
 
 import os
 import secrets
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
+from vllm.triton_utils import dispatcher
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
@@ -33,6 +38,26 @@ class StepScheduler(Scheduler):  # type: ignore[misc]
         return output
 
 
+class _SeenModules:
+    """`sys` as vLLM's search for kernels sees it."""
+
+    @property
+    def modules(self) -> dict[str, ModuleType]:
+        return {name: module for name, module in sys.modules.items() if not name.startswith("llvmlite")}
+
+
+@contextmanager
+def llvmlite_unseen() -> Iterator[None]:
+    """While vLLM starts: it asks every object of every module for its `__dict__`, and llvmlite's library handle, which
+    answers to any name with a C function, would end it. The codec has llvmlite loaded, by way of numba.
+    """
+    dispatcher.sys = _SeenModules()
+    try:
+        yield
+    finally:
+        dispatcher.sys = sys
+
+
 def start_core(config: EngineConfig) -> EngineCore:
     """A core that is ready to step. Raises EngineStartError."""
     if config.step_tokens < config.max_running:
@@ -40,7 +65,7 @@ def start_core(config: EngineConfig) -> EngineCore:
         raise EngineStartError(f"{what}: a step must hold one token of every running turn")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch may have been imported before it was set
     try:
-        with warnings.catch_warnings(), plain_weights_kept():
+        with warnings.catch_warnings(), plain_weights_kept(), llvmlite_unseen():
             warnings.simplefilter("ignore", FutureWarning)
             vllm_config = EngineArgs(**_arguments(config)).create_engine_config()
             core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
