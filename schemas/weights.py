@@ -64,8 +64,6 @@ class WeightChunk(Record, frozen=True, kw_only=True):
     model_id: Id
     version: Count
     tensor: TensorName
-    slice: Count
-    """The slice's place in the manifest of whoever published it."""
     part: Count
     """The chunk's place in the slice's payload."""
     payload: Annotated[bytes, Meta(max_length=RECORD_BYTES)]

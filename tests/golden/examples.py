@@ -204,7 +204,6 @@ EXAMPLES: tuple[Record, ...] = (
         model_id="policy",
         version=5,
         tensor="model.embed_tokens.weight",
-        slice=0,
         part=0,
         payload=b"\x00\x00\x80\x3f",
     ),

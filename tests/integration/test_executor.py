@@ -52,6 +52,7 @@ class Router:
         manifest = self.publisher.store(named, version, step=version, published_at=time.time())
         if digest is not None:
             manifest = msgspec.structs.replace(manifest, digest=digest)
+            self.publisher = WeightPublisher(self.settings, "policy")  # the next one builds on nothing that was forged
         self.writer.write(MANIFESTS, manifest, key=manifest_key(manifest))
         self.writer.flush()
 

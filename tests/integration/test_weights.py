@@ -104,7 +104,7 @@ def replace_chunk(trainer: Trainer, manifest: WeightManifest, number: int, **cha
     """Store a changed chunk of a slice of one chunk, and point the manifest at it."""
     piece = manifest.slices[number]
     name = manifest.tensors[piece.tensor].name
-    chunk = WeightChunk(model_id=MODEL, version=manifest.version, tensor=name, slice=number, part=0, payload=b"")
+    chunk = WeightChunk(model_id=MODEL, version=manifest.version, tensor=name, part=0, payload=b"")
     places: list[tuple[int, int]] = []
     changed = msgspec.structs.replace(chunk, **change)
     trainer.writer.write(CHUNKS, changed, key=name, on_delivery=lambda *place: places.append(place))

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from workers.weights import codec
 from workers.weights.codec import BYTES_AN_ELEMENT, FORMATS, CodecError, decode, dense, encode, hazard
 from workers.weights.codec import range_coder as coder
-from workers.weights.codec.kernels import ADAPTIVE_BITS
+from workers.weights.codec.kernels import STEP_BITS, STEPS
 
 Words = NDArray[Any]
 DTYPES = sorted(FORMATS)
 
-FIXED_BYTES = 4 * ADAPTIVE_BITS + 64 * 1024
+FIXED_BYTES = 4 * (STEPS + 256 * STEP_BITS) + 64 * 1024
 """What decoding takes whatever the size: adaptive bits and tables."""
 
 DECODE_BYTES_AN_ELEMENT = 12

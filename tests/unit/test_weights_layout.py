@@ -87,9 +87,7 @@ def test_real_tensors_are_cut_into_few_slices(
 
 
 def test_the_largest_chunk_with_the_longest_names_is_a_record() -> None:
-    chunk = WeightChunk(
-        model_id="m" * 128, version=2**53, tensor="t" * 512, slice=2**53, part=2**53, payload=bytes(CHUNK_BYTES)
-    )
+    chunk = WeightChunk(model_id="m" * 128, version=2**53, tensor="t" * 512, part=2**53, payload=bytes(CHUNK_BYTES))
     assert decode(WeightChunk, encode(chunk)) == chunk
 
 
@@ -336,7 +334,7 @@ def test_a_chunk_is_what_the_manifest_says_or_refused(change: dict[str, object],
     manifest = Shelf().store({"a": torch.zeros(4)}, 1)
     (ref,) = manifest.slices[0].chunks
     assert ref.digest == digest_of(bytes(17))
-    chunk = WeightChunk(model_id="m", version=1, tensor="a", slice=0, part=0, payload=bytes(17))
+    chunk = WeightChunk(model_id="m", version=1, tensor="a", part=0, payload=bytes(17))
     if refusal is None:
         check_chunk(chunk, ref, "a", manifest)
         return

@@ -128,7 +128,7 @@ def test_in_whatever_order_they_are_read_the_same_is_known() -> None:
 
 def test_other_models_tombstones_and_other_records_are_not_learnt() -> None:
     lineage = Lineage("m")
-    chunk = WeightChunk(model_id="m", version=9, tensor="a", slice=0, part=0, payload=b"")
+    chunk = WeightChunk(model_id="m", version=9, tensor="a", part=0, payload=b"")
     lineage.learn([envelope(manifest(9, model_id="other"), 0), envelope(None, 1), envelope(chunk, 2)])
     assert lineage.newest is None
 

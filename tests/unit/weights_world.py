@@ -137,7 +137,7 @@ class Shelf:
     def _chunk(self, number: int, name: str, version: int, place: int, payload: bytes) -> ChunkRef:
         partition, offset = len(self.chunks) % self.partitions, len(self.chunks) // self.partitions
         self.chunks[partition, offset] = WeightChunk(
-            model_id="m", version=version, tensor=name, slice=number, part=place, payload=payload
+            model_id="m", version=version, tensor=name, part=place, payload=payload
         )
         return ChunkRef(partition=partition, offset=offset, bytes=len(payload), digest=digest_of(payload))
 

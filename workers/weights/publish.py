@@ -125,7 +125,7 @@ class WeightPublisher:
         base = self._base if self._may_build_on_base(now, dense_bytes) else None
         before = self._written
         pending = [
-            (number, name, box, list(self._store_slice(name, number, box, now, base, version)))
+            (number, name, box, list(self._store_slice(name, box, now, base, version)))
             for number, name in enumerate(now.specs)
             if name in now.words
             for box in cut(now.boxes[name], column_parts=self._column_parts)
@@ -180,9 +180,7 @@ class WeightPublisher:
         same = base is not None and base.specs == now.specs and base.boxes == now.boxes
         return same and self._chain_versions < self._anchor_every and self._chain_bytes < dense_bytes
 
-    def _store_slice(
-        self, name: str, number: int, box: Box, now: _Part, base: _Part | None, version: int
-    ) -> Iterator["_Stored"]:
+    def _store_slice(self, name: str, box: Box, now: _Part, base: _Part | None, version: int) -> Iterator["_Stored"]:
         """Hand the chunks of a slice to the writer; where they lie is known after its flush."""
         new = _within(now, name, box)
         if base is None:
@@ -196,7 +194,6 @@ class WeightPublisher:
                 model_id=self.model_id,
                 version=version,
                 tensor=name,
-                slice=number,
                 part=part,
                 payload=payload[start : start + CHUNK_BYTES],
             )

@@ -74,10 +74,10 @@ def make_keys(file: Path) -> Path:
     private_bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     public_bytes = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     try:
-        file.touch(mode=0o600, exist_ok=False)
-        file.write_bytes(private_bytes)
         with public.open("xb") as opened:
             opened.write(public_bytes)
+        file.touch(mode=0o600, exist_ok=False)
+        file.write_bytes(private_bytes)
     except OSError as error:
         raise UsageError(f"cannot write keys: {error}") from None
     return public

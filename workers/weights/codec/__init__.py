@@ -100,7 +100,8 @@ def decode(old: Words, payload: bytes, dtype: str) -> Words:
     new = old.copy()
     ended = kernels.decode_into(
         np.frombuffer(payload, dtype=np.uint8, offset=begin),
-        fresh_bits(kernels.ADAPTIVE_BITS),
+        fresh_bits(kernels.STEPS + (more + 1) * kernels.STEP_BITS),
+        first,
         old,
         new,
         form.word(form.mantissa_bits),
@@ -131,10 +132,13 @@ def _encode_delta(old: Words, new: Words, form: Format) -> bytes:
         old, new, shift, mask, form.top, table, gaps, widths, exponents, steps, heavy_exponents, heavy_steps
     )
     out = np.empty(64 + BYTES_AN_ELEMENT * (events + heavy), dtype=np.uint8)
+    present = np.flatnonzero(codes)
+    first, last = (int(present[0]), int(present[-1])) if len(present) else (0, 0)
     length = kernels.encode_events(
         encoder(),
         out,
-        fresh_bits(kernels.ADAPTIVE_BITS),
+        fresh_bits(kernels.STEPS + (last - first + 1) * kernels.STEP_BITS),
+        first,
         gaps[:events],
         widths[:events],
         exponents[:events],
@@ -142,6 +146,4 @@ def _encode_delta(old: Words, new: Words, form: Format) -> bytes:
         heavy_exponents[:heavy],
         heavy_steps[:heavy],
     )
-    present = np.flatnonzero(codes)
-    first, last = (int(present[0]), int(present[-1])) if len(present) else (0, 0)
     return _HEAD.pack(DELTA, events, first, last - first) + codes[first : last + 1].tobytes() + out[:length].tobytes()

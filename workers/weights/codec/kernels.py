@@ -30,16 +30,14 @@ ONE64 = U64(1)
 MAGNITUDE_BITS = 33
 """Bit lengths of a step's magnitude that have adaptive bits of their own."""
 
-LEADING = 4
-"""Adaptive bits for the two bits that follow the leading one of a magnitude."""
+LEADING = 16
+"""Adaptive bits for the four bits that follow the leading one of a magnitude."""
 
 STEP_BITS = 1 + MAGNITUDE_BITS + MAGNITUDE_BITS * LEADING
 """Adaptive bits of one exponent: the sign, the unary bit length, the leading bits by length."""
 
 STRETCH, FLAGS, STEPS = 0, 1, 257
-"""Where adaptive bits begin: of empty stretches, of heavy elements by exponent, of steps by exponent."""
-
-ADAPTIVE_BITS = STEPS + 256 * STEP_BITS
+"""Where adaptive bits begin: of empty stretches, of heavy elements by exponent, of steps by exponent from `first`."""
 
 DONE, BAD_POSITION, BAD_STEP, OVERRUN = 0, 1, 2, 3
 """What decoding ends with."""
@@ -104,7 +102,7 @@ def extract(old, new, shift, mask, top, table, gaps, widths, exponents, steps, h
 
 
 @njit(cache=True, nogil=True)
-def encode_events(state, out, bits, gaps, widths, exponents, steps, heavy_exponents, heavy_steps):  # type: ignore[no-untyped-def]
+def encode_events(state, out, bits, first, gaps, widths, exponents, steps, heavy_exponents, heavy_steps):  # type: ignore[no-untyped-def]
     """Code what `extract` found; returns the number of bytes."""
     cap = U64(1) << U64(CAP_BITS)
     for event in range(len(gaps)):
@@ -120,18 +118,18 @@ def encode_events(state, out, bits, gaps, widths, exponents, steps, heavy_expone
             encode_bit(state, out, bits, STRETCH, 0)
         encode_bit(state, out, bits, STRETCH, 1)
         encode_uniform(state, out, begin - stretch * cap, end - begin, CAP_BITS)
-        _encode_step(state, out, bits, I64(exponents[event]), steps[event])
+        _encode_step(state, out, bits, I64(exponents[event]) - first, steps[event])
     for at in range(len(heavy_exponents)):
         exponent, step = I64(heavy_exponents[at]), heavy_steps[at]
         encode_bit(state, out, bits, FLAGS + exponent, 1 if step != 0 else 0)
         if step != 0:
-            _encode_step(state, out, bits, exponent, step)
+            _encode_step(state, out, bits, exponent - first, step)
     return finish(state, out)
 
 
 @njit(cache=True, nogil=True)
-def _encode_step(state, out, bits, exponent, step):  # type: ignore[no-untyped-def]
-    sign_at = STEPS + exponent * STEP_BITS
+def _encode_step(state, out, bits, place, step):  # type: ignore[no-untyped-def]
+    sign_at = STEPS + place * STEP_BITS
     lengths_at = sign_at + 1
     encode_bit(state, out, bits, sign_at, 1 if step < 0 else 0)
     magnitude = U64(abs(step))
@@ -143,8 +141,8 @@ def _encode_step(state, out, bits, exponent, step):  # type: ignore[no-untyped-d
     encode_bit(state, out, bits, lengths_at + length, 0)
     leading_at = lengths_at + MAGNITUDE_BITS + length * LEADING
     node = I64(1)
-    for place in range(length - 1, -1, -1):
-        bit = I64((magnitude >> U64(place)) & U64(1))
+    for lower in range(length - 1, -1, -1):
+        bit = I64((magnitude >> U64(lower)) & U64(1))
         if node < LEADING:
             encode_bit(state, out, bits, leading_at + node, bit)
             node = 2 * node + bit
@@ -153,7 +151,7 @@ def _encode_step(state, out, bits, exponent, step):  # type: ignore[no-untyped-d
 
 
 @njit(cache=True, nogil=True)
-def decode_into(data, bits, old, new, shift, mask, top, table, events, state, heavy_at):  # type: ignore[no-untyped-def]
+def decode_into(data, bits, first, old, new, shift, mask, top, table, events, state, heavy_at):  # type: ignore[no-untyped-def]
     """Write the changed elements of `new`, a copy of `old`; returns how it ended.
 
     `heavy_at` is int64 scratch for the places of heavy elements, as many as there are in `old`.
@@ -198,7 +196,7 @@ def decode_into(data, bits, old, new, shift, mask, top, table, events, state, he
             at += 1
         begin, end = max(gap, stretch), min(gap + hazard, stretch + (U64(1) << U64(CAP_BITS)))
         narrow(state, data, begin - stretch, end - begin, CAP_BITS)
-        step = _decode_step(state, data, bits, exponent)
+        step = _decode_step(state, data, bits, exponent - first)
         if step == 0:
             return BAD_STEP
         new[at] = unordered(U64(wrapped(ordered(U64(old[at]), top) + step, top)) & ((top << ONE64) - ONE64), top)
@@ -212,7 +210,7 @@ def decode_into(data, bits, old, new, shift, mask, top, table, events, state, he
         at = heavy_at[index]
         exponent = I64((old[at] >> shift) & mask)
         if decode_bit(state, data, bits, FLAGS + exponent) == 1:
-            step = _decode_step(state, data, bits, exponent)
+            step = _decode_step(state, data, bits, exponent - first)
             if step == 0:
                 return BAD_STEP
             new[at] = unordered(U64(wrapped(ordered(U64(old[at]), top) + step, top)) & ((top << ONE64) - ONE64), top)
@@ -220,9 +218,9 @@ def decode_into(data, bits, old, new, shift, mask, top, table, events, state, he
 
 
 @njit(cache=True, nogil=True)
-def _decode_step(state, data, bits, exponent):  # type: ignore[no-untyped-def]
+def _decode_step(state, data, bits, place):  # type: ignore[no-untyped-def]
     """A step; 0 if its magnitude is longer than any word."""
-    sign_at = STEPS + exponent * STEP_BITS
+    sign_at = STEPS + place * STEP_BITS
     lengths_at = sign_at + 1
     negative = decode_bit(state, data, bits, sign_at)
     length = 0
