@@ -5,6 +5,7 @@ Keeps true: manifests and chunks are made of the same parts as the publisher's o
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -52,6 +53,13 @@ def part(tensor: Tensor, box: Box) -> NDArray[Any]:
     return take(words_of(tensor), box)
 
 
+def shards_of(box: Box, ranks: int) -> list[Box]:
+    """Ranges of rows as FSDP2 cuts them: all of one length but the last ones, which may be empty."""
+    length = -(-box.rows // ranks)
+    edges = [min(box.rows, length * rank) for rank in range(ranks + 1)]
+    return [Box(start, stop - start, 0, box.columns) for start, stop in pairwise(edges)]
+
+
 def with_slice(manifest: WeightManifest, number: int, **change: object) -> WeightManifest:
     """A manifest that is whole and says something else of one slice."""
     slices = list(manifest.slices)
@@ -77,14 +85,16 @@ class Shelf:
         base: Tensors | None = None,
         base_version: int | None = None,
         column_parts: int = 1,
+        row_shards: int = 1,
         chunk_bytes: int = 100,
     ) -> WeightManifest:
-        """Store a version: an anchor, or a delta on `base`."""
+        """Store a version: an anchor, or a delta on `base`; as so many ranks would that each own some rows."""
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
         slices = [
             self._slice(number, spec, box, tensors, base, version, chunk_bytes)
             for number, spec in enumerate(specs)
-            for box in cut(whole(spec.shape), column_parts=column_parts)
+            for shard in shards_of(whole(spec.shape), row_shards)
+            for box in cut(shard, column_parts=column_parts)
         ]
         manifest = WeightManifest(
             model_id="m",

@@ -1,0 +1,183 @@
+"""How long a version takes from the optimizer's step to the last of four receivers, over a slow link.
+
+For each rate a network namespace of its own (`unshare`, so it wants root), in which all that the broker sends is
+throttled to that rate (`tc`): the link from the broker to the fleet. In it a broker, a publisher and one process with
+four receivers. A version is *swapped* once a receiver has fetched, decoded and verified it and has copied it into
+tensors that stay where they are, as an engine's do. The updates are real: the one that `bench.weights --only sizes`
+kept, forth and back. Then the same versions travel as anchors, which is what a dense broadcast sends; the limit beside
+both is the payload of all receivers over the rate.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+from bench.check import Check, Section
+from bench.weight_speeds import kept
+from schemas.errors import RoseError
+from topics.admin import create_topics
+from topics.catalog import Partitions
+from topics.embedded import start_broker
+from topics.settings import BusSettings
+from workers.weights.publish import WeightPublisher
+from workers.weights.receive import WeightReceiver
+
+RATES = (20, 100, 1000)
+"""Mbit/s."""
+
+RECEIVERS = 4
+MODEL = "bench"
+DELTAS, DENSE = 4, 1
+"""Versions measured of each kind: a dense one takes minutes on the slowest link."""
+
+PATIENCE_SECONDS = 1200.0
+
+
+def link(folder: Path) -> Section:
+    """Every rate in a namespace of its own. Raises RoseError."""
+    kept(folder)
+    section = Section("link")
+    for rate in RATES:
+        command = [sys.executable, "-m", "bench.weight_link", "measure", str(folder), str(rate)]
+        done = subprocess.run(["unshare", "--net", *command], stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise RoseError("a throttled link needs root, `unshare` and `tc` (htb, u32): see the error above")
+        row: dict[str, float | str] = json.loads(done.stdout.splitlines()[-1])
+        section.rows.append(row)
+        section.checks.append(
+            Check(
+                name=f"link_{rate}_mbit",
+                value=round(float(row["delta_seconds"]) / float(row["dense_seconds"]), 4),
+                unit="of a dense broadcast's time",
+                bound=1.0,
+                direction="max",
+                against="the same versions as anchors, same link, same run",
+                details={name: value for name, value in row.items() if name != "rate_mbit"},
+            )
+        )
+    return section
+
+
+def measure(folder: Path, rate: int) -> dict[str, float | str]:
+    """One rate; this process is in a namespace of its own."""
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    versions = [
+        {name: torch.from_numpy(words).view(torch.bfloat16) for name, words in each.items()} for each in kept(folder)
+    ]
+    dense_bytes = sum(tensor.nbytes for tensor in versions[0].values())
+    with tempfile.TemporaryDirectory(prefix="rose-bench-") as data, start_broker(Path(data)) as broker:
+        settings = BusSettings(broker.bootstrap)
+        create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=4))
+        deltas = WeightPublisher(settings, MODEL, anchor_every=DELTAS)
+        with receivers(folder, broker.bootstrap) as fleet:
+            deltas.publish(versions[0].items(), 0)
+            fleet.all_at(0)
+            throttle(broker.bootstrap, rate)
+            sparse = [_publish(deltas, versions[number % 2], number, fleet) for number in range(1, 1 + DELTAS)]
+            anchors = WeightPublisher(settings, MODEL, anchor_every=0)
+            begin = 1 + DELTAS
+            dense = [_publish(anchors, versions[number % 2], number, fleet) for number in range(begin, begin + DENSE)]
+    delta_bytes = statistics.median(size for _, size in sparse)
+    return {
+        "rate_mbit": rate,
+        "delta_seconds": round(statistics.median(seconds for seconds, _ in sparse), 3),
+        "delta_limit_seconds": round(RECEIVERS * delta_bytes * 8 / (rate * 1e6), 3),
+        "delta_megabytes": round(delta_bytes / 1e6, 3),
+        "dense_seconds": round(statistics.median(seconds for seconds, _ in dense), 2),
+        "dense_limit_seconds": round(RECEIVERS * dense_bytes * 8 / (rate * 1e6), 2),
+        "dense_megabytes": round(dense_bytes / 1e6, 1),
+    }
+
+
+def _publish(publisher: WeightPublisher, tensors: dict[str, Tensor], version: int, fleet: "Fleet") -> tuple[float, int]:
+    """Seconds from here to the last receiver's swap, and the payload's bytes."""
+    began = time.time()
+    manifest = publisher.publish(tensors.items(), version)
+    return fleet.all_at(version) - began, manifest.payload_bytes
+
+
+def throttle(bootstrap: str, rate: int) -> None:
+    """All that the broker sends in this namespace shares one link of this rate."""
+    port = bootstrap.rpartition(":")[2]
+    for command in (
+        "qdisc add dev lo root handle 1: htb default 1",
+        f"class add dev lo parent 1: classid 1:2 htb rate {rate}mbit",
+        f"filter add dev lo parent 1: protocol ip u32 match ip sport {port} 0xffff flowid 1:2",
+    ):
+        subprocess.run(["tc", *command.split()], check=True, capture_output=True)
+
+
+class Fleet:
+    """The process with the receivers: it says which receiver swapped to what, and when."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        self._lines = process.stdout
+
+    def all_at(self, version: int) -> float:
+        """When the last receiver had swapped to `version`, unix seconds."""
+        at: dict[int, float] = {}
+        while len(at) < RECEIVERS:
+            line = self._lines.readline()
+            if not line:
+                raise RoseError("the receivers ended")
+            said = json.loads(line)
+            if said["version"] >= version:
+                at[said["receiver"]] = said["at"]
+        return max(at.values())
+
+
+@contextmanager
+def receivers(folder: Path, bootstrap: str) -> Iterator[Fleet]:
+    command = [sys.executable, "-m", "bench.weight_link", "receive", str(folder), bootstrap]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield Fleet(process)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def receive(folder: Path, bootstrap: str) -> None:
+    """Run the receivers until terminated; a line for every swap."""
+    shapes = {name: words.shape for name, words in kept(folder)[0].items()}
+    threads = [Thread(target=_follow, args=(number, bootstrap, shapes)) for number in range(RECEIVERS)]
+    for thread in threads:
+        thread.start()
+
+
+def _follow(number: int, bootstrap: str, shapes: Mapping[str, Sequence[int]]) -> None:
+    resident = {name: torch.zeros(tuple(shape), dtype=torch.bfloat16) for name, shape in shapes.items()}
+    receiver = WeightReceiver(BusSettings(bootstrap), MODEL, shapes=shapes, client_id=f"receiver-{number}")
+    receiver.start()
+    while (staged := receiver.staged(PATIENCE_SECONDS)) is not None:
+        for name, tensor in staged.tensors.items():
+            resident[name].copy_(tensor)
+        print(json.dumps({"receiver": number, "version": staged.version, "at": time.time()}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", choices=["measure", "receive"], help="what `bench.weights --only link` starts")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("where", help="Mbit/s to measure, or the broker to receive from")
+    arguments = parser.parse_args()
+    if arguments.program == "receive":
+        receive(arguments.folder, arguments.where)
+    else:
+        print(json.dumps(measure(arguments.folder, int(arguments.where))))
+
+
+if __name__ == "__main__":
+    main()

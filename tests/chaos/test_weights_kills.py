@@ -1,0 +1,142 @@
+"""Publisher and receiver killed with -9 at random points: whoever lives, joins late or was slow ends at the same bits.
+
+ROSE_CHAOS_SEEDS says how many seeds run (3 unless told), ROSE_CHAOS_SEED which is the first.
+"""
+
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.brokers import AnyBroker
+from topics.admin import create_topics
+from topics.catalog import Partitions
+from topics.settings import BusSettings
+from workers.weights.manifests import newest_manifest
+from workers.weights.publish import WeightPublisher
+from workers.weights.receive import WeightReceiver
+
+MODEL = "policy"
+LAST = 14
+ANCHOR_EVERY = 4
+KILLS = 4
+WAIT_SECONDS = 90.0
+SHAPES = {"embed": (1200, 700), "norm": (64,), "scale": ()}
+
+FIRST_SEED = int(os.environ.get("ROSE_CHAOS_SEED", str(random.SystemRandom().randrange(2**20))))
+SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("ROSE_CHAOS_SEEDS", "3")))
+
+
+def tensors_at(seed: int, version: int) -> dict[str, Tensor]:
+    """The trainer's tensors: any process can tell what a version must be."""
+    generator = torch.Generator().manual_seed(seed)
+    start = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: (tensor * (1 + 3e-4 * version)).bfloat16() for name, tensor in start.items()}
+
+
+def publish(bootstrap: str, namespace: str, seed: int, said: Connection) -> None:
+    """Go on from the newest version on the log to the last one."""
+    settings = BusSettings(bootstrap, namespace)
+    newest = newest_manifest(settings, MODEL)
+    publisher = WeightPublisher(settings, MODEL, anchor_every=ANCHOR_EVERY)
+    for version in range(0 if newest is None else newest.version + 1, LAST + 1):
+        publisher.publish(tensors_at(seed, version).items(), version)
+        said.send(version)
+
+
+def receive(bootstrap: str, namespace: str, seed: int, said: Connection) -> None:
+    """Say of every staged version whether it is what it must be, until the last."""
+    receiver = WeightReceiver(BusSettings(bootstrap, namespace), MODEL, shapes=SHAPES)
+    receiver.start()
+    version = -1
+    while version < LAST:
+        staged = receiver.staged(WAIT_SECONDS)
+        assert staged is not None
+        version = staged.version
+        exact = all(torch.equal(staged.tensors[name], tensor) for name, tensor in tensors_at(seed, version).items())
+        said.send((version, exact))
+
+
+class Child:
+    """A process that can be killed and started again."""
+
+    def __init__(self, target: object, *arguments: object) -> None:
+        self._target, self._arguments = target, arguments
+        self.start()
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "workers.weights.publish", "workers.weights.receive"])
+        self.heard, said = context.Pipe(duplex=False)
+        self.process: ForkServerProcess = context.Process(target=self._target, args=(*self._arguments, said))  # type: ignore[arg-type]
+        self.process.start()
+        said.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(WAIT_SECONDS)
+
+    def messages(self) -> Iterator[object]:
+        """What it says, until it ends or is killed."""
+        while self.heard.poll(WAIT_SECONDS):
+            try:
+                yield self.heard.recv()
+            except EOFError:
+                return
+        raise AssertionError("the process says nothing")
+
+
+@contextmanager
+def children(*found: Child) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for child in found:
+            child.kill()
+
+
+def check_to_the_end(receiver: Child) -> None:
+    versions = []
+    for message in receiver.messages():
+        assert isinstance(message, tuple)
+        version, exact = message
+        assert exact, f"version {version} is not what was published"
+        versions.append(version)
+    assert versions == sorted(versions)
+    assert versions and versions[-1] == LAST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whoever_is_left_stands_at_the_last_version(broker: AnyBroker, namespace: str, seed: int) -> None:
+    print(f"seed {seed}: ROSE_CHAOS_SEED={seed} repeats it")
+    moments = random.Random(seed)
+    create_topics(BusSettings(broker.bootstrap, namespace), Partitions(home=1, slots=1, samples=1, chunks=2))
+    arguments = (broker.bootstrap, namespace, seed)
+    publisher, receiver, slow = (Child(target, *arguments) for target in (publish, receive, receive))
+    with children(publisher, receiver, slow):
+        next(slow.messages())
+        os.kill(slow.process.pid or 0, signal.SIGSTOP)
+        for _ in range(KILLS):
+            victim = moments.choice((publisher, receiver))
+            victim.process.join(moments.uniform(0.0, 0.4))
+            victim.kill()
+            victim.start()
+        os.kill(slow.process.pid or 0, signal.SIGCONT)
+        for message in publisher.messages():
+            assert isinstance(message, int)
+        publisher.process.join(WAIT_SECONDS)
+        newest = newest_manifest(BusSettings(broker.bootstrap, namespace), MODEL)
+        assert newest is not None and newest.version == LAST
+        late = Child(receive, *arguments)
+        with children(late):
+            for child in (receiver, slow, late):
+                check_to_the_end(child)
