@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -151,6 +152,7 @@ def receivers(folder: Path, bootstrap: str) -> Iterator[Fleet]:
 
 def receive(folder: Path, bootstrap: str) -> None:
     """Run the receivers until terminated; a line for every swap."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     shapes = {name: words.shape for name, words in kept(folder)[0].items()}
     threads = [Thread(target=_follow, args=(number, bootstrap, shapes)) for number in range(RECEIVERS)]
     for thread in threads:

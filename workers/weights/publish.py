@@ -98,9 +98,13 @@ class WeightPublisher:
         more slices than a manifest holds, or LayoutError for an element type that cannot travel.
         """
         manifest = self.store(named_tensors, version, step=version, published_at=time.time())
+        self.commit(manifest)
+        return manifest
+
+    def commit(self, manifest: WeightManifest) -> None:
+        """Put a manifest of what was stored on the log. Raises BusError."""
         self._writer.write(MANIFESTS, manifest, key=manifest_key(manifest))
         self._writer.flush()
-        return manifest
 
     def digest(self, named_tensors: Iterable[tuple[str, Tensor]]) -> bytes:
         """What the manifest of a version made of these tensors, by one process, says as its digest."""

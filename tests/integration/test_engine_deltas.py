@@ -1,0 +1,61 @@
+"""An engine that follows deltas computes with the trainer's weights: proven by logprobs, against transformers."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.policies import VOCABULARY, new_policy, save_policy, tensors_of
+from tests.integration.test_engine import TOLERANCE, Rig, folder_config
+from tests.unit.weights_world import Shelf, Tensors
+from workers.executor.vllm.engine import Engine
+from workers.weights.assembly import Assembly
+from workers.weights.layout import check_manifest
+
+UPDATES = 20
+
+
+def wire_of(model: torch.nn.Module) -> Tensors:
+    """The trainer's weights as they travel."""
+    return {name: tensor.detach().bfloat16() for name, tensor in tensors_of(model).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_logprobs_after_twenty_chained_sparse_updates_are_those_of_transformers(tmp_path: Path, tied: bool) -> None:
+    """float32 master weights under AdamW with real gradients, bfloat16 on the wire, float32 in the engine."""
+    master = new_policy(1, tied=tied)
+    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-5, weight_decay=0.0)
+    folder = save_policy(tmp_path / "policy", master)
+    rig = Rig(Engine(folder_config(folder, policy_version=0)), master, tied)
+    try:
+        shelf, tokens = Shelf(), random.Random(7)
+        sent = wire_of(master)
+        shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
+        anchor = shelf.store(sent, 1, chunk_bytes=100_000)
+        assembly = Assembly(None, None)
+        assembly.add(anchor, shelf.fetch)
+        rig.engine.swap(1, assembly.done.tensors.items())
+        for version in range(2, 2 + UPDATES):
+            batch = torch.tensor([[tokens.randrange(VOCABULARY) for _ in range(32)] for _ in range(4)])
+            master(input_ids=batch, labels=batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            wire = wire_of(master)
+            delta = shelf.store(wire, version, base=sent, base_version=version - 1, chunk_bytes=100_000)
+            assert delta.payload_bytes < anchor.payload_bytes / 4
+            check_manifest(delta, shapes)
+            assembly = Assembly(assembly.done, None)
+            assembly.add(delta, shelf.fetch)
+            rig.engine.swap(version, assembly.done.tensors.items())
+            sent = wire
+        rig.model = new_policy(1, tied=tied)
+        rig.model.load_state_dict({name: tensor.float() for name, tensor in sent.items()}, strict=False)
+        worst = rig.check(seed=3)
+        print(f"largest difference of a logprob after {UPDATES} deltas: {worst:.2e}")
+        assert worst < TOLERANCE
+        rig.model = new_policy(1, tied=tied)
+        assert rig.check(seed=3) > TOLERANCE, "twenty updates must show"
+    finally:
+        rig.engine.close()

@@ -1,0 +1,95 @@
+"""Two ranks of an FSDP2 trainer: each publishes what it owns, and one commits the version of both."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.brokers import AnyBroker
+from tests.integration.test_weights import WAIT_SECONDS
+from topics.admin import create_topics
+from topics.catalog import Partitions
+from topics.settings import BusSettings
+from workers.weights.receive import WeightReceiver
+
+MODEL = "policy"
+ROWS = 7
+"""Not even: one rank owns four, the other three."""
+
+RANK = """
+import sys, time
+import msgspec, torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from schemas.weights import WeightManifest
+from tests.integration.test_weights_ranks import MODEL, model
+from topics.settings import BusSettings
+from workers.weights.publish import WeightPublisher, merge
+
+dist.init_process_group("gloo")
+module = fully_shard(model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+publisher = WeightPublisher(BusSettings(sys.argv[1], sys.argv[2]), MODEL, dtype=torch.bfloat16)
+for version in range(2):
+    part = publisher.store(module.named_parameters(), version, step=version, published_at=time.time())
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, msgspec.msgpack.encode(part))
+    if dist.get_rank() == 0:
+        publisher.commit(merge([msgspec.msgpack.decode(each, type=WeightManifest) for each in parts]))
+    dist.barrier()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.001)
+dist.destroy_process_group()
+"""
+
+
+def model() -> torch.nn.Module:
+    """Any process makes the same."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(33, ROWS), torch.nn.LayerNorm(ROWS))
+
+
+@pytest.mark.slow
+def test_two_ranks_publish_one_version(broker: AnyBroker, namespace: str) -> None:
+    settings = BusSettings(broker.bootstrap, namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=2))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, broker.bootstrap, namespace],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(WAIT_SECONDS) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    with torch.no_grad():
+        expected = {name: (tensor * 1.001).bfloat16() for name, tensor in model().named_parameters()}
+    receiver = WeightReceiver(settings, MODEL, shapes={name: tuple(tensor.shape) for name, tensor in expected.items()})
+    receiver.start()
+    try:
+        staged = receiver.staged(WAIT_SECONDS)
+    finally:
+        receiver.stop()
+    assert staged is not None
+    assert (staged.version, staged.manifest.base_version) == (1, 0)
+    assert len(staged.manifest.slices) > len(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(staged.tensors[name], tensor), name
