@@ -3,6 +3,7 @@
     python -m bench.weights --only sizes     bytes of real updates beside their entropy and the peers' codecs (minutes)
     python -m bench.weights --only speeds    coding and applying on one core, on an update that the sizes left
     python -m bench.weights --only link      seconds to the last of four receivers over slow links (root; minutes)
+    python -m bench.weights --only pause     how long vLLM stands still for a new version
 
 Without `--only` all sections run, in this order. `--json FILE` writes one object with `checks` and the tables; `-` is
 standard output. Needs the packages of the extra `bench`; the model is fetched once (bench.weight_deltas).
@@ -22,11 +23,12 @@ from rich.table import Table
 from bench.check import Section
 from bench.weight_deltas import FOLDER, fetch
 from bench.weight_link import link
+from bench.weight_pause import pause
 from bench.weight_sizes import sizes
 from bench.weight_speeds import speeds
 from schemas.errors import RoseError
 
-SECTIONS: Mapping[str, Callable[[Path], Section]] = {"sizes": sizes, "speeds": speeds, "link": link}
+SECTIONS: Mapping[str, Callable[[Path], Section]] = {"sizes": sizes, "speeds": speeds, "link": link, "pause": pause}
 """Each takes the folder where model and update are kept, and is run alone by its name."""
 
 
