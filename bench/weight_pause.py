@@ -1,8 +1,8 @@
 """How long an engine stands still for a new version: vLLM on SmolLM2-135M, swapped in mid-generation.
 
 Turns are generated all the while; every few steps the engine takes the next version, forth and back between the two of
-the kept update (`bench.weights --only sizes`). Its pause is the time of that swap; the measure beside it is the median
-decode step of the same turns in the same run.
+the kept update (`bench.weights --only sizes`). Its pause is the time of the swap, which an executor makes once another
+thread has prepared the version; the measure beside it is the median decode step of the same turns in the same run.
 """
 
 import statistics
@@ -52,7 +52,7 @@ def pause(folder: Path) -> Section:
         pauses: list[float] = []
         for version in range(1, SWAPS + 1):
             steps += [engine.step().seconds for _ in range(STEPS_BETWEEN)]
-            pauses.append(engine.swap(version, versions[version % 2].items()))
+            pauses.append(engine.serve(version, engine.prepare(versions[version % 2].items())))
     finally:
         engine.close()
     step, longest = statistics.median(steps), statistics.quantiles(pauses, n=100)[98]

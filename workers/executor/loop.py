@@ -1,8 +1,9 @@
 """The executor's loop: inbox, staged weights, one engine step, results, heartbeat; again.
 
 Keeps true
-- Everything happens in one thread, in this order: a hung engine is a silent executor, and the router notices.
-- A staged policy version is applied between two steps, whole or not at all.
+- Everything happens in one thread, in this order: a hung engine is a silent executor, and the router notices. Only a
+  staged policy version is prepared on another thread, while the old one serves.
+- A policy version is swapped in between two steps, whole or not at all.
 - Every turn taken on is answered once; a turn that cannot be taken is refused with the reason.
 - No turn is taken on before a version from the log has been applied.
 
@@ -10,6 +11,7 @@ It decides nothing: the inbox does.
 """
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Event
 
@@ -25,7 +27,7 @@ from workers.executor import metrics
 from workers.executor.config import ExecutorConfig
 from workers.executor.inbox import Inbox, Verdict
 from workers.executor.step_cost import StepCost
-from workers.executor.vllm.engine import Engine
+from workers.executor.vllm.engine import Engine, Prepared
 from workers.executor.vllm.types import EngineRefusal, Finished, SwapRefused
 from workers.weights.receive import StagedVersion, WeightReceiver
 
@@ -69,8 +71,9 @@ class Executor:
         self._cost = StepCost(base_seconds=0.01, token_seconds=0.0001)
         self._version = -1
         self._swap_seconds = 0.0
-        self._next_version: StagedVersion | None = None
-        """Staged, and not served yet: the engine is being drained."""
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-prepares")
+        self._next_version: tuple[StagedVersion, Future[Prepared]] | None = None
+        """Staged, and being prepared while the old version serves."""
         self._sequence = 0
         self._next_heartbeat = 0.0
         self._writer = Writer(settings, name)
@@ -83,7 +86,7 @@ class Executor:
         """Until `stop` is set; what is in the engine then is left to the router, which issues it again."""
         self._log.info("started", incarnation=self._incarnation, slot=self._config.slot, tokens=self._token_budget)
         while not stop.is_set():
-            if self._next_version is None:
+            if not self._draining:
                 self._take_in()
             self._swap_if_staged()
             if self._running:
@@ -91,6 +94,7 @@ class Executor:
             self._writer.poll()
             self._beat_if_due(ExecutorState.READY if self._version >= 0 else ExecutorState.STARTING)
         self._beat(ExecutorState.STOPPING)
+        self._helper.shutdown()
         self._writer.flush()
         self._reader.close()
 
@@ -118,14 +122,25 @@ class Executor:
             else:
                 self._running[name] = Running(request.key, now, self._share)
 
+    @property
+    def _draining(self) -> bool:
+        """Whether the next version waits for the engine to be empty."""
+        waiting = self._next_version is not None and self._next_version[1].done()
+        return waiting and self._config.drain_before_swap
+
     def _swap_if_staged(self) -> None:
-        self._next_version = self._receiver.staged() or self._next_version
-        staged = self._next_version
-        if staged is None or (self._config.drain_before_swap and self._running):
+        if self._next_version is None:
+            newest = self._receiver.staged()
+            if newest is not None:
+                prepared = self._helper.submit(self._engine.prepare, newest.tensors.items())
+                self._next_version = newest, prepared
+            return
+        staged, prepared = self._next_version
+        if not prepared.done() or (self._config.drain_before_swap and self._running):
             return
         self._next_version = None
         try:
-            self._swap_seconds = self._engine.swap(staged.version, staged.tensors.items())
+            self._swap_seconds = self._engine.serve(staged.version, prepared.result())
         except SwapRefused as refusal:
             metrics.SWAPS_REFUSED.inc()
             self._log.error("version refused, the old one serves on", version=staged.version, reason=str(refusal))

@@ -81,6 +81,13 @@ class _Turn:
             self.spans.append(VersionSpan(start, len(self.logprobs), version))
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A version that an engine can serve at once."""
+
+    tensors: dict[str, torch.Tensor]
+
+
 class Engine:
     """One model, the turns in it, and the policy version that it serves.
 
@@ -189,14 +196,32 @@ class Engine:
         )
 
     def swap(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
-        """Serve `version` from the next step on; returns the seconds that this took.
+        """Prepare `version` and serve it from the next step on; returns the seconds that both took.
 
-        `tensors` are all tensors of the model by Hugging Face name, on any device, in the engine's element type or one
-        that it holds exactly. They are kept: do not write to them afterwards. Raises SwapRefused when the old version
-        serves on, EngineBroken when none does.
+        Raises SwapRefused when the old version serves on, EngineBroken when none does.
         """
         began = time.perf_counter()
-        self._weights.apply(self._weights.check(tensors))
+        self.serve(version, self.prepare(tensors))
+        return time.perf_counter() - began
+
+    def prepare(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Prepared:
+        """Check a version, and do what can be done while the old one serves; may run on another thread than the steps.
+
+        `tensors` are all tensors of the model by Hugging Face name, on any device, in the engine's element type or one
+        that it holds exactly. They are kept: do not write to them afterwards. What was prepared before and is not
+        served is lost. Raises SwapRefused.
+        """
+        version = self._weights.check(tensors)
+        self._weights.prepare(version)
+        return Prepared(version)
+
+    def serve(self, version: int, prepared: Prepared) -> float:
+        """Serve what was prepared last, as `version`, from the next step on; returns the seconds that this took.
+
+        Raises SwapRefused when the old version serves on, EngineBroken when none does.
+        """
+        began = time.perf_counter()
+        self._weights.apply(prepared.tensors)
         for turn in self._turns.values():
             turn.close_span(self.version)
         self.version = version

@@ -1,14 +1,15 @@
 """The engine's weights, replaced between two steps.
 
 Keeps true
-- A version is taken whole or not at all: names, shapes, element types and coverage are checked before the first write,
-  and a write that fails all the same is undone by writing the version that served before.
+- A version is taken whole or not at all: names, shapes, element types and coverage are checked before the first write.
+  On a CPU it is written into spare weights while the old version computes, and the two are exchanged between steps. On
+  a GPU it is written between steps, and a write that fails is undone by writing the version that served before.
 - What computes is what was written. On a CPU vLLM computes from packed copies of linear weights and throws the plain
   ones away; here they are kept, written by the model's own loader, and packed again.
 
 Why not vLLM's `reload_weights` on a CPU: with tied embeddings it leaves the head's packed copy as it was (logprobs off
 by 10), and it takes twice as long (18 ms against 7.5 ms, 0.4M parameters). Why not plain weights alone: steps of a 25M
-parameter model take up to 1.4 times as long. The price is that a CPU holds linear weights twice.
+parameter model take up to 1.4 times as long. The price is that a CPU holds weights twice, and packed ones beside them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from torch import Tensor
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 
+from workers.executor.vllm.spare import PACKED, exchange, spare_of
 from workers.executor.vllm.types import EngineBroken, SwapRefused
 
 HEAD = "lm_head.weight"
@@ -55,6 +57,7 @@ class PolicyWeights:
         self._shapes = shapes
         self._dtype: torch.dtype = worker.model_config.dtype
         self._serving: dict[str, Tensor] | None = None
+        self._spare: torch.nn.Module | None = None
 
     def check(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """A whole version, by name; a tied head that is the embedding is left out. Raises SwapRefused."""
@@ -83,13 +86,31 @@ class PolicyWeights:
         if not tensor.is_floating_point() or torch.promote_types(tensor.dtype, self._dtype) != self._dtype:
             raise SwapRefused(f"{name} is {tensor.dtype}: the engine's {self._dtype} cannot hold that exactly")
 
+    def prepare(self, version: dict[str, Tensor]) -> None:
+        """Do for a checked version what can be done while the old one computes; on any thread, one version at a time.
+
+        Raises SwapRefused.
+        """
+        if not current_platform.is_cpu():
+            return
+        try:
+            if self._spare is None:
+                self._spare = spare_of(self._worker.get_model())
+            _write(self._spare, version)
+        except Exception as error:  # whatever a loader or a kernel raises, the old version serves on
+            raise SwapRefused(f"it could not be prepared: {error}") from error
+
     def apply(self, version: dict[str, Tensor]) -> None:
-        """Write a checked version. The tensors are kept, to undo a later swap: nobody may write to them again.
+        """Serve the version that was prepared last. Its tensors are kept, to undo a later swap.
 
         Raises SwapRefused when the old version serves on, EngineBroken when nothing does.
         """
+        if current_platform.is_cpu():
+            assert self._spare is not None
+            exchange(self._worker.get_model(), self._spare)
+            return
         try:
-            self._write(version)
+            self._reload(version)
         except Exception as error:  # whatever a loader or a kernel raises, half a version must not serve
             self._undo(error)
             raise SwapRefused(f"it could not be applied: {error}") from error
@@ -97,7 +118,7 @@ class PolicyWeights:
 
     def _undo(self, error: Exception) -> None:
         try:
-            self._write(self._serving if self._serving is not None else self._of_folder())
+            self._reload(self._serving if self._serving is not None else self._of_folder())
         except Exception as again:
             raise EngineBroken(f"a swap failed ({error}) and could not be undone ({again})") from again
 
@@ -106,14 +127,14 @@ class PolicyWeights:
 
         return {name: tensor for file in self._folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
-    def _write(self, version: Mapping[str, Tensor]) -> None:
-        ordered = sorted(version.items())  # a loader wants the tensors of one layer together
-        if not current_platform.is_cpu():
-            self._worker.reload_weights(weights_iterator=iter(ordered))
-            return
-        model = self._worker.get_model()
-        with torch.no_grad():
-            model.load_weights(ordered)
-            for layer in model.modules():
-                if hasattr(layer, "cpu_linear"):
-                    layer_utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    def _reload(self, version: Mapping[str, Tensor]) -> None:
+        self._worker.reload_weights(weights_iterator=iter(sorted(version.items())))
+
+
+def _write(model: Any, version: Mapping[str, Tensor]) -> None:
+    """By the model's own loader, then packed again."""
+    with torch.no_grad():
+        model.load_weights(sorted(version.items()))  # a loader wants the tensors of one layer together
+        for layer in model.modules():
+            if hasattr(layer, PACKED):
+                layer_utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
