@@ -40,6 +40,8 @@ from workers.trainer.step_log import NAME, read_step_log
 from workers.trainer.stream import WrongLog
 from workers.weights.config import WeightsConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
