@@ -87,7 +87,7 @@ def test_committed_transactions_survive_with_their_offsets(own: Cluster, own_bro
         assert own.admin().list_topics(timeout=WAIT_SECONDS).topics.keys() >= {source, sink}
         # A commit is acknowledged once it is decided; the marker that shows it may be written after the restart.
         committed = [b"%d" % step for step in range(10 * killed + 10)]
-        until(lambda seen=committed: own.values(sink) == seen, what="all that was committed", seconds=5)
+        until(lambda seen=committed: own.values(sink) == seen, what="all that was committed")
         [place] = own.consumer("steps").committed([TopicPartition(source, 0)], WAIT_SECONDS)
         assert place.offset == 10 * killed + 10
 
