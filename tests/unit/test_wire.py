@@ -106,7 +106,7 @@ def test_a_header_that_names_another_record_is_refused() -> None:
 
 def test_a_record_over_the_limit_is_neither_written_nor_read() -> None:
     chunk = WeightChunk(
-        model_id="m", version=1, tensor="t", row_start=0, rows=1, payload=bytes(RECORD_BYTES + RECORD_OVERHEAD_BYTES)
+        model_id="m", version=1, tensor="t", part=0, payload=bytes(RECORD_BYTES + RECORD_OVERHEAD_BYTES)
     )
     with pytest.raises(RecordError, match="limit"):
         encode(chunk)
