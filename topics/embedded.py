@@ -267,7 +267,8 @@ def _apache_kafka(data_folder: Path, port: int, kafka_home: Path, *, controller_
     run = [java, f"-Xmx{KAFKA_HEAP}", f"-Dlog4j2.configurationFile={logging}", "-cp", f"{libs.resolve()}/*"]
     if not (own / "log" / "meta.properties").exists():
         cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
-        format_data = [*run, "kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(properties)]
+        # with "=": an id may begin with "-"
+        format_data = [*run, "kafka.tools.StorageTool", "format", f"--cluster-id={cluster_id}", "-c", str(properties)]
         done = subprocess.run(format_data, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise BrokerFailed(f"Apache Kafka could not format {own / 'log'}: {(done.stderr or done.stdout).strip()}")

@@ -62,7 +62,8 @@ def test_a_member_that_joins_takes_its_share_and_one_that_leaves_gives_it_back(
 
 def test_a_static_member_comes_back_to_its_partitions_and_disturbs_nobody(cluster: Cluster, sides: list[str]) -> None:
     other, returning = member(cluster, sides, "worker-0"), member(cluster, sides, "worker-1")
-    until(lambda: settled([other, returning], sides) and bool(owned(returning, sides[0])), what="two shares")
+    members = [other, returning]
+    until(lambda: settled(members, sides) and all(owned(each, sides[0]) for each in members), what="two shares")
     before = {topic: (owned(other, topic), owned(returning, topic)) for topic in sides}
     lost: list[TopicPartition] = []
     other.unsubscribe()
