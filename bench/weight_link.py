@@ -1,15 +1,17 @@
 """How long a version takes from the optimizer's step to the last of four receivers, over a slow link.
 
 For each rate a network namespace of its own (`unshare`, so it wants root), in which all that the broker sends is
-throttled to that rate (`tc`): the link from the broker to the fleet. In it a broker, a publisher and one process with
-four receivers. A version is *swapped* once a receiver has fetched, decoded and verified it and has copied it into
-tensors that stay where they are, as an engine's do. The updates are real: the one that `bench.weights --only sizes`
-kept, forth and back. Then the same versions travel as anchors, which is what a dense broadcast sends; the limit beside
-both is the payload of all receivers over the rate.
+throttled to that rate (`tc`): the link from the broker to the fleet. In it a broker (Apache Kafka with KAFKA_HOME, as
+slow links need: the embedded one answers with whole partitions), a publisher and one process with four receivers. A
+version is *swapped* once a receiver has fetched, decoded and verified it and has copied it into tensors that stay where
+they are, as an engine's do. The updates are real: the one that `bench.weights --only sizes` kept, forth and back. Then
+the same versions travel as anchors, which is what a dense broadcast sends; the limit beside both is the payload of all
+receivers over the rate.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -77,12 +79,16 @@ def measure(folder: Path, rate: int) -> dict[str, float | str]:
         {name: torch.from_numpy(words).view(torch.bfloat16) for name, words in each.items()} for each in kept(folder)
     ]
     dense_bytes = sum(tensor.nbytes for tensor in versions[0].values())
-    with tempfile.TemporaryDirectory(prefix="rose-bench-") as data, start_broker(Path(data)) as broker:
+    home = os.environ.get("KAFKA_HOME")
+    with (
+        tempfile.TemporaryDirectory(prefix="rose-bench-") as data,
+        start_broker(Path(data), kafka_home=Path(home) if home else None) as broker,
+    ):
         settings = BusSettings(broker.bootstrap)
         create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=4))
         deltas = WeightPublisher(settings, MODEL, anchor_every=DELTAS)
         with receivers(folder, broker.bootstrap) as fleet:
-            deltas.publish(versions[0].items(), 0)
+            deltas.publish(versions[0].items(), 0).result()
             fleet.all_at(0)
             throttle(broker.bootstrap, rate)
             sparse = [_publish(deltas, versions[number % 2], number, fleet) for number in range(1, 1 + DELTAS)]
@@ -104,17 +110,23 @@ def measure(folder: Path, rate: int) -> dict[str, float | str]:
 def _publish(publisher: WeightPublisher, tensors: dict[str, Tensor], version: int, fleet: "Fleet") -> tuple[float, int]:
     """Seconds from here to the last receiver's swap, and the payload's bytes."""
     began = time.time()
-    manifest = publisher.publish(tensors.items(), version)
+    manifest = publisher.publish(tensors.items(), version).result()
     return fleet.all_at(version) - began, manifest.payload_bytes
 
 
 def throttle(bootstrap: str, rate: int) -> None:
-    """All that the broker sends in this namespace shares one link of this rate."""
-    port = bootstrap.rpartition(":")[2]
+    """All that the broker sends in this namespace shares one link of this rate, but for packets under 512 bytes.
+
+    Those are its acknowledgements to the publisher, which is not behind the link: they must not queue behind megabytes
+    for the receivers.
+    """
+    sent = f"protocol ip u32 match ip sport {bootstrap.rpartition(':')[2]} 0xffff"
     for command in (
         "qdisc add dev lo root handle 1: htb default 1",
-        f"class add dev lo parent 1: classid 1:2 htb rate {rate}mbit",
-        f"filter add dev lo parent 1: protocol ip u32 match ip sport {port} 0xffff flowid 1:2",
+        f"class add dev lo parent 1: classid 1:2 htb rate {rate}mbit quantum 65536",
+        "class add dev lo parent 1: classid 1:3 htb rate 10gbit quantum 65536",
+        f"filter add dev lo parent 1: prio 1 {sent} match u16 0 0xfe00 at 2 flowid 1:3",
+        f"filter add dev lo parent 1: prio 2 {sent} flowid 1:2",
     ):
         subprocess.run(["tc", *command.split()], check=True, capture_output=True)
 

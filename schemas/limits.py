@@ -36,4 +36,4 @@ Text = Annotated[str, Meta(max_length=4_096)]
 """A reason or note for people."""
 
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
-"""BLAKE2b with a digest of 16 bytes."""
+"""16 bytes of BLAKE3 in records of weights, of BLAKE2b elsewhere."""

@@ -1,5 +1,7 @@
 """A policy version on the log: chunks of slices of tensors, and the manifest that commits them.
 
+A large anchor's chunks lie in files of a store instead; its manifest is on the log like any other.
+
 Keeps true: no manifest, no version. Coordinates are Hugging Face's own: a tensor's name, a range of its rows (the first
 axis) and of its columns (all other axes, flat).
 """
@@ -19,6 +21,10 @@ TENSORS = 65_536
 TensorName = Annotated[str, Meta(min_length=1, max_length=512)]
 
 
+FileName = Annotated[str, Meta(pattern=r"^anchor-[A-Za-z0-9._:-]{1,190}\Z")]
+"""In the store that a receiver's own configuration names; never a path."""
+
+
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of the model, whole."""
 
@@ -32,7 +38,9 @@ class ChunkRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Where one chunk lies and what it must hold."""
 
     partition: Partition
+    """Of the chunks topic; if the manifest has files, the number of one of them."""
     offset: Count
+    """In the partition; in a file, in bytes."""
     bytes: Annotated[int, Meta(ge=0, le=RECORD_BYTES)]
     """Of the chunk's payload."""
     digest: Digest
@@ -86,6 +94,8 @@ class WeightManifest(Record, frozen=True, kw_only=True):
     slices: Annotated[tuple[SliceRef, ...], Meta(max_length=65_536)]
     digest: Digest
     """Of all slices in order: name, coordinates and digest of each."""
+    files: Annotated[tuple[FileName, ...], Meta(max_length=4096)] = ()
+    """Of the anchor store, if the chunks lie there and not on the log: one a rank that published."""
     published_at: float
     signature: Annotated[bytes, Meta(max_length=64)] = b""
     """Ed25519, of the manifest's bytes with this field empty; empty where no key is used."""

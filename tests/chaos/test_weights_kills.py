@@ -9,8 +9,10 @@ import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tests.brokers import AnyBroker
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.settings import BusSettings
+from workers.weights.anchor_store import AnchorStore
 from workers.weights.manifests import newest_manifest
 from workers.weights.publish import WeightPublisher
 from workers.weights.receive import WeightReceiver
@@ -31,7 +34,9 @@ KILLS = 4
 WAIT_SECONDS = 90.0
 SHAPES = {"embed": (1200, 700), "norm": (64,), "scale": ()}
 
-FIRST_SEED = int(os.environ.get("ROSE_CHAOS_SEED", str(random.SystemRandom().randrange(2**20))))
+# Any number, but the same one in all processes of pytest-xdist, which must collect the same tests.
+FRESH_SEED = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(2**20)
+FIRST_SEED = int(os.environ.get("ROSE_CHAOS_SEED", FRESH_SEED))
 SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("ROSE_CHAOS_SEEDS", "3")))
 
 
@@ -42,19 +47,25 @@ def tensors_at(seed: int, version: int) -> dict[str, Tensor]:
     return {name: (tensor * (1 + 3e-4 * version)).bfloat16() for name, tensor in start.items()}
 
 
-def publish(bootstrap: str, namespace: str, seed: int, said: Connection) -> None:
+def store_in(folder: str, seed: int) -> AnchorStore | None:
+    """Every other seed has its anchors in a store."""
+    return AnchorStore(folder) if seed % 2 else None
+
+
+def publish(bootstrap: str, namespace: str, folder: str, seed: int, said: Connection) -> None:
     """Go on from the newest version on the log to the last one."""
     settings = BusSettings(bootstrap, namespace)
     newest = newest_manifest(settings, MODEL)
-    publisher = WeightPublisher(settings, MODEL, anchor_every=ANCHOR_EVERY)
+    publisher = WeightPublisher(settings, MODEL, anchor_every=ANCHOR_EVERY, store=store_in(folder, seed))
     for version in range(0 if newest is None else newest.version + 1, LAST + 1):
-        publisher.publish(tensors_at(seed, version).items(), version)
+        publisher.publish(tensors_at(seed, version).items(), version).result()
         said.send(version)
 
 
-def receive(bootstrap: str, namespace: str, seed: int, said: Connection) -> None:
+def receive(bootstrap: str, namespace: str, folder: str, seed: int, said: Connection) -> None:
     """Say of every staged version whether it is what it must be, until the last."""
-    receiver = WeightReceiver(BusSettings(bootstrap, namespace), MODEL, shapes=SHAPES)
+    settings = BusSettings(bootstrap, namespace)
+    receiver = WeightReceiver(settings, MODEL, shapes=SHAPES, store=store_in(folder, seed))
     receiver.start()
     version = -1
     while version < LAST:
@@ -103,9 +114,10 @@ def children(*found: Child) -> Iterator[None]:
             child.kill()
 
 
-def check_to_the_end(receiver: Child) -> None:
+def check_to_the_end(receiver: Child, *heard: object) -> None:
+    """Of all that it says, after what was heard of it already."""
     versions = []
-    for message in receiver.messages():
+    for message in chain(heard, receiver.messages()):
         assert isinstance(message, tuple)
         version, exact = message
         assert exact, f"version {version} is not what was published"
@@ -116,14 +128,16 @@ def check_to_the_end(receiver: Child) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_whoever_is_left_stands_at_the_last_version(broker: AnyBroker, namespace: str, seed: int) -> None:
+def test_whoever_is_left_stands_at_the_last_version(
+    broker: AnyBroker, namespace: str, tmp_path: Path, seed: int
+) -> None:
     print(f"seed {seed}: ROSE_CHAOS_SEED={seed} repeats it")
     moments = random.Random(seed)
     create_topics(BusSettings(broker.bootstrap, namespace), Partitions(home=1, slots=1, samples=1, chunks=2))
-    arguments = (broker.bootstrap, namespace, seed)
+    arguments = (broker.bootstrap, namespace, str(tmp_path), seed)
     publisher, receiver, slow = (Child(target, *arguments) for target in (publish, receive, receive))
     with children(publisher, receiver, slow):
-        next(slow.messages())
+        first = next(slow.messages())
         os.kill(slow.process.pid or 0, signal.SIGSTOP)
         for _ in range(KILLS):
             victim = moments.choice((publisher, receiver))
@@ -138,5 +152,6 @@ def test_whoever_is_left_stands_at_the_last_version(broker: AnyBroker, namespace
         assert newest is not None and newest.version == LAST
         late = Child(receive, *arguments)
         with children(late):
-            for child in (receiver, slow, late):
-                check_to_the_end(child)
+            check_to_the_end(receiver)
+            check_to_the_end(slow, first)
+            check_to_the_end(late)

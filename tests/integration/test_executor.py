@@ -49,7 +49,7 @@ class Router:
 
     def publish(self, model: Any, version: int, *, digest: bytes | None = None) -> None:
         named = tensors_of(model).items()
-        manifest = self.publisher.store(named, version, step=version, published_at=time.time())
+        manifest = self.publisher.store(self.publisher.snapshot(named), version, step=version, published_at=time.time())
         if digest is not None:
             manifest = msgspec.structs.replace(manifest, digest=digest)
             self.publisher = WeightPublisher(self.settings, "policy")  # the next one builds on nothing that was forged

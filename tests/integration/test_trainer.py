@@ -160,7 +160,7 @@ def test_a_broken_checkpoint_falls_back_and_its_step_is_made_again(
     exported = load_file(config.run_folder / "model" / "model.safetensors")
     parameters = dict(again._model.named_parameters())
     assert all(torch.equal(exported[name], parameter) for name, parameter in parameters.items())
-    assert again._publisher.digest(parameters.items()) == before.digests[STEPS]
+    assert again._publisher.snapshot(parameters.items()).digest() == before.digests[STEPS]
 
 
 def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
     before = result_of(settings)
     with torch.no_grad():
         next(trainer._model.parameters()).add_(1.0)
-    trainer._checkpoints.save(trainer._progress((), None), trainer._model, trainer._optimizer)
+    trainer._checkpoints.save(trainer._progress(trainer._snapshot(), (), None), trainer._model, trainer._optimizer)
     again = Trainer(settings, config, WeightsConfig())
     again.run(Event())
     assert result_of(settings) == before
@@ -244,9 +244,10 @@ def test_a_log_that_ends_before_the_checkpoint_is_refused(
     config = config_of(model_folder, tmp_path / "run", total_groups=GROUPS + 1)
     trainer = Trainer(settings, config, WeightsConfig())
     trainer._recover()
+    trainer._settle()
     trainer._version = 1
     trainer._offsets = {0: 10**6}
-    trainer._checkpoints.save(trainer._progress((), None), trainer._model, trainer._optimizer)
+    trainer._checkpoints.save(trainer._progress(trainer._snapshot(), (), None), trainer._model, trainer._optimizer)
     with pytest.raises(WrongLog, match="offset 1000000 of partition 0"):
         run_trainer(settings, config, Event())
 

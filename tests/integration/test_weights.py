@@ -49,7 +49,7 @@ class Trainer:
     def publish(self, version: int, *, tensors: dict[str, Tensor] | None = None) -> WeightManifest:
         """Store the chunks of a version; its manifest is not on the log yet."""
         named = (tensors_of(version) if tensors is None else tensors).items()
-        return self._publisher.store(named, version, step=version, published_at=0.0)
+        return self._publisher.store(self._publisher.snapshot(named), version, step=version, published_at=0.0)
 
     def write(self, *manifests: WeightManifest) -> None:
         for manifest in manifests:
@@ -117,7 +117,7 @@ def test_a_version_arrives_bit_for_bit(trainer: Trainer, dtype: torch.dtype) -> 
     tensors = tensors_of(1, dtype=dtype)
     manifest = trainer.publish(1, tensors=tensors)
     assert max(len(piece.chunks) for piece in manifest.slices) > 1
-    assert manifest.digest == WeightPublisher(trainer.settings, MODEL).digest(tensors.items())
+    assert manifest.digest == WeightPublisher(trainer.settings, MODEL).snapshot(tensors.items()).digest()
     with receiving(trainer.settings) as receiver:
         trainer.write(manifest)
         version = staged(receiver)

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +14,14 @@ from tests.integration.test_weights import WAIT_SECONDS
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.settings import BusSettings
+from workers.weights.anchor_store import AnchorStore
+from workers.weights.manifests import find_lineage
 from workers.weights.receive import WeightReceiver
 
 MODEL = "policy"
+START_SECONDS = 180.0
+"""For two processes with torch to start and publish, on a busy machine."""
+
 ROWS = 7
 """Not even: one rank owns four, the other three."""
 
@@ -29,14 +35,17 @@ from torch.distributed.tensor import DTensor
 from schemas.weights import WeightManifest
 from tests.integration.test_weights_ranks import MODEL, model
 from topics.settings import BusSettings
+from workers.weights.anchor_store import AnchorStore
 from workers.weights.publish import WeightPublisher, merge
 
 dist.init_process_group("gloo")
 module = fully_shard(model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
-publisher = WeightPublisher(BusSettings(sys.argv[1], sys.argv[2]), MODEL, dtype=torch.bfloat16)
+store = AnchorStore(sys.argv[3])
+publisher = WeightPublisher(BusSettings(sys.argv[1], sys.argv[2]), MODEL, dtype=torch.bfloat16, store=store)
 for version in range(2):
-    part = publisher.store(module.named_parameters(), version, step=version, published_at=time.time())
+    snapshot = publisher.snapshot(module.named_parameters())
+    part = publisher.store(snapshot, version, step=version, published_at=time.time(), anchor=version == 0)
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, msgspec.msgpack.encode(part))
     if dist.get_rank() == 0:
@@ -56,7 +65,8 @@ def model() -> torch.nn.Module:
 
 
 @pytest.mark.slow
-def test_two_ranks_publish_one_version(broker: AnyBroker, namespace: str) -> None:
+def test_two_ranks_publish_one_version(broker: AnyBroker, namespace: str, tmp_path: Path) -> None:
+    """The first as an anchor in a store, a file each; the second as deltas on the log."""
     settings = BusSettings(broker.bootstrap, namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=2))
     with socket.socket() as free:
@@ -64,7 +74,7 @@ def test_two_ranks_publish_one_version(broker: AnyBroker, namespace: str) -> Non
         port = free.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, broker.bootstrap, namespace],
+            [sys.executable, "-c", RANK, broker.bootstrap, namespace, str(tmp_path)],
             env={
                 **os.environ,
                 "RANK": str(rank),
@@ -76,20 +86,24 @@ def test_two_ranks_publish_one_version(broker: AnyBroker, namespace: str) -> Non
         for rank in range(2)
     ]
     try:
-        assert [rank.wait(WAIT_SECONDS) for rank in ranks] == [0, 0]
+        assert [rank.wait(START_SECONDS) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()
     with torch.no_grad():
         expected = {name: (tensor * 1.001).bfloat16() for name, tensor in model().named_parameters()}
-    receiver = WeightReceiver(settings, MODEL, shapes={name: tuple(tensor.shape) for name, tensor in expected.items()})
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    receiver = WeightReceiver(settings, MODEL, shapes=shapes, store=AnchorStore(str(tmp_path)))
     receiver.start()
     try:
         staged = receiver.staged(WAIT_SECONDS)
     finally:
         receiver.stop()
     assert staged is not None
-    assert (staged.version, staged.manifest.base_version) == (1, 0)
+    assert (staged.version, staged.manifest.base_version, staged.manifest.files) == (1, 0, ())
+    anchor = find_lineage(settings, MODEL)[0].versions[0].manifest
+    assert sorted(anchor.files) == sorted(file.name for file in tmp_path.iterdir())
+    assert len(anchor.files) == 2
     assert len(staged.manifest.slices) > len(expected)
     for name, tensor in expected.items():
         assert torch.equal(staged.tensors[name], tensor), name

@@ -1,14 +1,9 @@
-"""A tiny policy, a fixed set of samples, and a trainer over both, in this process or in one that is to be killed.
+"""A tiny policy, a fixed set of samples, and a trainer over both, in this process or in one that is to be killed."""
 
-Run as a program it is the trainer, killed by SIGKILL at a named point of its loop:
-    python -m tests.integration.trainer_kit BOOTSTRAP NAMESPACE MODEL_FOLDER RUN_FOLDER POINT VERSION
-"""
-
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -143,11 +138,19 @@ def result_of(settings: BusSettings) -> Result:
 
 def train_in_a_process_that_is_killed(
     settings: BusSettings, model_folder: Path, run_folder: Path, *, point: str, version: int
-) -> int:
+) -> int | None:
     """The exit status of a trainer that SIGKILL is to end at this point of this version."""
-    arguments = [settings.bootstrap, settings.namespace, str(model_folder), str(run_folder), point, str(version)]
-    command = [sys.executable, "-m", "tests.integration.trainer_kit", *arguments]
-    return subprocess.run(command, check=False, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["workers.trainer.loop", "transformers.models.qwen3", __name__])
+    process = context.Process(target=_train_armed, args=(settings, model_folder, run_folder, point, version))
+    process.start()
+    process.join(600)
+    return process.exitcode
+
+
+def _train_armed(settings: BusSettings, model_folder: Path, run_folder: Path, point: str, version: int) -> None:
+    _arm(point, version)
+    run_trainer(settings, config_of(model_folder, run_folder), Event())
 
 
 def _die() -> None:
@@ -186,9 +189,3 @@ def _arm(point: str, version: int) -> None:
     Trainer.__init__ = armed_begin  # type: ignore[method-assign,assignment]
     Checkpoints.save = armed_save  # type: ignore[method-assign,assignment]
     Writer.commit = armed_commit  # type: ignore[method-assign,assignment]
-
-
-if __name__ == "__main__":
-    bootstrap, namespace, model_folder, run_folder, point, version = sys.argv[1:]
-    _arm(point, int(version))
-    run_trainer(BusSettings(bootstrap, namespace), config_of(Path(model_folder), Path(run_folder)), Event())

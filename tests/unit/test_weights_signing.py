@@ -77,6 +77,7 @@ def test_another_key_or_none_is_refused_and_the_reason_says_which() -> None:
         msgspec.structs.replace(SIGNED, slices=SIGNED.slices[1:]),
         msgspec.structs.replace(SIGNED, digest=bytes(16)),
         msgspec.structs.replace(SIGNED, published_at=1.0),
+        msgspec.structs.replace(SIGNED, files=("anchor-m.3.0",)),
         with_slice(SIGNED, 0, digest=bytes(16)),
         with_slice(SIGNED, 0, base_digest=bytes(15) + b"x"),
         with_slice(SIGNED, 0, chunks=(msgspec.structs.replace(SIGNED.slices[0].chunks[0], offset=9),)),

@@ -12,16 +12,18 @@ def run_executor(
 ) -> None:
     """Run turns of the inbox `config.slot` until `stop` is set.
 
-    Raises RoseError: a broken model folder or key file, an unreachable broker, a missing topic.
+    Raises RoseError: a broken model folder, key file or store, an unreachable broker, a missing topic.
     """
     from workers.executor.loop import Executor
     from workers.executor.vllm.engine import Engine
     from workers.executor.vllm.types import EngineConfig
+    from workers.weights.anchor_store import AnchorStore
     from workers.weights.receive import WeightReceiver
     from workers.weights.signing import public_key
 
-    trusted = (weights or WeightsConfig()).trusted_key
-    trusted_key = public_key(trusted) if trusted else None
+    weights = weights or WeightsConfig()
+    trusted_key = public_key(weights.trusted_key) if weights.trusted_key else None
+    store = AnchorStore(weights.store) if weights.store else None
     engine = Engine(
         EngineConfig(
             model_folder=config.model_folder,
@@ -33,7 +35,7 @@ def run_executor(
         )
     )
     receiver = WeightReceiver(
-        settings, config.model_id, shapes=engine.shapes, key=trusted_key, client_id=f"{name}-weights"
+        settings, config.model_id, shapes=engine.shapes, store=store, key=trusted_key, client_id=f"{name}-weights"
     )
     receiver.start()
     try:

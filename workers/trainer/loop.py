@@ -6,12 +6,14 @@ Keeps true
 - After a restart the newest checkpoint decides. If the log lacks its transaction, that is made again; if the log is
   further (the newest checkpoint was lost), the steps in between are made again from the same groups and not written.
 - One trainer a model: a newer one fences the older, which then cannot settle or publish anything.
+- A version is published while the next is trained, one at a time: no checkpoint is two versions ahead of the log.
 - The policy that is on the log and the policy in the checkpoint have the same digest.
 """
 
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 from time import perf_counter
 
@@ -38,10 +40,12 @@ from workers.trainer.policy import load_policy
 from workers.trainer.step import StepSettings, TrainingSample, make_optimizer, train_step
 from workers.trainer.step_log import StepLine, StepLog, decoded, encoded
 from workers.trainer.stream import SampleStream
+from workers.weights.anchor_store import AnchorStore
 from workers.weights.config import WeightsConfig
 from workers.weights.manifests import manifest_key, newest_manifest
 from workers.weights.publish import publisher_of
 from workers.weights.retention import release_chunks
+from workers.weights.snapshot import Snapshot
 
 EXPORTED = "model"
 """Folder of the final policy in the run's folder."""
@@ -79,21 +83,28 @@ class Trainer:
         self._step_log = StepLog(config.run_folder)
         self._writer = Writer(settings, "trainer", transactional_id=f"trainer-{config.model_id}")
         self._publisher = publisher_of(settings, config.model_id, weights)
+        self._store = AnchorStore(weights.store) if weights.store else None
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="trainer-publishes")
+        self._publishing: Future[None] | None = None
+        """The newest version, on its way to the log."""
         self._assembly = GroupAssembly(self._rules)
         self._version = 0
         self._offsets: dict[int, int] = {}
         self._on_log: WeightManifest | None = None
         self._history: History | None = None
         self._waiting_since = perf_counter()
+        self._stop = Event()
 
     def run(self, stop: Event) -> None:
         """Train until the run's groups are settled, then export the policy; or until `stop`, after the present step.
 
         Raises RoseError: a checkpoint or log that is not this run's, a broker that refuses, another trainer.
         """
+        self._stop = stop
         try:
             self._recover()
-            self._train(stop)
+            self._train()
+            self._settle()
         except BusError as error:
             if error.fenced:
                 raise TrainerFenced(self._config.model_id) from error
@@ -128,8 +139,9 @@ class Trainer:
             )
         torch.manual_seed(self._config.seed)
         self._assembly = GroupAssembly(self._rules, settled=History(self._settings).settled_groups)
-        self._checkpoints.save(self._progress((), None), self._model, self._optimizer)
-        self._commit(())
+        snapshot = self._snapshot()
+        self._checkpoints.save(self._progress(snapshot, (), None), self._model, self._optimizer)
+        self._publish(snapshot, ())
 
     def _go_on_from(self, progress: Progress) -> None:
         self._checkpoints.restore(progress, self._model, self._optimizer)
@@ -141,31 +153,34 @@ class Trainer:
         if self._on_log is None or self._on_log.version < self._version:
             history = History(self._settings)
             outcomes = [decode(SampleOutcome, wire) for wire in progress.outcomes]
-            self._commit([outcome for outcome in outcomes if not history.has(outcome)])
+            self._publish(self._snapshot(), [outcome for outcome in outcomes if not history.has(outcome)])
         elif self._on_log.version > self._version:
             self._history = History(self._settings)
         if progress.step_line:
             self._step_log.append(decoded(progress.step_line))
 
-    def _train(self, stop: Event) -> None:
-        stream = SampleStream(self._settings, stop=stop, offsets=self._offsets)
+    def _train(self) -> None:
+        stream = SampleStream(self._settings, stop=self._stop, offsets=self._offsets)
         self._offsets = stream.offsets
         self._waiting_since = perf_counter()
         try:
-            self._take_steps(stop)
+            self._take_steps()
             for placed in stream if self._assembly.step_size else ():
                 taken = self._assembly.offer(placed.sample)
                 metrics.SAMPLES.labels(taken.value).inc()
                 if taken is not Taken.HELD:
                     log.warning("sample dropped", trajectory=placed.sample.trajectory_id, reason=taken.value)
-                self._take_steps(stop)
+                self._take_steps()
                 if not self._assembly.step_size:
                     break
         finally:
             stream.close()
 
-    def _take_steps(self, stop: Event) -> None:
-        while not stop.is_set() and (groups := self._assembly.take(self._version, self._made_before())) is not None:
+    def _take_steps(self) -> None:
+        while not self._stop.is_set():
+            groups = self._assembly.take(self._version, self._made_before())
+            if groups is None:
+                break
             self._step(groups)
         metrics.HELD_SAMPLES.set(self._assembly.held_samples)
 
@@ -194,16 +209,18 @@ class Trainer:
         now = time.time()
         line.waiting_seconds, line.training_seconds, line.ended_at = waited, perf_counter() - began, now
         outcomes = self._outcomes(groups, now)
+        began = perf_counter()
+        self._settle()
         self._version += 1
-        began = perf_counter()
-        self._checkpoints.save(self._progress(outcomes, line), self._model, self._optimizer)
-        line.checkpoint_seconds = perf_counter() - began
-        began = perf_counter()
-        if self._on_log is None or self._version > self._on_log.version:
-            self._commit(outcomes)
-        else:
-            self._compare_with_log()
+        snapshot = self._snapshot()
         line.publishing_seconds = perf_counter() - began
+        began = perf_counter()
+        self._checkpoints.save(self._progress(snapshot, outcomes, line), self._model, self._optimizer)
+        line.checkpoint_seconds = perf_counter() - began
+        if self._on_log is None or self._version > self._on_log.version:
+            self._publish(snapshot, outcomes)
+        else:
+            self._compare_with_log(snapshot)
         self._step_log.append(line)
         metrics.observe(line)
         log.info("step", step=line.step, reward=line.reward_mean, success=line.success_rate, groups=line.groups)
@@ -224,11 +241,14 @@ class Trainer:
             for end in group.settled
         ]
 
-    def _progress(self, outcomes: Sequence[SampleOutcome], line: StepLine | None) -> Progress:
+    def _snapshot(self) -> Snapshot:
+        return self._publisher.snapshot(self._model.named_parameters())
+
+    def _progress(self, snapshot: Snapshot, outcomes: Sequence[SampleOutcome], line: StepLine | None) -> Progress:
         return Progress(
             identity=self._identity,
             version=self._version,
-            weights_digest=self._publisher.digest(self._model.named_parameters()),
+            weights_digest=snapshot.digest(),
             offsets=dict(self._offsets),
             held=tuple(encode(sample) for sample in self._assembly.held),
             settled=tuple(self._assembly.settled),
@@ -237,26 +257,44 @@ class Trainer:
             step_line=b"" if line is None else encoded(line),
         )
 
-    def _commit(self, outcomes: Sequence[SampleOutcome]) -> None:
-        """Publish the present version, and settle its step's samples in the same transaction."""
-        manifest = self._publisher.store(
-            self._model.named_parameters(), self._version, step=self._version, published_at=time.time()
-        )
+    def _publish(self, snapshot: Snapshot, outcomes: Sequence[SampleOutcome]) -> None:
+        """Begin to publish the present version; training goes on meanwhile. A failure ends the run."""
+
+        def end_on_failure(done: Future[None]) -> None:
+            if done.exception() is not None:
+                self._stop.set()
+
+        self._publishing = self._helper.submit(self._commit, snapshot, self._version, outcomes)
+        self._publishing.add_done_callback(end_on_failure)
+
+    def _settle(self) -> None:
+        """Wait until the version before is on the log, so that no checkpoint is two versions ahead of it.
+
+        Raises what publishing it raised.
+        """
+        if self._publishing is not None:
+            self._publishing.result()
+
+    def _commit(self, snapshot: Snapshot, version: int, outcomes: Sequence[SampleOutcome]) -> None:
+        """Publish a version, and settle its step's samples in the same transaction."""
+        began = perf_counter()
+        manifest = self._publisher.store(snapshot, version, step=version, published_at=time.time())
         self._writer.begin()
         for outcome in outcomes:
             name = outcome.trajectory_id
             self._writer.write(OUTCOMES, outcome, key=name, trajectory_id=name)
         self._writer.write(MANIFESTS, manifest, key=manifest_key(manifest))
         self._writer.commit()
-        metrics.POLICY_VERSION.set(self._version)
+        metrics.POLICY_VERSION.set(version)
+        metrics.PUBLISHING_SECONDS.observe(perf_counter() - began)
         if manifest.base_version is None:
-            release_chunks(self._settings)
+            release_chunks(self._settings, self._store)
 
-    def _compare_with_log(self) -> None:
+    def _compare_with_log(self, snapshot: Snapshot) -> None:
         """A step that was made again should have made the same policy."""
         assert self._on_log is not None
         if self._version == self._on_log.version:
-            same = self._publisher.digest(self._model.named_parameters()) == self._on_log.digest
+            same = snapshot.digest() == self._on_log.digest
             (log.info if same else log.warning)("caught up with the log", version=self._version, same_policy=same)
 
 

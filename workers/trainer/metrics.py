@@ -31,4 +31,3 @@ def observe(line: StepLine) -> None:
     WAITING_SECONDS.observe(line.waiting_seconds)
     TRAINING_SECONDS.observe(line.training_seconds)
     CHECKPOINT_SECONDS.observe(line.checkpoint_seconds or 0.0)
-    PUBLISHING_SECONDS.observe(line.publishing_seconds or 0.0)

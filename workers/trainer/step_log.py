@@ -45,9 +45,10 @@ class StepLine(msgspec.Struct, kw_only=True):
     waiting_seconds: float = 0.0
     """For samples, since the step before."""
     training_seconds: float = 0.0
+    publishing_seconds: float = 0.0
+    """What the step waited for the version before to be on the log, and copied of its own."""
     checkpoint_seconds: float | None = None
-    publishing_seconds: float | None = None
-    """Chunks, manifest and outcomes; None, as the one above, if the trainer was killed in between."""
+    """None if the trainer was killed after it."""
     ended_at: float = 0.0
     """Unix seconds; of the training, not of the publishing."""
 

@@ -17,8 +17,8 @@ from workers.weights.codec import CodecError
 from workers.weights.layout import Box, Refusal, VersionRefused, box_of, check_chunk, digest_of
 from workers.weights.tensors import Matrix, empty, put, take, words_of
 
-Fetch = Callable[[list[ChunkRef]], Iterable[tuple[ChunkRef, WeightChunk]]]
-"""Hands out the chunk of every reference, in no order of slices. May raise VersionRefused."""
+Fetch = Callable[[list[ChunkRef]], Iterable[tuple[ChunkRef, WeightChunk | bytes]]]
+"""Hands out what lies at every reference, in no order of slices. May raise VersionRefused."""
 
 
 class Stopped(Exception):
@@ -120,12 +120,11 @@ def _gather(
         for part, chunk in enumerate(piece.chunks)
     }
     parts: dict[int, dict[int, bytes]] = {}
-    for ref, chunk in fetch([chunk for _, piece in pieces for chunk in piece.chunks]):
+    for ref, found in fetch([chunk for _, piece in pieces for chunk in piece.chunks]):
         number, part = owner[ref.partition, ref.offset]
         name, piece = pieces[number]
-        check_chunk(chunk, ref, name, manifest)
         have = parts.setdefault(number, {})
-        have[part] = chunk.payload
+        have[part] = check_chunk(found, ref, name, manifest)
         if len(have) == len(piece.chunks):
             del parts[number]
             yield name, piece, b"".join(have[index] for index in range(len(have)))

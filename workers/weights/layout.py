@@ -8,7 +8,6 @@ Keeps true
 Pure, and free of torch.
 """
 
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from enum import Enum
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+
+from blake3 import blake3
 
 from schemas.errors import UsageError
 from schemas.limits import RECORD_BYTES
@@ -34,7 +35,9 @@ PAYLOAD_HEAD_BYTES = 1
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Element types that travel, and their size."""
 
-NO_BASE = bytes(16)
+DIGEST_BYTES = 16
+
+NO_BASE = bytes(DIGEST_BYTES)
 """The base digest of a slice that builds on nothing."""
 
 
@@ -94,22 +97,22 @@ class Box:
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
-    """The digest that records carry: BLAKE2b of 16 bytes."""
-    return hashlib.blake2b(data, digest_size=16).digest()
+    """The digest that records carry: the first 16 bytes of BLAKE3 (six times as fast as BLAKE2b)."""
+    return blake3(memoryview(data).cast("B")).digest(length=DIGEST_BYTES)
 
 
 class WholeDigest:
     """The digest of a version: of the coordinates and digests of all its slices, in the manifest's order."""
 
     def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=16)
+        self._hash = blake3()
 
     def add(self, name: str, box: Box, digest: bytes) -> None:
         place = (len(name), box.row_start, box.rows, box.column_start, box.columns)
         self._hash.update(b"".join(number.to_bytes(8, "little") for number in place) + name.encode() + digest)
 
     def digest(self) -> bytes:
-        return self._hash.digest()
+        return self._hash.digest(length=DIGEST_BYTES)
 
 
 def whole_digest(manifest: WeightManifest) -> bytes:
@@ -216,15 +219,20 @@ def _check_sizes(piece: SliceRef, manifest: WeightManifest) -> None:
         raise VersionRefused(Refusal.BAD_TILING, f"{spec.name}: a slice changed and has no payload")
 
 
-def check_chunk(chunk: WeightChunk, ref: ChunkRef, tensor: str, manifest: WeightManifest) -> None:
-    """Believe a chunk that was found at the place of `ref`, or raise VersionRefused."""
-    if (chunk.model_id, chunk.version, chunk.tensor) != (manifest.model_id, manifest.version, tensor):
+def check_chunk(found: WeightChunk | bytes, ref: ChunkRef, tensor: str, manifest: WeightManifest) -> bytes:
+    """The payload of what was found at the place of `ref`, a record or bytes of a file; or raise VersionRefused."""
+    if isinstance(found, bytes):
+        payload = found
+    elif (found.model_id, found.version, found.tensor) == (manifest.model_id, manifest.version, tensor):
+        payload = found.payload
+    else:
         raise VersionRefused(Refusal.WRONG_CHUNK, f"partition {ref.partition} offset {ref.offset} holds another chunk")
-    if len(chunk.payload) != ref.bytes:
-        what = f"a chunk of {tensor} has {len(chunk.payload)} bytes instead of {ref.bytes}"
+    if len(payload) != ref.bytes:
+        what = f"a chunk of {tensor} has {len(payload)} bytes instead of {ref.bytes}"
         raise VersionRefused(Refusal.WRONG_CHUNK, what)
-    if digest_of(chunk.payload) != ref.digest:
+    if digest_of(payload) != ref.digest:
         raise VersionRefused(Refusal.WRONG_DIGEST, f"a chunk of {tensor} is not intact")
+    return payload
 
 
 def folder_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,7 @@ Keeps true
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from threading import Condition, Event, Thread
 from time import perf_counter
 
@@ -26,6 +27,7 @@ from schemas.weights import ChunkRef, WeightChunk, WeightManifest
 from topics.bus import Envelope, Reader
 from topics.settings import BusSettings
 from workers.weights import codec
+from workers.weights.anchor_store import AnchorStore
 from workers.weights.assembly import Assembled, Assembly, Stopped
 from workers.weights.fetch import ChunkFetch
 from workers.weights.layout import Box, Refusal, VersionRefused, check_manifest
@@ -81,13 +83,15 @@ class WeightReceiver:
         *,
         shapes: Mapping[str, Sequence[int]],
         wanted: Mapping[str, Box] | None = None,
+        store: AnchorStore | None = None,
         key: Ed25519PublicKey | None = None,
         client_id: str = "rose-weights",
     ) -> None:
         """`shapes`: of every tensor of the model, as `layout.folder_shapes` reads them.
 
         `wanted`: the part of each tensor that this receiver's shard needs (`shards.wanted_by`); None is everything.
-        `key`: whose signature a version must bear; None takes unsigned ones too.
+        `store`: where the trainer puts large anchors. `key`: whose signature a version must bear; None takes unsigned
+        ones too.
         """
         self.refusals: dict[Refusal, int] = dict.fromkeys(Refusal, 0)
         """Versions not taken, by reason."""
@@ -95,6 +99,7 @@ class WeightReceiver:
         self._model_id = model_id
         self._shapes = shapes
         self._wanted = wanted
+        self._store = store
         self._key = key
         self._client_id = client_id
         self._changed = Condition()
@@ -188,7 +193,7 @@ class WeightReceiver:
                 if self._key is not None:
                     check_signature(manifest, self._key)
                 check_manifest(manifest, self._shapes)
-                assembly.add(manifest, lambda refs: self._fetch(refs, chunks))
+                assembly.add(manifest, partial(self._fetch, manifest, chunks))
             except VersionRefused as refused:
                 failure = _Failure(placed, refused)
                 break
@@ -221,8 +226,22 @@ class WeightReceiver:
             self.refusals[refusal] += 1
             self._changed.notify_all()
 
-    def _fetch(self, refs: list[ChunkRef], chunks: Reader) -> Iterable[tuple[ChunkRef, WeightChunk]]:
-        """Raises VersionRefused, Stopped, BusError or FetchStalled."""
+    def _fetch(
+        self, manifest: WeightManifest, chunks: Reader, refs: list[ChunkRef]
+    ) -> Iterable[tuple[ChunkRef, WeightChunk | bytes]]:
+        """Raises VersionRefused, Stopped, BusError, StoreError or FetchStalled."""
+        if manifest.files:
+            return self._fetch_from_store(manifest, refs)
+        return self._fetch_from_log(refs, chunks)
+
+    def _fetch_from_store(self, manifest: WeightManifest, refs: list[ChunkRef]) -> Iterable[tuple[ChunkRef, bytes]]:
+        if self._store is None:
+            raise VersionRefused(Refusal.MISSING_CHUNK, "its chunks lie in an anchor store: set weights.store")
+        yield from self._store.fetch(manifest.files, refs, self._stopping)
+        if self._stopping.is_set():
+            raise Stopped
+
+    def _fetch_from_log(self, refs: list[ChunkRef], chunks: Reader) -> Iterable[tuple[ChunkRef, WeightChunk]]:
         missing = refs
         for attempt in range(FETCH_ATTEMPTS):
             if attempt:

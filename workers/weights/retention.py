@@ -1,10 +1,11 @@
-"""Chunks that no version needs any more are deleted from the log.
+"""Chunks that no version needs any more are deleted, from the log and from the anchor store.
 
 Keeps true: whatever a version from a model's last anchor but one on can need stays, for every model on the topic; a
 receiver that is in the middle of the older chain finishes it.
 """
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import structlog
 from confluent_kafka import KafkaException, TopicPartition
@@ -14,6 +15,7 @@ from topics.admin import reach
 from topics.catalog import CHUNKS, MANIFESTS
 from topics.log import read_back
 from topics.settings import BusSettings
+from workers.weights.anchor_store import AnchorStore, StoreError
 
 ANCHORS_KEPT = 2
 """Of each model: the newest, and the one before it."""
@@ -21,16 +23,20 @@ ANCHORS_KEPT = 2
 log = structlog.get_logger("weights")
 
 
-def release_chunks(settings: BusSettings) -> dict[int, int]:
+def release_chunks(settings: BusSettings, store: AnchorStore | None = None) -> dict[int, int]:
     """Delete what lies before the first chunk that is still needed; returns that offset by partition.
 
-    A broker that does not allow it is a warning: its own retention deletes them later. Raises BusError.
+    A broker or store that does not allow it is a warning: what retention it has itself deletes them later. Raises
+    BusError.
     """
     manifests: dict[str, list[WeightManifest]] = defaultdict(list)
     for envelope in read_back(settings, {(MANIFESTS, 0): 0}, client_id="rose-weights"):
         if isinstance(envelope.record, WeightManifest):
             manifests[envelope.record.model_id].append(envelope.record)
-    needed = first_needed([manifest for found in manifests.values() for manifest in live(found)])
+    alive = {model_id: live(found) for model_id, found in manifests.items()}
+    needed = first_needed([manifest for found in alive.values() for manifest in found])
+    if store is not None:
+        _release_files(store, alive)
     if needed:
         name = settings.topic(CHUNKS)
         places = [TopicPartition(name, partition, offset) for partition, offset in needed.items()]
@@ -43,6 +49,14 @@ def release_chunks(settings: BusSettings) -> dict[int, int]:
     return needed
 
 
+def _release_files(store: AnchorStore, alive: Mapping[str, Sequence[WeightManifest]]) -> None:
+    try:
+        for model_id, manifests in alive.items():
+            store.release(model_id, {file: manifest.version for manifest in manifests for file in manifest.files})
+    except StoreError as error:
+        log.warning("files not deleted", reason=str(error))
+
+
 def live(manifests: list[WeightManifest]) -> list[WeightManifest]:
     """Those of one model that can still be needed."""
     anchors = sorted(manifest.version for manifest in manifests if manifest.base_version is None)
@@ -51,10 +65,10 @@ def live(manifests: list[WeightManifest]) -> list[WeightManifest]:
 
 
 def first_needed(manifests: list[WeightManifest]) -> dict[int, int]:
-    """The lowest offset that any of them names, by partition."""
+    """The lowest offset on the log that any of them names, by partition."""
     needed: dict[int, int] = {}
     for manifest in manifests:
-        for piece in manifest.slices:
+        for piece in () if manifest.files else manifest.slices:
             for chunk in piece.chunks:
                 needed[chunk.partition] = min(chunk.offset, needed.get(chunk.partition, chunk.offset))
     return needed

@@ -4,6 +4,7 @@ Keeps true: once a receiver has a public key, nothing that is not signed by it i
 its digest, so a signed manifest speaks for all bytes of a version.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,8 @@ from schemas.weights import WeightManifest
 from schemas.wire import encode
 from workers.weights.layout import Refusal, VersionRefused
 
+_ADVICE = "`rose keys FILE` writes a private key to FILE and its public one to FILE.pub"
+
 
 def sign(manifest: WeightManifest, key: Ed25519PrivateKey) -> WeightManifest:
     """The manifest with its signature."""
@@ -40,28 +43,27 @@ def check_signature(manifest: WeightManifest, key: Ed25519PublicKey) -> None:
 
 def private_key(file: Path) -> Ed25519PrivateKey:
     """Of a PEM file without a password. Raises UsageError."""
-    try:
-        key = load_pem_private_key(file.read_bytes(), password=None)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read ({error.strerror}): make a key with `rose keys {file}`") from None
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise UsageError(f"{file} holds no private key without a password: make one with `rose keys FILE`") from None
+    key = _load(file, lambda pem: load_pem_private_key(pem, password=None), "private key without a password")
     if not isinstance(key, Ed25519PrivateKey):
-        raise UsageError(f"{file} holds a private key that is not Ed25519: make one with `rose keys FILE`")
+        raise UsageError(f"{file} holds a private key that is not Ed25519: {_ADVICE}")
     return key
 
 
 def public_key(file: Path) -> Ed25519PublicKey:
     """Of a PEM file. Raises UsageError."""
-    try:
-        key = load_pem_public_key(file.read_bytes())
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read ({error.strerror}): `rose keys FILE` writes FILE.pub") from None
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise UsageError(f"{file} holds no public key: `rose keys FILE` writes one to FILE.pub") from None
+    key = _load(file, load_pem_public_key, "public key")
     if not isinstance(key, Ed25519PublicKey):
-        raise UsageError(f"{file} holds a public key that is not Ed25519: `rose keys FILE` writes one to FILE.pub")
+        raise UsageError(f"{file} holds a public key that is not Ed25519: {_ADVICE}")
     return key
+
+
+def _load(file: Path, parse: Callable[[bytes], object], what: str) -> object:
+    try:
+        return parse(file.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read ({error.strerror}): {_ADVICE}") from None
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise UsageError(f"{file} holds no {what}: {_ADVICE}") from None
 
 
 def make_keys(file: Path) -> Path:

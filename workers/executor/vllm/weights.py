@@ -119,7 +119,7 @@ class PolicyWeights:
     def _undo(self, error: Exception) -> None:
         try:
             self._reload(self._serving if self._serving is not None else self._of_folder())
-        except Exception as again:
+        except Exception as again:  # as above; now nothing whole is left to serve
             raise EngineBroken(f"a swap failed ({error}) and could not be undone ({again})") from again
 
     def _of_folder(self) -> dict[str, Tensor]:

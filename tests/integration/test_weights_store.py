@@ -1,0 +1,105 @@
+"""Large anchors in a store and deltas on the log: a receiver takes both, or keeps what it has."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from schemas.weights import WeightManifest
+from tests.brokers import AnyBroker
+from tests.integration.test_weights import MODEL, SHAPES, WAIT_SECONDS, assert_equal, staged, tensors_of
+from topics.admin import create_topics
+from topics.catalog import Partitions
+from topics.settings import BusSettings
+from workers.weights.anchor_store import AnchorStore
+from workers.weights.layout import Refusal
+from workers.weights.publish import WeightPublisher
+from workers.weights.receive import WeightReceiver
+from workers.weights.retention import release_chunks
+
+MODEL_BYTES = sum(tensor.nbytes for tensor in tensors_of(0).values())
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    settings = BusSettings(broker.bootstrap, namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=2))
+    return settings
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> AnchorStore:
+    return AnchorStore(str(tmp_path))
+
+
+@contextmanager
+def receiving(settings: BusSettings, store: AnchorStore | None) -> Iterator[WeightReceiver]:
+    receiver = WeightReceiver(settings, MODEL, shapes=SHAPES, store=store)
+    receiver.start()
+    try:
+        yield receiver
+    finally:
+        receiver.stop()
+
+
+def publish(publisher: WeightPublisher, version: int) -> WeightManifest:
+    return publisher.publish(tensors_of(version).items(), version).result()
+
+
+def test_a_joiner_takes_the_anchor_from_the_store_and_deltas_from_the_log(
+    settings: BusSettings, store: AnchorStore, tmp_path: Path
+) -> None:
+    with WeightPublisher(settings, MODEL, store=store) as publisher:
+        anchor, delta = publish(publisher, 0), publish(publisher, 1)
+    assert (anchor.files, delta.files) == ((next(tmp_path.iterdir()).name,), ())
+    with receiving(settings, store) as receiver:
+        assert_equal(staged(receiver), tensors_of(1))
+
+
+def test_a_small_model_stays_on_the_log(settings: BusSettings, store: AnchorStore, tmp_path: Path) -> None:
+    with WeightPublisher(settings, MODEL, store=store, store_above_bytes=MODEL_BYTES) as publisher:
+        assert publish(publisher, 0).files == ()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("harm", ["rotten", "cut short", "gone", "no store"])
+def test_an_anchor_that_is_not_what_the_manifest_says_is_refused(
+    settings: BusSettings, store: AnchorStore, tmp_path: Path, harm: str
+) -> None:
+    publisher = WeightPublisher(settings, MODEL, store=store)
+    file = tmp_path / publish(publisher, 0).files[0]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    if harm == "rotten":
+        file.write_bytes(content)
+    elif harm == "cut short":
+        file.write_bytes(content[: len(content) // 2])
+    elif harm == "gone":
+        file.unlink()
+    reason = {"rotten": Refusal.WRONG_DIGEST, "cut short": Refusal.WRONG_CHUNK}.get(harm, Refusal.MISSING_CHUNK)
+    with receiving(settings, None if harm == "no store" else store) as receiver:
+        assert receiver.refused(reason, WAIT_SECONDS) == 1
+        with WeightPublisher(settings, MODEL) as other:
+            publish(other, 1)
+        assert_equal(staged(receiver), tensors_of(1))
+
+
+def test_files_of_anchors_that_no_version_needs_are_deleted(
+    settings: BusSettings, store: AnchorStore, tmp_path: Path
+) -> None:
+    with WeightPublisher(settings, MODEL, anchor_every=0, store=store) as publisher:
+        files = [publish(publisher, version).files[0] for version in range(4)]
+        release_chunks(settings, store)
+    assert {file.name for file in tmp_path.iterdir()} == set(files[2:])
+
+
+def test_tensors_may_change_while_their_version_is_published(settings: BusSettings, store: AnchorStore) -> None:
+    tensors = tensors_of(0)
+    with WeightPublisher(settings, MODEL) as publisher:
+        published = publisher.publish(tensors.items(), 0)
+        for tensor in tensors.values():
+            tensor.zero_()
+        published.result()
+    with receiving(settings, store) as receiver:
+        assert_equal(staged(receiver), tensors_of(0))

@@ -1,0 +1,146 @@
+"""The store of large anchors: what was put is read at its place, and nothing else is ever opened or deleted."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.errors import RecordError, UsageError
+from schemas.weights import ChunkRef, WeightChunk, WeightManifest
+from schemas.wire import decode, encode
+from tests.unit.weights_world import Shelf, Tensors, random_tensors
+from workers.weights.anchor_store import AnchorStore, StoreError
+from workers.weights.layout import LayoutError, check_manifest
+from workers.weights.publish import merge
+
+OPEN = Event()
+
+
+def some_tensors() -> Tensors:
+    return random_tensors({"a": (8, 3), "b": (5,), "c": (2, 2)}, torch.float32, np.random.default_rng(0))
+
+
+def put(
+    store: AnchorStore, payloads: Sequence[bytes], *, version: int = 1, model: str = "m"
+) -> tuple[str, list[ChunkRef]]:
+    """A file with these chunks; its name and where they lie."""
+    shelf = store.create(model, version)
+    stored = [
+        shelf.put(WeightChunk(model_id=model, version=version, tensor="t", part=part, payload=payload))
+        for part, payload in enumerate(payloads)
+    ]
+    shelf.close()
+    return shelf.files[0], [each.ref() for each in stored]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> AnchorStore:
+    return AnchorStore(str(tmp_path / "anchors"))
+
+
+@given(st.lists(st.lists(st.binary(min_size=1, max_size=64), min_size=1, max_size=5), min_size=1, max_size=3))
+def test_what_was_put_is_read_at_its_place(tmp_path_factory: pytest.TempPathFactory, files: list[list[bytes]]) -> None:
+    store = AnchorStore(tmp_path_factory.mktemp("store").as_uri())
+    written = [put(store, payloads) for payloads in files]
+    refs = [
+        msgspec.structs.replace(ref, partition=number) for number, (_, of_file) in enumerate(written) for ref in of_file
+    ]
+    read = dict(store.fetch([name for name, _ in written], refs, OPEN))
+    assert [read[ref] for ref in refs] == [payload for payloads in files for payload in payloads]
+
+
+def test_a_file_that_is_not_there_hands_out_nothing(store: AnchorStore) -> None:
+    name, refs = put(store, [b"abc"])
+    there = msgspec.structs.replace(refs[0], partition=1)
+    nowhere = msgspec.structs.replace(refs[0], partition=7)
+    assert list(store.fetch(["anchor-m.9.gone", name], [*refs, there, nowhere], OPEN)) == [(there, b"abc")]
+
+
+def test_a_file_that_was_cut_short_hands_out_what_is_left(store: AnchorStore, tmp_path: Path) -> None:
+    name, refs = put(store, [b"abc", b"def"])
+    (tmp_path / "anchors" / name).write_bytes(b"abcd")
+    assert [payload for _, payload in store.fetch([name], refs, OPEN)] == [b"abc", b"d"]
+
+
+def test_a_fetch_ends_when_it_is_told_to(store: AnchorStore) -> None:
+    name, refs = put(store, [b"abc"])
+    stop = Event()
+    stop.set()
+    assert list(store.fetch([name], refs, stop)) == []
+
+
+def test_only_files_that_no_live_anchor_names_are_deleted(store: AnchorStore, tmp_path: Path) -> None:
+    old, kept, orphan, young = (put(store, [b"x"], version=version)[0] for version in (1, 2, 1, 3))
+    others = [put(store, [b"x"], version=0, model=model)[0] for model in ("m.1", "n")]
+    (tmp_path / "anchors" / "anchor-m.0.notes").write_bytes(b"mine")
+    store.release("m", {kept: 2})
+    left = {file.name for file in (tmp_path / "anchors").iterdir()}
+    assert left == {kept, young, *others, "anchor-m.0.notes"}
+    assert not {old, orphan} & left
+    store.release("m", {})
+    assert {file.name for file in (tmp_path / "anchors").iterdir()} == left
+
+
+def test_what_cannot_be_opened_or_written_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be opened"):
+        AnchorStore("nosuch://bucket/folder")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match="cannot be written"):
+        AnchorStore(str(tmp_path / "file")).create("m", 1)
+
+
+@pytest.mark.parametrize("name", ["../anchor-m", "anchor-/etc/passwd", "/anchor-m", "notes", "anchor-m\n", "anchor-"])
+def test_a_manifest_names_no_place_outside_the_store(name: str) -> None:
+    manifest = Shelf().store(some_tensors(), 1)
+    forged = encode(msgspec.structs.replace(manifest, files=(name,)))
+    with pytest.raises(RecordError, match="files"):
+        decode(WeightManifest, forged)
+
+
+def test_the_files_of_ranks_are_numbered_when_their_parts_are_merged() -> None:
+    parts = halves()
+    merged = merge(parts)
+    assert merged.files == ("anchor-m.1.a", "anchor-m.1.b")
+    check_manifest(merged, {spec.name: spec.shape for spec in merged.tensors})
+    owner = {piece.digest: number for number, part in enumerate(parts) for piece in part.slices}
+    assert all(chunk.partition == owner[piece.digest] for piece in merged.slices for chunk in piece.chunks)
+
+
+def test_parts_of_different_versions_or_places_are_not_merged() -> None:
+    one, other = halves()
+    for wrong in (  # of another version, on another base, on the log
+        msgspec.structs.replace(other, version=2),
+        msgspec.structs.replace(other, base_version=0),
+        msgspec.structs.replace(other, files=()),
+    ):
+        with pytest.raises(LayoutError):
+            merge([one, wrong])
+
+
+def halves() -> list[WeightManifest]:
+    """What two ranks have stored, each in a file of its own."""
+    whole = Shelf().store(some_tensors(), 1)
+    return [
+        msgspec.structs.replace(
+            whole,
+            files=(file,),
+            slices=tuple(
+                msgspec.structs.replace(
+                    piece,
+                    chunks=tuple(
+                        msgspec.structs.replace(chunk, partition=0, offset=number * 1000 + place)
+                        for place, chunk in enumerate(piece.chunks)
+                    ),
+                )
+                for number, piece in enumerate(whole.slices)
+                if number % 2 == rank
+            ),
+        )
+        for rank, file in enumerate(("anchor-m.1.a", "anchor-m.1.b"))
+    ]

@@ -1,0 +1,110 @@
+"""Large anchors live beside the log: one file a version and rank, in a folder or bucket that all can reach.
+
+Keeps true
+- A receiver reads from the store of its own configuration alone: a manifest names files, never places.
+- What is read is believed chunk by chunk, by the digests of the manifest, as from the log.
+- A file is whole before a manifest names it, and is never written again.
+"""
+
+import re
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from threading import Event
+from typing import Any
+
+import fsspec
+
+from schemas.errors import RoseError, UsageError
+from schemas.weights import ChunkRef, WeightChunk
+from workers.weights.layout import digest_of
+from workers.weights.shelves import Stored
+
+
+class StoreError(RoseError):
+    """The store does not take or give what it should; to be tried again."""
+
+
+class AnchorStore:
+    """A path or URL (fsspec's: `s3://bucket/folder`, `file:///folder`, a plain path) with the files of anchors."""
+
+    def __init__(self, url: str) -> None:
+        """Raises UsageError for a URL that nothing here can open."""
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise UsageError(f"the anchor store {url} cannot be opened: {error}") from None
+        self.url = url
+
+    def create(self, model_id: str, version: int) -> "FileShelf":
+        """A new file for an anchor. Raises StoreError."""
+        name = f"anchor-{model_id}.{version}.{secrets.token_hex(8)}"
+        try:
+            self._files.makedirs(self._root, exist_ok=True)
+            return FileShelf(name, self._files.open(self._path(name), "wb"))
+        except OSError as error:
+            raise StoreError(f"the anchor store {self.url} cannot be written: {error}") from None
+
+    def fetch(self, files: Sequence[str], refs: Iterable[ChunkRef], stop: Event) -> Iterator[tuple[ChunkRef, bytes]]:
+        """What lies at each place that is there, file by file; ends early on `stop`. Raises StoreError."""
+        by_file: dict[str, list[ChunkRef]] = defaultdict(list)
+        for ref in sorted(refs, key=lambda ref: ref.offset):
+            if ref.partition < len(files):
+                by_file[files[ref.partition]].append(ref)
+        for name, wanted in by_file.items():
+            try:
+                with self._files.open(self._path(name), "rb") as file:
+                    for ref in wanted:
+                        if stop.is_set():
+                            return
+                        file.seek(ref.offset)
+                        yield ref, file.read(ref.bytes)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise StoreError(f"the anchor store {self.url} cannot be read: {error}") from None
+
+    def release(self, model_id: str, kept: Mapping[str, int]) -> None:
+        """Delete the model's files that `kept` does not name and that are older than the oldest version in it.
+
+        `kept`: the versions of live anchors, by file. A younger file may be one that is being written. Raises
+        StoreError.
+        """
+        if not kept:
+            return
+        own = re.compile(rf"anchor-{re.escape(model_id)}\.(\d+)\.[0-9a-f]{{16}}")
+        oldest = min(kept.values())
+        try:
+            for path in self._files.ls(self._root, detail=False):
+                match = own.fullmatch(path.rpartition("/")[2])
+                if match and match[0] not in kept and int(match[1]) < oldest:
+                    self._files.rm_file(path)
+        except OSError as error:
+            raise StoreError(f"the anchor store {self.url} cannot be cleaned: {error}") from None
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+class FileShelf:
+    """Chunks one after the other in one file; their places are bytes in it."""
+
+    def __init__(self, name: str, file: Any) -> None:
+        self.files: tuple[str, ...] = (name,)
+        self._file = file
+        self._size = 0
+
+    def put(self, chunk: WeightChunk) -> Stored:
+        stored = Stored(len(chunk.payload), digest_of(chunk.payload), partition=0, offset=self._size)
+        try:
+            self._file.write(chunk.payload)
+        except OSError as error:
+            raise StoreError(f"an anchor cannot be written: {error}") from None
+        self._size += stored.size
+        return stored
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            raise StoreError(f"an anchor cannot be written: {error}") from None

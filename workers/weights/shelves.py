@@ -1,0 +1,67 @@
+"""Where the chunks of a version are put: on the log, or in a file of the anchor store.
+
+Keeps true: once `close` has returned, every chunk that was put is there to be read at the place that it was given.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from schemas.weights import ChunkRef, WeightChunk
+from topics.bus import Writer
+from topics.catalog import CHUNKS
+from workers.weights.layout import digest_of
+
+
+@dataclass(slots=True)
+class Stored:
+    """A chunk on its way: where it lies is known after `close`."""
+
+    size: int
+    digest: bytes
+    partition: int = -1
+    offset: int = -1
+
+    def at(self, partition: int, offset: int) -> None:
+        self.partition, self.offset = partition, offset
+
+    def ref(self) -> ChunkRef:
+        return ChunkRef(partition=self.partition, offset=self.offset, bytes=self.size, digest=self.digest)
+
+
+class Shelf(Protocol):
+    """Takes the chunks of one version after the other, or of one version."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What the manifest names as its files: none on the log."""
+        ...
+
+    def put(self, chunk: WeightChunk) -> Stored:
+        """Raises BusError or StoreError."""
+        ...
+
+    def close(self) -> None:
+        """Wait until all is stored. Raises BusError or StoreError."""
+        ...
+
+
+class LogShelf:
+    """The chunks topic; partitions take turns, so that a receiver fetches from all at once."""
+
+    files: tuple[str, ...] = ()
+
+    def __init__(self, writer: Writer, partitions: int) -> None:
+        self._writer = writer
+        self._partitions = partitions
+        self._written = 0
+
+    def put(self, chunk: WeightChunk) -> Stored:
+        stored = Stored(len(chunk.payload), digest_of(chunk.payload))
+        place = self._written % self._partitions
+        self._written += 1
+        self._writer.write(CHUNKS, chunk, key=chunk.tensor, partition=place, on_delivery=stored.at)
+        self._writer.poll()
+        return stored
+
+    def close(self) -> None:
+        self._writer.flush()

@@ -1,0 +1,69 @@
+"""One version of what a process owns, copied so that its tensors may change while it is published.
+
+Keeps true: the same values, cut in the same way, have the same digests, on whatever device they are.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from schemas.weights import TensorSpec
+from workers.weights.layout import DTYPE_BYTES, Box, WholeDigest, cut, digest_of
+from workers.weights.ownership import owned
+from workers.weights.tensors import Matrix, spec_of, take, words_of
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Of all tensors what they are, of the owned parts what they hold."""
+
+    specs: dict[str, TensorSpec] = field(default_factory=dict)
+    boxes: dict[str, Box] = field(default_factory=dict)
+    words: dict[str, Matrix] = field(default_factory=dict)
+    digests: dict[tuple[str, Box], bytes] = field(default_factory=dict)
+    """Of every slice, in the manifest's order."""
+
+    @property
+    def owned_bytes(self) -> int:
+        """What this process publishes in an anchor."""
+        return sum(words.nbytes for words in self.words.values())
+
+    @property
+    def model_bytes(self) -> int:
+        """Of the whole model: the same for all its ranks."""
+        return sum(prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in self.specs.values())
+
+    def within(self, name: str, box: Box) -> Matrix:
+        """The words of a slice, out of the owned part of its tensor."""
+        own = self.boxes[name]
+        at = Box(box.row_start - own.row_start, box.rows, box.column_start - own.column_start, box.columns)
+        return take(self.words[name], at)
+
+    def digest(self) -> bytes:
+        """What the manifest of this version says as its digest, if one process owns all."""
+        digest = WholeDigest()
+        for (name, box), of_slice in self.digests.items():
+            digest.add(name, box, of_slice)
+        return digest.digest()
+
+
+def snapshot_of(
+    named_tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None, column_parts: int
+) -> Snapshot:
+    """Raises LayoutError for an element type or a placement that cannot travel. `dtype`: what values are rounded to."""
+    snapshot = Snapshot()
+    for name, tensor in named_tensors:
+        wired = tensor.detach() if dtype is None else tensor.detach().to(dtype)
+        snapshot.specs[name] = spec_of(name, wired)
+        local = owned(wired)
+        if local is None:
+            continue
+        snapshot.boxes[name], shard = local
+        words = words_of(shard)
+        snapshot.words[name] = words.copy() if wired.dtype == tensor.dtype else words  # what was rounded is a copy
+        for box in cut(snapshot.boxes[name], column_parts=column_parts):
+            snapshot.digests[name, box] = digest_of(snapshot.within(name, box).data)
+    return snapshot
