@@ -9,6 +9,9 @@ UV := $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(VENV)/bin/uv
 # One thread a process: the processes of a run share the cores, and small tensors gain nothing from more.
 export OMP_NUM_THREADS ?= 1
 
+# Tests mostly wait for brokers and processes: three files at once, the long ones (chaos) first. PYTEST='-m "not slow"'.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+
 .PHONY: help setup demo test lint requirements
 .DEFAULT_GOAL := help
 
@@ -27,8 +30,8 @@ $(READY): requirements.txt pyproject.toml
 demo: $(READY) ## run the whole loop on this machine: a policy that learns, in a few minutes
 	$(VENV)/bin/rose demo
 
-test: $(READY) ## run every test; with KAFKA_HOME set, on Apache Kafka too
-	$(VENV)/bin/python -m pytest
+test: $(READY) ## run every test; with KAFKA_HOME set, on Apache Kafka too; PYTEST='-m "not slow"' runs the quick ones
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(PYTEST)
 
 lint: $(READY) ## check style and types
 	$(VENV)/bin/ruff check .

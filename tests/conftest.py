@@ -2,13 +2,22 @@
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.brokers import EMBEDDED, EXTERNAL, KINDS, AnyBroker, ExternalBroker, start
+from tests.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, AnyBroker, ExternalBroker, start
 from topics.embedded import Broker
+
+ENGINE_TESTS = ("test_engine.py", "test_engine_deltas.py")
+"""All in them is slow, and to import vLLM takes ten seconds in each process that collects them."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if config.option.markexpr == "not slow" and collection_path.name in ENGINE_TESTS else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -17,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-@pytest.fixture(scope="session", params=KINDS)
+@pytest.fixture(scope="session", params=[pytest.param(k, marks=pytest.mark.slow) if k == KAFKA else k for k in KINDS])
 def broker_kind(request: pytest.FixtureRequest) -> str:
     kind: str = request.param
     return kind
@@ -32,13 +41,23 @@ def _known_faults(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="session")
-def broker(broker_kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnyBroker]:
+def brokers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], AnyBroker]]:
+    """Starts a broker of each kind when it is first asked for, and stops them all at the end."""
+    with ExitStack() as running:
+
+        @cache
+        def broker_of(kind: str) -> AnyBroker:
+            if kind == EXTERNAL:
+                return ExternalBroker(os.environ["ROSE_BOOTSTRAP"])
+            return running.enter_context(start(kind, tmp_path_factory.mktemp(kind)))
+
+        yield broker_of
+
+
+@pytest.fixture(scope="session")
+def broker(broker_kind: str, brokers: Callable[[str], AnyBroker]) -> AnyBroker:
     """A broker shared by all tests of the session: take a `namespace`, never kill it."""
-    if broker_kind == EXTERNAL:
-        yield ExternalBroker(os.environ["ROSE_BOOTSTRAP"])
-    else:
-        with start(broker_kind, tmp_path_factory.mktemp(broker_kind)) as running:
-            yield running
+    return brokers(broker_kind)
 
 
 @pytest.fixture

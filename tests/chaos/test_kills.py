@@ -23,7 +23,7 @@ from topics.settings import BusSettings
 
 REPOSITORY = Path(__file__).parents[2]
 ROLES = ("trainer", "router", "executor-0", "executor-1", "environment-0")
-GROUPS, GROUP_SIZE, GROUPS_PER_STEP = 36, 8, 3
+GROUPS, GROUP_SIZE, GROUPS_PER_STEP = 24, 8, 3
 SETTLED_BETWEEN_KILLS = GROUPS_PER_STEP * GROUP_SIZE
 """Outcomes that must have come since the last kill before the next: the run has found its feet again."""
 WAIT_SECONDS = 240.0

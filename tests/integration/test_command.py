@@ -66,6 +66,7 @@ def test_a_command_that_does_not_exist_is_bad_usage() -> None:
     assert rose("replay").returncode == 2
 
 
+@pytest.mark.slow
 def test_topics_are_created_once_described_and_checked(broker: AnyBroker, namespace: str) -> None:
     common = on(broker, namespace)
     missing = rose("topics", "check", *common)
@@ -88,6 +89,7 @@ def test_check_tells_what_has_drifted(broker: AnyBroker, namespace: str) -> None
     assert f"{namespace}rose.turns.requested.v1: partitions is 2, the catalog says 8" in drifted.stdout
 
 
+@pytest.mark.slow
 def test_submit_sends_all_or_nothing(broker: AnyBroker, namespace: str, tmp_path: Path) -> None:
     common = on(broker, namespace)
     settings = BusSettings(broker.bootstrap, namespace)
@@ -107,6 +109,7 @@ def test_submit_sends_all_or_nothing(broker: AnyBroker, namespace: str, tmp_path
     assert sorted(sent, key=str) == sorted(prompts, key=str)
 
 
+@pytest.mark.slow
 def test_audit_prints_the_law_and_tells_when_it_is_broken(broker: AnyBroker, namespace: str) -> None:
     common = on(broker, namespace)
     rose("topics", "create", *common)
@@ -169,6 +172,7 @@ def test_config_prints_every_value_with_its_sentence_and_origin(tmp_path: Path) 
         assert words in done.stdout
 
 
+@pytest.mark.slow
 def test_a_role_serves_its_metrics_and_ends_well_when_asked(broker: AnyBroker, namespace: str) -> None:
     common = on(broker, namespace)
     rose("topics", "create", *common)

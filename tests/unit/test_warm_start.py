@@ -46,6 +46,7 @@ def test_the_shipped_folder_is_small_and_is_what_the_warm_start_writes(tmp_path:
     assert sum(parameter.numel() for parameter in load_policy(SHIPPED).parameters()) < 1_000_000
 
 
+@pytest.mark.slow
 def test_the_shipped_policy_begins_where_the_demo_says() -> None:
     arguments = WarmStartSettings().arguments
     success = held_out_success(load_policy(SHIPPED), TurnFormat(SHIPPED), tasks=512, arguments=arguments, seed=0)

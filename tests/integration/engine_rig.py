@@ -1,0 +1,77 @@
+"""An engine beside the transformers model whose weights it should serve."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from schemas.prompts import Sampling
+from tests.integration.policies import VOCABULARY, logprobs_of, new_policy, tensors_of
+from workers.executor.vllm.engine import (
+    Engine,
+    EngineConfig,
+    Finished,
+)
+
+TOLERANCE = 1e-4
+"""Largest difference of two logprobs that counts as the same."""
+
+BLOCK = 32
+MAX_MODEL_LEN = 256
+MAX_RUNNING = 16
+
+
+@dataclass
+class Rig:
+    """An engine, and the transformers model whose weights it should serve."""
+
+    engine: Engine
+    model: Any
+    tied: bool
+    seed: int = 0
+
+    def swap(self) -> None:
+        """To the next random policy, under the next version."""
+        self.seed += 1
+        self.model = new_policy(self.seed, tied=self.tied)
+        self.engine.swap(self.engine.version + 1, tensors_of(self.model).items())
+
+    def add(self, key: str, context: Sequence[int], **sampling: Any) -> None:
+        self.engine.add(key, context, Sampling(**sampling), policy_version=self.engine.version)
+
+    def drain(self) -> dict[str, Finished]:
+        done: dict[str, Finished] = {}
+        while len(self.engine):
+            done |= {turn.key: turn for turn in self.engine.step().finished}
+        return done
+
+    def run(self, context: Sequence[int], **sampling: Any) -> Finished:
+        self.add("only", context, **sampling)
+        return self.drain()["only"]
+
+    def check(self, seed: int, turns: int = 40) -> float:
+        """Many turns of different lengths together; the largest difference to transformers."""
+        rng = random.Random(seed)
+        contexts = {f"t{i}": contexts_of(rng, rng.randint(1, 150)) for i in range(turns)}
+        for key, context in contexts.items():
+            self.add(key, context, max_tokens=rng.randint(1, 40))
+            if rng.random() < 0.3:
+                self.engine.step()
+        return max(difference(self.model, contexts[key], turn) for key, turn in self.drain().items() if key in contexts)
+
+
+def contexts_of(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCABULARY) for _ in range(length)]
+
+
+def difference(model: Any, context: Sequence[int], turn: Finished, temperature: float = 1.0) -> float:
+    expected = logprobs_of(model, context, turn.tokens, temperature)
+    return float((expected - torch.from_numpy(turn.logprobs)).abs().max())
+
+
+def folder_config(folder: Path, **settings: Any) -> EngineConfig:
+    standard = {"max_model_len": MAX_MODEL_LEN, "max_running": MAX_RUNNING, "step_tokens": 512, "seed": 1}
+    return EngineConfig(model_folder=folder, **(standard | settings))

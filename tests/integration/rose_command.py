@@ -1,0 +1,55 @@
+"""The command in a folder of its own, and a demo that is small."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.brokers import EXTERNAL, KAFKA
+
+SMALL = {
+    "tasks.steps": 2,
+    "tasks.group_size": 4,
+    "tasks.held_out": 16,
+    "trainer.groups_per_step": 4,
+    "environment.window_groups": 8,
+}
+TRAJECTORIES = 2 * 4 * 4
+
+
+class Rose:
+    """The command in a folder of its own, with the broker that the test asks for."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        if kind == EXTERNAL:
+            pytest.skip("ROSE_BOOTSTRAP names a broker; the demo starts one")
+        home = os.environ.get("KAFKA_HOME", "")
+        if kind == KAFKA and not home:
+            pytest.skip("KAFKA_HOME is not set: name a folder with Apache Kafka's libs/")
+        self.folder = folder
+        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
+        self._environment |= {"COLUMNS": "200", "KAFKA_HOME": home if kind == KAFKA else ""}
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-P", "-m", "pipeline.command.main", *arguments]
+        return subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def __call__(self, *arguments: str) -> str:
+        with self.start(*arguments) as process:
+            told = process.communicate(timeout=600)[0]
+        assert process.returncode == 0, told
+        return told
+
+
+def small(**more: int) -> list[str]:
+    changes = SMALL | {name.replace("__", "."): value for name, value in more.items()}
+    return [word for name, value in changes.items() for word in ("--set", f"{name}={value}")]

@@ -1,0 +1,39 @@
+"""A run that its user ends goes on where it was."""
+
+import json
+import signal
+from pathlib import Path
+from threading import Event
+from time import monotonic
+
+import pytest
+
+from tests.integration.rose_command import Rose, small
+
+PATIENCE_SECONDS = 240.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def rose(broker_kind: str, tmp_path: Path) -> Rose:
+    return Rose(broker_kind, tmp_path)
+
+
+def test_a_run_that_was_ended_goes_on_where_it_was(rose: Rose) -> None:
+    run = rose.folder / "runs" / "demo"
+    with rose.start("demo", *small(tasks__steps=6, run__executors=1)) as process:
+        deadline, never = monotonic() + PATIENCE_SECONDS, Event()
+        while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text().count("\n"):
+            assert process.poll() is None, process.communicate()[0]
+            assert monotonic() < deadline
+            never.wait(0.1)
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, told
+    assert "rose up --run demo" in told
+    rose("up", "--run", "demo")
+    terms = json.loads((run / "summary.json").read_text())["trajectories"]
+    assert terms["requested"] == 6 * 4 * 4
+    assert terms["in_flight"] == 0
+    assert "0 lost" in rose("audit", "--run", "demo")

@@ -1,0 +1,123 @@
+"""What ends a trajectory, what counts as a result, and what a turn may sample."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.arrays import pack_logprobs, pack_tokens
+from schemas.prompts import Sampling
+from schemas.turns import VersionSpan
+from schemas.wire import encode
+from tests.unit.trajectory_world import RULES, live, opened, prompt_of, result_of, stepped
+from workers.environments.trajectory import (
+    Ending,
+    Rules,
+    first_request,
+    problem_of,
+    turn_sampling,
+)
+
+MALFORMED = {
+    "no tokens": {"tokens": b"", "logprobs": b"", "spans": ()},
+    "half a token": {"tokens": b"\0\0\0\0\0"},
+    "too few logprobs": {"logprobs": pack_logprobs([-1.0])},
+    "a logprob of nan": {"logprobs": pack_logprobs([-1.0, float("nan"), -1.0])},
+    "no spans": {"spans": ()},
+    "a gap": {"spans": (VersionSpan(0, 1, 0), VersionSpan(2, 3, 0))},
+    "an overlap": {"spans": (VersionSpan(0, 2, 0), VersionSpan(1, 3, 0))},
+    "an empty span": {"spans": (VersionSpan(0, 0, 0), VersionSpan(0, 3, 0))},
+    "past the end": {"spans": (VersionSpan(0, 4, 0),)},
+    "short of the end": {"spans": (VersionSpan(0, 2, 0),)},
+    "no version": {"spans": (VersionSpan(0, 3, -1),)},
+}
+
+
+@pytest.mark.parametrize("fields", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_result_is_told_from_a_sound_one(fields: dict[str, object]) -> None:
+    sound = result_of(opened(prompt_of()))
+    assert problem_of(sound, 2) == ""
+    assert problem_of(type(sound)(**{**{name: getattr(sound, name) for name in sound.__struct_fields__}, **fields}), 2)
+
+
+def test_a_result_that_overflows_the_longest_context_is_malformed() -> None:
+    assert "more than" in problem_of(result_of(opened(prompt_of())), 131_070)
+
+
+def test_the_reward_is_the_sum_over_the_steps_and_the_last_observation_is_not_read() -> None:
+    trajectory = opened(prompt_of())
+    first = live(trajectory, result_of(trajectory), stepped(reward=0.25, observation=(9, 9)))
+    assert first.request is not None and first.request.context == pack_tokens([5, 6, 7, 8, 2, 9, 9])
+    last = live(trajectory, result_of(trajectory), stepped(reward=0.5, done=True))
+    assert last.sample is not None and last.ending is Ending.DONE
+    assert (last.sample.reward, last.sample.success) == (0.75, True)
+    assert last.sample.tokens == pack_tokens([5, 6, 7, 8, 2, 9, 9, 7, 8, 2])
+
+
+def test_a_snapshot_is_written_only_when_the_state_changed() -> None:
+    trajectory = opened(prompt_of())
+    same = live(trajectory, result_of(trajectory), stepped(state=b"start"))
+    changed = live(trajectory, result_of(trajectory), stepped(state=b"changed"))
+    assert same.snapshot is None
+    assert changed.snapshot is not None and (changed.snapshot.state, changed.snapshot.turn) == (b"changed", 2)
+
+
+def test_a_trajectory_ends_as_it_stands_after_max_turns() -> None:
+    trajectory = opened(prompt_of(max_turns=2))
+    assert live(trajectory, result_of(trajectory), stepped(reward=0.5)).sample is None
+    last = live(trajectory, result_of(trajectory), stepped())
+    assert last.ending is Ending.MAX_TURNS and last.sample is not None
+    assert (last.sample.reward, last.sample.success, last.sample.failure) == (0.5, False, "")
+
+
+def test_a_trajectory_ends_when_its_context_is_full_and_the_last_turn_gets_the_room_that_is_left() -> None:
+    rules = Rules(sampling=Sampling(max_tokens=64), turn_deadline_seconds=1.0, max_context_tokens=8)
+    trajectory = opened(prompt_of())
+    first = first_request(trajectory, rules, 0.0)
+    assert first.request is not None and first.request.sampling.max_tokens == 6
+    second = live(trajectory, result_of(trajectory), stepped(observation=(9,)), rules=rules)
+    assert second.request is not None and second.request.sampling.max_tokens == 2
+    last = live(trajectory, result_of(trajectory, tokens=(7, 2)), stepped(reward=1.0), rules=rules)
+    assert last.ending is Ending.CONTEXT and last.sample is not None and last.sample.reward == 1.0
+
+
+def test_an_observation_without_room_and_a_state_without_room_are_failures_with_a_reason() -> None:
+    small = Rules(sampling=Sampling(), turn_deadline_seconds=1.0, max_context_tokens=2)
+    too_long = first_request(opened(prompt_of()), small, 0.0)
+    assert too_long.sample is not None and "max_context_tokens 2" in too_long.sample.failure
+    trajectory = opened(prompt_of())
+    too_big = live(trajectory, result_of(trajectory), stepped(state=bytes(2_000_000)))
+    assert too_big.sample is not None and too_big.sample.reward is None and "cannot be saved" in too_big.sample.failure
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_a_failure(reward: float) -> None:
+    trajectory = opened(prompt_of())
+    written = live(trajectory, result_of(trajectory), stepped(reward=reward))
+    assert written.sample is not None and written.sample.reward is None and str(reward) in written.sample.failure
+
+
+def test_remarks_that_no_record_can_hold_are_a_failure() -> None:
+    trajectory = opened(prompt_of())
+    step = stepped(done=True, reward=1.0)
+    step.info["remark"] = object()
+    written = live(trajectory, result_of(trajectory), step)
+    assert written.sample is not None and written.sample.reward is None
+    encode(written.sample)
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_a_prompt_with_a_seed_samples_every_turn_of_every_trajectory_with_its_own(seed: int) -> None:
+    prompt = prompt_of(sampling=Sampling(seed=seed, max_tokens=9))
+    drawn = [
+        turn_sampling(prompt, index, turn, room_tokens=100, default=RULES.sampling)
+        for index in range(3)
+        for turn in range(3)
+    ]
+    assert len({sampling.seed for sampling in drawn}) == 9
+    assert all(sampling.seed is not None and 0 <= sampling.seed < 2**63 for sampling in drawn)
+    assert drawn[0].stop_token_ids == (2,), "the model's stop tokens, since the prompt names none"
+    assert drawn == [
+        turn_sampling(prompt, index, turn, room_tokens=100, default=RULES.sampling)
+        for index in range(3)
+        for turn in range(3)
+    ]
