@@ -21,7 +21,7 @@ BATCH = 64
 LOOK_SECONDS = 0.2
 """How long one look lasts; also how soon a stop is noticed."""
 
-STALL_SECONDS = 30.0
+STALL_SECONDS = 60.0
 """Without a record for so long, the fetch is given up."""
 
 

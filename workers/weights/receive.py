@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Event, Thread
 from time import perf_counter
+from typing import Any
 
 import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -45,6 +46,10 @@ RETRY_SECONDS = 0.5
 
 MANIFEST_BATCH = 16
 """Manifests taken from librdkafka at once."""
+
+SMALL_FETCHES: dict[str, Any] = {"fetch.message.max.bytes": 2**20, "fetch.max.bytes": 4 * 2**20}
+"""An answer hands out nothing before it is whole: over a slow link one of many megabytes looks like a broker that is
+gone."""
 
 RECEIVED_BYTES = Counter("rose_weights_received_bytes_total", "Payload bytes of the chunks of staged versions.")
 RECEIVE_SECONDS = Histogram(
@@ -152,7 +157,7 @@ class WeightReceiver:
         lineage, begin = find_lineage(self._settings, self._model_id)
         with (
             closing(Reader(self._settings, self._client_id, group="weights")) as manifests,
-            closing(Reader(self._settings, self._client_id, group="weights", ends=True)) as chunks,
+            closing(Reader(self._settings, self._client_id, group="weights", ends=True, **SMALL_FETCHES)) as chunks,
         ):
             manifests.assign({PLACE: begin})
             while not self._stopping.is_set():
