@@ -15,7 +15,6 @@ Example
 """
 
 import base64
-import ctypes
 import importlib.metadata
 import importlib.resources
 import importlib.util
@@ -29,7 +28,6 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +37,7 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 
 from schemas.errors import RoseError
+from topics.processes import end_with
 
 HOST = "127.0.0.1"
 """Brokers started here listen on loopback only: they have neither authentication nor encryption."""
@@ -58,7 +57,6 @@ JAVA_VERSION = 17
 """The oldest Java that runs an Apache Kafka 4 broker."""
 
 _POLL_SECONDS = 0.05
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _KAFKA_JAR = re.compile(r"kafka_\d+\.\d+-(\d+\.\d+\.\d+)\.jar")
 _QUIET = {"log_level": 0, "reconnect.backoff.ms": 50, "reconnect.backoff.max.ms": 250}
 
@@ -155,7 +153,7 @@ class Broker:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches whoever started the broker; the broker goes last
-                preexec_fn=_end_with(os.getpid()),
+                preexec_fn=end_with(os.getpid(), signal.SIGTERM),
             )
         self._wait_until_ready(self._process)
 
@@ -302,21 +300,6 @@ def _taken(port: int) -> bool:
         except OSError:
             return True
     return False
-
-
-def _end_with(parent: int) -> Callable[[], None]:
-    """What the child runs before the broker: the kernel sends it SIGTERM the moment its parent is gone.
-
-    Safe between fork and exec: the library is loaded before the fork, so the child makes two system calls and no more.
-    """
-    prctl = ctypes.CDLL(None).prctl
-
-    def ask_kernel() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)  # the parent went before the kernel was asked
-
-    return ask_kernel
 
 
 def _size(file: Path) -> int:

@@ -2,7 +2,7 @@
 
 Keeps true
 - Only committed records are seen, in order within a partition, and reading ends by itself.
-- What does not decode is passed over: whoever consumes the topic has put it into the dead letters.
+- What does not decode is passed over: whoever consumes the topic puts it into the dead letters.
 """
 
 import time
@@ -27,12 +27,19 @@ DECIDED_POLL_SECONDS = 0.02
 """Pause between two looks at a partition with an open transaction."""
 
 
-def read_back(settings: BusSettings, begins: Mapping[Place, int], *, client_id: str = "rose-log") -> Iterator[Envelope]:
+def read_back(
+    settings: BusSettings,
+    begins: Mapping[Place, int],
+    *,
+    client_id: str = "rose-log",
+    group: str = "log",
+    bury: bool = False,
+) -> Iterator[Envelope]:
     """Every committed record from each place's offset to the end that it has when reading gets there.
 
-    Raises TopicMissing or BusError.
+    `bury`: for who consumes the topic, and may be the first to read there. Raises TopicMissing or BusError.
     """
-    reader = Reader(settings, client_id, group="log", ends=True, bury=False)
+    reader = Reader(settings, client_id, group=group, ends=True, bury=bury)
     open_places = set(begins)
     try:
         reader.assign(begins)

@@ -6,12 +6,11 @@ Keeps true
 - When the supervisor ends, however it ends, its processes end: the kernel kills them if it cannot.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -19,6 +18,7 @@ from time import monotonic
 import structlog
 
 from schemas.errors import RoseError, UsageError
+from topics.processes import end_with
 
 QUICK_SECONDS = 120.0
 """A process that ran for less crashed quickly; an engine takes ten seconds to start, and a minute on a busy machine."""
@@ -34,8 +34,6 @@ STOP_SECONDS = 20.0
 
 LAST_WORDS = 6
 """Lines of a log that are shown when its role fails."""
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RoleFailed(RoseError):
@@ -94,7 +92,7 @@ class _Supervised:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for the supervisor, which asks each role to stop
-                preexec_fn=_end_with(os.getpid()),
+                preexec_fn=end_with(os.getpid(), signal.SIGKILL),
             )
         self.started_at = now
 
@@ -165,18 +163,3 @@ class Supervisor:
             raise RoleFailed(f"{each.role.name} {ended}{often}; the end of {each.log}:\n{each.last_words()}")
         each.start_at = monotonic() + pause
         return f"{each.role.name} {ended} and starts again in {pause:.1f} s; it said: {each.last_line()}"
-
-
-def _end_with(parent: int) -> Callable[[], None]:
-    """What a child runs first: the kernel kills it the moment its parent is gone.
-
-    Safe between fork and exec: the library is loaded before the fork, so the child makes two system calls and no more.
-    """
-    prctl = ctypes.CDLL(None).prctl
-
-    def ask_kernel() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)  # the parent went before the kernel was asked
-
-    return ask_kernel

@@ -27,9 +27,10 @@ from pipeline.routing.router import Decision, Router
 from schemas.slack import SlackHeartbeat
 from schemas.turns import TurnDispatch, TurnRequest, TurnResult
 from schemas.weights import WeightManifest
-from topics.bus import EndOfPartition, Envelope, Place, Reader, Writer
+from topics.bus import Envelope, Place, Reader, Writer
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, MANIFESTS, REQUESTED, Topic
 from topics.errors import BusError
+from topics.log import read_back
 from topics.settings import BusSettings
 
 GROUP = "router"
@@ -222,16 +223,5 @@ class RouterLoop:
             yield envelope
 
     def _read_back(self, begins: Offsets) -> Iterator[Envelope]:
-        """As topics.log.read_back, but what does not decode is buried: nobody may have read it before."""
-        reader = Reader(self._settings, "rose-router-restore", group=GROUP, ends=True)
-        open_places = set(begins)
-        try:
-            reader.assign(begins)
-            while open_places:
-                for item in reader.read(READ_LIMIT, 1.0):
-                    if isinstance(item, EndOfPartition):
-                        open_places.discard((item.topic, item.partition))
-                    elif (item.topic, item.partition) in open_places:
-                        yield item
-        finally:
-            reader.close()
+        """What does not decode is buried: nobody may have read it before."""
+        return read_back(self._settings, begins, client_id="rose-router-restore", group=GROUP, bury=True)

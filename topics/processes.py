@@ -1,0 +1,23 @@
+"""Child processes that do not outlive whoever started them."""
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with(parent: int, how: signal.Signals) -> Callable[[], None]:
+    """What a child runs first (`preexec_fn`): the kernel sends it the signal `how` the moment its parent is gone.
+
+    Safe between fork and exec: the library is loaded before the fork, so the child makes two system calls and no more.
+    """
+    prctl = ctypes.CDLL(None).prctl
+
+    def ask_kernel() -> None:
+        prctl(_PR_SET_PDEATHSIG, how)
+        if os.getppid() != parent:
+            os._exit(1)  # the parent went before the kernel was asked
+
+    return ask_kernel
