@@ -2,6 +2,7 @@
 
 Keeps true
 - Each partition is read once, forward, from the first wanted offset to the last; what lies between is passed over.
+- Between two fetches the reader has no partition: what is stored meanwhile is not fetched in vain.
 - Every chunk asked for is either handed out or listed in `missing`: an offset that the log does not have never blocks.
 """
 
@@ -47,6 +48,12 @@ class ChunkFetch:
     def __iter__(self) -> Iterator[tuple[ChunkRef, WeightChunk]]:
         """Ends early on `stop`. Raises BusError or FetchStalled."""
         self._begin()
+        try:
+            yield from self._read()
+        finally:
+            self._reader.assign({})
+
+    def _read(self) -> Iterator[tuple[ChunkRef, WeightChunk]]:
         deadline = monotonic() + STALL_SECONDS
         while self._wanted and not self._stop.is_set():
             items = self._reader.read(BATCH, LOOK_SECONDS)

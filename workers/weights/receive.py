@@ -47,7 +47,7 @@ RETRY_SECONDS = 0.5
 MANIFEST_BATCH = 16
 """Manifests taken from librdkafka at once."""
 
-SMALL_FETCHES: dict[str, Any] = {"fetch.message.max.bytes": 2**20, "fetch.max.bytes": 4 * 2**20}
+SMALL_FETCHES: dict[str, Any] = {"fetch.max.bytes": 4 * 2**20}
 """An answer hands out nothing before it is whole: over a slow link one of many megabytes looks like a broker that is
 gone."""
 
