@@ -178,7 +178,8 @@ def _follow(number: int, bootstrap: str, shapes: Mapping[str, Sequence[int]]) ->
     while (staged := receiver.staged(PATIENCE_SECONDS)) is not None:
         for name, tensor in staged.tensors.items():
             resident[name].copy_(tensor)
-        print(json.dumps({"receiver": number, "version": staged.version, "at": time.time()}), flush=True)
+        said = {"receiver": number, "version": staged.version, "at": time.time()}
+        print(json.dumps(said) + "\n", end="", flush=True)  # in one piece: the receivers share the pipe
 
 
 def main() -> None:
