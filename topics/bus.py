@@ -7,6 +7,7 @@ Keeps true
 - Nothing is committed on its own.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,16 @@ TRANSACTION_SECONDS = 60.0
 
 Place = tuple[Topic, int]
 """A topic and one of its partitions."""
+
+COORDINATOR_COMES_UP = (
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+)
+"""What Apache Kafka says of a group in its first seconds, and after its coordinator has moved."""
+
+COORDINATOR_SECONDS = 30.0
+COORDINATOR_BACKOFF_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +259,16 @@ class Reader:
         return [item for item in taken if item is not None]
 
     def committed(self, places: Sequence[Place]) -> dict[Place, int | None]:
-        """The group's committed offsets; None where there is none."""
-        try:
-            answers = self._consumer.committed([self._partition(place, 0) for place in places], timeout=30)
-        except KafkaException as error:
-            raise BusError("reading committed offsets", error.args[0]) from error
+        """The group's committed offsets; None where there is none. Waits for a coordinator that is coming up."""
+        wanted, deadline = [self._partition(place, 0) for place in places], time.monotonic() + COORDINATOR_SECONDS
+        while True:
+            try:
+                answers = self._consumer.committed(wanted, timeout=COORDINATOR_SECONDS)
+                break
+            except KafkaException as error:
+                if error.args[0].code() not in COORDINATOR_COMES_UP or time.monotonic() > deadline:
+                    raise BusError("reading committed offsets", error.args[0]) from error
+                time.sleep(COORDINATOR_BACKOFF_SECONDS)
         return {
             place: answer.offset if answer.offset >= 0 else None for place, answer in zip(places, answers, strict=True)
         }
