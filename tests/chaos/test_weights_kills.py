@@ -52,12 +52,12 @@ def store_in(folder: str, seed: int) -> AnchorStore | None:
     return AnchorStore(folder) if seed % 2 else None
 
 
-def publish(bootstrap: str, namespace: str, folder: str, seed: int, said: Connection) -> None:
-    """Go on from the newest version on the log to the last one."""
+def publish(bootstrap: str, namespace: str, folder: str, seed: int, last: int, said: Connection) -> None:
+    """Go on from the newest version on the log to `last`."""
     settings = BusSettings(bootstrap, namespace)
     newest = newest_manifest(settings, MODEL)
     publisher = WeightPublisher(settings, MODEL, anchor_every=ANCHOR_EVERY, store=store_in(folder, seed))
-    for version in range(0 if newest is None else newest.version + 1, LAST + 1):
+    for version in range(0 if newest is None else newest.version + 1, last + 1):
         publisher.publish(tensors_at(seed, version).items(), version).result()
         said.send(version)
 
@@ -135,23 +135,27 @@ def test_whoever_is_left_stands_at_the_last_version(
     moments = random.Random(seed)
     create_topics(BusSettings(broker.bootstrap, namespace), Partitions(home=1, slots=1, samples=1, chunks=2))
     arguments = (broker.bootstrap, namespace, str(tmp_path), seed)
-    publisher, receiver, slow = (Child(target, *arguments) for target in (publish, receive, receive))
-    with children(publisher, receiver, slow):
+    # The first version alone to begin with: who hears of all at once would have ended before it can be stopped.
+    beginning, receiver, slow = Child(publish, *arguments, 0), Child(receive, *arguments), Child(receive, *arguments)
+    with children(beginning, receiver, slow):
         first = next(slow.messages())
         os.kill(slow.process.pid or 0, signal.SIGSTOP)
-        for _ in range(KILLS):
-            victim = moments.choice((publisher, receiver))
-            victim.process.join(moments.uniform(0.0, 0.4))
-            victim.kill()
-            victim.start()
-        os.kill(slow.process.pid or 0, signal.SIGCONT)
-        for message in publisher.messages():
-            assert isinstance(message, int)
-        publisher.process.join(WAIT_SECONDS)
-        newest = newest_manifest(BusSettings(broker.bootstrap, namespace), MODEL)
-        assert newest is not None and newest.version == LAST
-        late = Child(receive, *arguments)
-        with children(late):
-            check_to_the_end(receiver)
-            check_to_the_end(slow, first)
-            check_to_the_end(late)
+        assert list(beginning.messages()) == [0]
+        publisher = Child(publish, *arguments, LAST)
+        with children(publisher):
+            for _ in range(KILLS):
+                victim = moments.choice((publisher, receiver))
+                victim.process.join(moments.uniform(0.0, 0.4))
+                victim.kill()
+                victim.start()
+            os.kill(slow.process.pid or 0, signal.SIGCONT)
+            for message in publisher.messages():
+                assert isinstance(message, int)
+            publisher.process.join(WAIT_SECONDS)
+            newest = newest_manifest(BusSettings(broker.bootstrap, namespace), MODEL)
+            assert newest is not None and newest.version == LAST
+            late = Child(receive, *arguments)
+            with children(late):
+                check_to_the_end(receiver)
+                check_to_the_end(slow, first)
+                check_to_the_end(late)
