@@ -23,20 +23,20 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from bench.broker import scratch_broker
 from bench.check import Check
 from bench.history import Fleet, Recorder
 from bench.load import Executors, Lane, closed_loop, drain, open_loop
 from pipeline.routing.router import Router
 from topics.admin import create_topics
 from topics.catalog import Partitions
-from topics.embedded import start_broker
+from topics.embedded import Broker
 from topics.settings import BusSettings
 
 WORKERS = 200
@@ -100,7 +100,7 @@ class Way:
 
     def __init__(self, program: str, settings: BusSettings, partitions: Partitions) -> None:
         create_topics(settings, partitions)
-        arguments = [sys.executable, "-m", "bench.children", program, settings.bootstrap, settings.namespace]
+        arguments = [sys.executable, "-m", "bench.children", program, json.dumps(asdict(settings))]
         self.process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
         self.lane = Lane(settings, partitions, routed=program == "router")
 
@@ -129,12 +129,11 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return statistics.quantiles(values, n=100)[percent - 1]
 
 
-def bus(bootstrap: str, *, seconds: float, rate: float, windows: int) -> list[Check]:
+def bus(broker: Broker, *, seconds: float, rate: float, windows: int) -> list[Check]:
     """The checks that need a broker."""
     partitions = Partitions()
-    routed = BusSettings(bootstrap, "bench-router.")
+    routed, bare = broker.settings("bench-router."), broker.settings("bench-bare.")
     with ExitStack() as stack:
-        bare = BusSettings(bootstrap, "bench-bare.")
         ways = {name: Way(name, settings, partitions) for name, settings in (("router", routed), ("bare", bare))}
         for way in ways.values():
             stack.callback(way.close)
@@ -209,14 +208,10 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=10, help="of router and bare loop each, interleaved")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that broker and programs are stopped on the way out
-    home = os.environ.get("KAFKA_HOME")
     checks = [core()]
-    with (
-        tempfile.TemporaryDirectory(prefix="rose-bench-") as folder,
-        start_broker(Path(folder), kafka_home=Path(home) if home else None) as broker,
-    ):
+    with scratch_broker() as broker:
         name = broker.name
-        checks += bus(broker.bootstrap, seconds=arguments.seconds, rate=arguments.rate, windows=arguments.windows)
+        checks += bus(broker, seconds=arguments.seconds, rate=arguments.rate, windows=arguments.windows)
     result = {"broker": name, "cores": os.cpu_count(), "checks": [asdict(check) for check in checks]}
     if arguments.json == "-":
         print(json.dumps(result, indent=2))

@@ -5,6 +5,7 @@ with the same settings, which put every request into an inbox as it came, withou
 """
 
 import argparse
+import json
 import signal
 import threading
 
@@ -44,10 +45,9 @@ def run_bare(settings: BusSettings, stop: threading.Event) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("program", choices=["router", "bare"])
-    parser.add_argument("bootstrap")
-    parser.add_argument("namespace")
+    parser.add_argument("settings", help="BusSettings as JSON")
     arguments = parser.parse_args()
-    settings = BusSettings(arguments.bootstrap, arguments.namespace)
+    settings = BusSettings(**json.loads(arguments.settings))
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

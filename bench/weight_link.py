@@ -11,14 +11,13 @@ receivers over the rate.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 
@@ -26,12 +25,12 @@ import structlog
 import torch
 from torch import Tensor
 
+from bench.broker import scratch_broker
 from bench.check import Check, Section
 from bench.weight_speeds import kept
 from schemas.errors import RoseError
 from topics.admin import create_topics
 from topics.catalog import Partitions
-from topics.embedded import start_broker
 from topics.settings import BusSettings
 from workers.weights.publish import WeightPublisher
 from workers.weights.receive import WeightReceiver
@@ -79,20 +78,18 @@ def measure(folder: Path, rate: int) -> dict[str, float | str]:
         {name: torch.from_numpy(words).view(torch.bfloat16) for name, words in each.items()} for each in kept(folder)
     ]
     dense_bytes = sum(tensor.nbytes for tensor in versions[0].values())
-    home = os.environ.get("KAFKA_HOME")
-    with (
-        tempfile.TemporaryDirectory(prefix="rose-bench-") as data,
-        start_broker(Path(data), kafka_home=Path(home) if home else None) as broker,
-    ):
-        settings = BusSettings(broker.bootstrap)
+    with scratch_broker() as broker:
+        settings = broker.settings()
         create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=4))
-        deltas = WeightPublisher(settings, MODEL, anchor_every=DELTAS)
-        with receivers(folder, broker.bootstrap) as fleet:
+        with (
+            WeightPublisher(settings, MODEL, anchor_every=DELTAS) as deltas,
+            WeightPublisher(settings, MODEL, anchor_every=0) as anchors,
+            receivers(folder, settings) as fleet,
+        ):
             deltas.publish(versions[0].items(), 0).result()
             fleet.all_at(0)
             throttle(broker.bootstrap, rate)
             sparse = [_publish(deltas, versions[number % 2], number, fleet) for number in range(1, 1 + DELTAS)]
-            anchors = WeightPublisher(settings, MODEL, anchor_every=0)
             begin = 1 + DELTAS
             dense = [_publish(anchors, versions[number % 2], number, fleet) for number in range(begin, begin + DENSE)]
     delta_bytes = statistics.median(size for _, size in sparse)
@@ -152,8 +149,8 @@ class Fleet:
 
 
 @contextmanager
-def receivers(folder: Path, bootstrap: str) -> Iterator[Fleet]:
-    command = [sys.executable, "-m", "bench.weight_link", "receive", str(folder), bootstrap]
+def receivers(folder: Path, settings: BusSettings) -> Iterator[Fleet]:
+    command = [sys.executable, "-m", "bench.weight_link", "receive", str(folder), json.dumps(asdict(settings))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield Fleet(process)
@@ -162,18 +159,18 @@ def receivers(folder: Path, bootstrap: str) -> Iterator[Fleet]:
         process.wait(60)
 
 
-def receive(folder: Path, bootstrap: str) -> None:
+def receive(folder: Path, settings: BusSettings) -> None:
     """Run the receivers until terminated; a line for every swap."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     shapes = {name: words.shape for name, words in kept(folder)[0].items()}
-    threads = [Thread(target=_follow, args=(number, bootstrap, shapes)) for number in range(RECEIVERS)]
+    threads = [Thread(target=_follow, args=(number, settings, shapes)) for number in range(RECEIVERS)]
     for thread in threads:
         thread.start()
 
 
-def _follow(number: int, bootstrap: str, shapes: Mapping[str, Sequence[int]]) -> None:
+def _follow(number: int, settings: BusSettings, shapes: Mapping[str, Sequence[int]]) -> None:
     resident = {name: torch.zeros(tuple(shape), dtype=torch.bfloat16) for name, shape in shapes.items()}
-    receiver = WeightReceiver(BusSettings(bootstrap), MODEL, shapes=shapes, client_id=f"receiver-{number}")
+    receiver = WeightReceiver(settings, MODEL, shapes=shapes, client_id=f"receiver-{number}")
     receiver.start()
     while (staged := receiver.staged(PATIENCE_SECONDS)) is not None:
         for name, tensor in staged.tensors.items():
@@ -186,10 +183,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", choices=["measure", "receive"], help="what `bench.weights --only link` starts")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("where", help="Mbit/s to measure, or the broker to receive from")
+    parser.add_argument("where", help="Mbit/s to measure, or BusSettings as JSON, to receive from")
     arguments = parser.parse_args()
     if arguments.program == "receive":
-        receive(arguments.folder, arguments.where)
+        receive(arguments.folder, BusSettings(**json.loads(arguments.where)))
     else:
         print(json.dumps(measure(arguments.folder, int(arguments.where))))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from topics.embedded import Broker, start_broker
+from topics.settings import BusSettings
 
 EXTERNAL, EMBEDDED, KAFKA = "external", "embedded", "kafka"
 KINDS = [EXTERNAL] if os.environ.get("ROSE_BOOTSTRAP") else [EMBEDDED, KAFKA]
@@ -25,8 +26,17 @@ class ExternalBroker:
     bootstrap: str
     name: str = "external broker"
 
+    def settings(self, namespace: str = "") -> BusSettings:
+        return BusSettings(self.bootstrap, namespace)
+
 
 AnyBroker = Broker | ExternalBroker
+
+
+def flags(settings: BusSettings) -> tuple[str, ...]:
+    """What tells `rose` to reach the broker like this."""
+    properties = [word for name, value in settings.properties.items() for word in ("-X", f"{name}={value}")]
+    return ("--bootstrap-server", settings.bootstrap, "--namespace", settings.namespace, *properties)
 
 
 def start(kind: str, folder: Path) -> Broker:

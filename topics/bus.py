@@ -26,6 +26,7 @@ from schemas.record import Record
 from schemas.wire import decode, encode, headers_of
 from topics.catalog import Topic
 from topics.errors import BusError, TopicMissing
+from topics.resting import RestingConsumer
 from topics.settings import BusSettings
 
 FLUSH_SECONDS = 60.0
@@ -215,7 +216,8 @@ class Reader:
             config["group.instance.id"] = settings.name(instance)
         self._settings = settings
         self._client_id = client_id
-        self._consumer = Consumer(config)
+        # Who asks the broker not to hold empty fetches would ask without end: rests instead.
+        self._consumer = (RestingConsumer if str(config["fetch.wait.max.ms"]) == "0" else Consumer)(config)
         self._topics: dict[str, Topic] = {}
         self._buries = bury
         self._dead_letters: Writer | None = None

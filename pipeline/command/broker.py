@@ -48,7 +48,7 @@ def run_broker(config: Config) -> Iterator[RunBroker]:
         raise UsageError(f"the run in {config.run_folder} is going on: look at it with `rose watch --run`")
     port = _port(named) if named else None
     with start_broker(config.run_folder / DATA, kafka_home=kafka_home(config), port=port) as broker:
-        yield RunBroker(config.bus(broker.bootstrap), broker.name, broker)
+        yield RunBroker(_settings(config, broker), broker.name, broker)
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def log_of(config: Config) -> Iterator[BusSettings]:
     if named and _is_own(config) and not _accepts(named):
         home = config.settings.broker.kafka_home
         with start_broker(config.run_folder / DATA, kafka_home=home, port=_port(named)) as broker:
-            yield config.bus(broker.bootstrap)
+            yield _settings(config, broker)
     else:
         yield config.bus()
 
@@ -67,6 +67,10 @@ def kafka_home(config: Config) -> Path | None:
     """The Apache Kafka to start; None is the embedded broker."""
     said = os.environ.get("KAFKA_HOME")
     return config.settings.broker.kafka_home or (Path(said) if said else None)
+
+
+def _settings(config: Config, broker: Broker) -> BusSettings:
+    return broker.settings(config.settings.broker.namespace, config.settings.broker.properties)
 
 
 def _is_own(config: Config) -> bool:

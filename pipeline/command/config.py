@@ -119,13 +119,12 @@ class Config:
         """Names that a prompt may give: the built-in environments and those that the workers are told of."""
         return (*BUILT_IN, *self.settings.environment.environments)
 
-    def bus(self, bootstrap: str = "") -> BusSettings:
-        """How to reach the broker, at `bootstrap` if given. Raises UsageError when no broker is named."""
+    def bus(self) -> BusSettings:
+        """How to reach the broker. Raises UsageError when none is named."""
         broker = self.settings.broker
-        address = bootstrap or broker.bootstrap_server
-        if not address:
+        if not broker.bootstrap_server:
             raise UsageError("no broker is named: give --bootstrap-server HOST:PORT, or --run NAME for that of a run")
-        return BusSettings(address, broker.namespace, broker.properties)
+        return BusSettings(broker.bootstrap_server, broker.namespace, broker.properties)
 
 
 def load(common: Common) -> Config:
@@ -191,8 +190,8 @@ def _flags(common: Common) -> Iterator[Said]:
         if not equals or "." not in path:
             raise UsageError(f"--set {setting}: write it as --set section.key=value")
         yield f"--set {path}", tuple(path.split(".")), _from_text(value)
-    for flag, path, value in common.said:
-        yield flag, tuple(path.split(".")), value
+    for flag, path, said in common.said:
+        yield flag, tuple(path.split(".")), said
     if common.bootstrap_server is not None:
         yield "--bootstrap-server", ("broker", "bootstrap_server"), common.bootstrap_server
     if common.namespace is not None:

@@ -55,7 +55,7 @@ class Common:
         str | None,
         typer.Option("--namespace", metavar="PREFIX", help="Before every topic, group and id.", rich_help_panel=PANEL),
     ] = None
-    said: tuple[tuple[str, str, str], ...] = ()
+    said: tuple[tuple[str, str, object], ...] = ()
 
     def saying(self, **flags: tuple[str, object]) -> "Common":
         """With flags of a command's own, e.g. `saying(seed=("run.seed", 3))`; a value of None says nothing."""

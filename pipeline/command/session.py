@@ -32,7 +32,11 @@ class Interrupted(Exception):
 
 def write_configuration(config: Config, broker: RunBroker) -> Path:
     """Write the whole configuration, broker included, into the run's folder; the roles read it from there."""
-    said = [("broker", "broker.bootstrap_server", broker.settings.bootstrap)]
+    bus = broker.settings
+    said: list[tuple[str, str, object]] = [
+        ("broker", "broker.bootstrap_server", bus.bootstrap),
+        ("broker", "broker.properties", dict(bus.properties)),
+    ]
     home = kafka_home(config)
     if broker.own is not None and home is not None:
         said.append(("broker", "broker.kafka_home", str(home)))

@@ -15,7 +15,7 @@ import pytest
 from pipeline.accounting.audit import audit_log
 from schemas.prompts import Prompt
 from schemas.samples import SampleOutcome
-from tests.brokers import KAFKA, start
+from tests.brokers import KAFKA, flags, start
 from topics.bus import Envelope, Reader
 from topics.catalog import OUTCOMES
 from topics.errors import TopicMissing
@@ -59,10 +59,9 @@ class Run:
         (folder / "prompts.jsonl").write_bytes(b"\n".join(msgspec.json.encode(prompt) for prompt in prompts))
         self._output = folder / "output.txt"
         arguments = ("up", "--config", "rose.toml", "--prompts", "prompts.jsonl", "--set", "run.name=chaos")
-        bus = ("--bootstrap-server", settings.bootstrap, "--namespace", settings.namespace)
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.command.main", *arguments, *bus],
+                [sys.executable, "-m", "pipeline.command.main", *arguments, *flags(settings)],
                 cwd=folder,
                 env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
                 stdout=output,
@@ -125,7 +124,7 @@ def command_line(process: int) -> list[str]:
 @pytest.fixture
 def run(tmp_path: Path, namespace: str) -> Iterator[Run]:
     with start(KAFKA, tmp_path / "broker") as broker:
-        running = Run(tmp_path, BusSettings(broker.bootstrap, namespace))
+        running = Run(tmp_path, broker.settings(namespace))
         try:
             yield running
         finally:

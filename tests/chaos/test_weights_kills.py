@@ -52,9 +52,8 @@ def store_in(folder: str, seed: int) -> AnchorStore | None:
     return AnchorStore(folder) if seed % 2 else None
 
 
-def publish(bootstrap: str, namespace: str, folder: str, seed: int, last: int, said: Connection) -> None:
+def publish(settings: BusSettings, folder: str, seed: int, last: int, said: Connection) -> None:
     """Go on from the newest version on the log to `last`."""
-    settings = BusSettings(bootstrap, namespace)
     newest = newest_manifest(settings, MODEL)
     publisher = WeightPublisher(settings, MODEL, anchor_every=ANCHOR_EVERY, store=store_in(folder, seed))
     for version in range(0 if newest is None else newest.version + 1, last + 1):
@@ -62,9 +61,8 @@ def publish(bootstrap: str, namespace: str, folder: str, seed: int, last: int, s
         said.send(version)
 
 
-def receive(bootstrap: str, namespace: str, folder: str, seed: int, said: Connection) -> None:
+def receive(settings: BusSettings, folder: str, seed: int, said: Connection) -> None:
     """Say of every staged version whether it is what it must be, until the last."""
-    settings = BusSettings(bootstrap, namespace)
     receiver = WeightReceiver(settings, MODEL, shapes=SHAPES, store=store_in(folder, seed))
     receiver.start()
     version = -1
@@ -133,8 +131,9 @@ def test_whoever_is_left_stands_at_the_last_version(
 ) -> None:
     print(f"seed {seed}: ROSE_CHAOS_SEED={seed} repeats it")
     moments = random.Random(seed)
-    create_topics(BusSettings(broker.bootstrap, namespace), Partitions(home=1, slots=1, samples=1, chunks=2))
-    arguments = (broker.bootstrap, namespace, str(tmp_path), seed)
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=2))
+    arguments = (settings, str(tmp_path), seed)
     # The first version alone to begin with: who hears of all at once would have ended before it can be stopped.
     beginning, receiver, slow = Child(publish, *arguments, 0), Child(receive, *arguments), Child(receive, *arguments)
     with children(beginning, receiver, slow):
@@ -152,7 +151,7 @@ def test_whoever_is_left_stands_at_the_last_version(
             for message in publisher.messages():
                 assert isinstance(message, int)
             publisher.process.join(WAIT_SECONDS)
-            newest = newest_manifest(BusSettings(broker.bootstrap, namespace), MODEL)
+            newest = newest_manifest(settings, MODEL)
             assert newest is not None and newest.version == LAST
             late = Child(receive, *arguments)
             with children(late):

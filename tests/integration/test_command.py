@@ -13,11 +13,10 @@ import pytest
 
 from schemas.prompts import Prompt
 from schemas.samples import Outcome, SampleOutcome
-from tests.brokers import AnyBroker
+from tests.brokers import AnyBroker, flags
 from topics.bus import Writer
 from topics.catalog import CATALOG, OUTCOMES, PROMPTS
 from topics.log import read_topics
-from topics.settings import BusSettings
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -36,7 +35,7 @@ def rose(*arguments: str, folder: Path | None = None, **environment: str) -> sub
 
 
 def on(broker: AnyBroker, namespace: str) -> tuple[str, ...]:
-    return ("--bootstrap-server", broker.bootstrap, "--namespace", namespace)
+    return flags(broker.settings(namespace))
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str, status: int) -> None:
@@ -92,7 +91,7 @@ def test_check_tells_what_has_drifted(broker: AnyBroker, namespace: str) -> None
 @pytest.mark.slow
 def test_submit_sends_all_or_nothing(broker: AnyBroker, namespace: str, tmp_path: Path) -> None:
     common = on(broker, namespace)
-    settings = BusSettings(broker.bootstrap, namespace)
+    settings = broker.settings(namespace)
     prompts = [Prompt(group_id=f"g{n}", group_size=2, environment="calculator", seed=n) for n in range(5)]
     good = tmp_path / "prompts.jsonl"
     good.write_bytes(b"\n".join(msgspec.json.encode(prompt) for prompt in prompts))
@@ -113,7 +112,7 @@ def test_submit_sends_all_or_nothing(broker: AnyBroker, namespace: str, tmp_path
 def test_audit_prints_the_law_and_tells_when_it_is_broken(broker: AnyBroker, namespace: str) -> None:
     common = on(broker, namespace)
     rose("topics", "create", *common)
-    settings = BusSettings(broker.bootstrap, namespace)
+    settings = broker.settings(namespace)
     writer = Writer(settings, "test")
     writer.write(PROMPTS, Prompt(group_id="g", group_size=2, environment="calculator", seed=0), key="g")
     writer.flush()

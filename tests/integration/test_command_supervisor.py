@@ -13,10 +13,9 @@ from time import monotonic
 import pytest
 
 from pipeline.command.supervisor import Role, RoleFailed, Supervisor
-from tests.brokers import AnyBroker
+from tests.brokers import AnyBroker, flags
 from topics.admin import create_topics
 from topics.catalog import Partitions
-from topics.settings import BusSettings
 
 PATIENCE_SECONDS = 120.0
 
@@ -40,8 +39,9 @@ def alive(process_id: int) -> bool:
 
 @pytest.fixture
 def router(broker: AnyBroker, namespace: str) -> Role:
-    create_topics(BusSettings(broker.bootstrap, namespace), Partitions(2, 2, 1, 1))
-    return Role("router", ("router", "--bootstrap-server", broker.bootstrap, "--namespace", namespace))
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(2, 2, 1, 1))
+    return Role("router", ("router", *flags(settings)))
 
 
 def test_a_role_that_refuses_its_input_ends_the_run_with_its_last_words(tmp_path: Path) -> None:

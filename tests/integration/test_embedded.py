@@ -17,7 +17,6 @@ from topics.admin import create_topics
 from topics.bus import Reader
 from topics.catalog import PROMPTS, Partitions
 from topics.embedded import Broker, BrokerFailed, start_broker
-from topics.settings import BusSettings
 
 REPOSITORY = Path(__file__).parents[2]
 WAIT_SECONDS = 60
@@ -160,7 +159,7 @@ def read(bootstrap: str) -> object:
 @pytest.mark.slow
 def test_a_group_of_a_broker_that_was_started_just_now_has_no_offsets_yet(own_broker: Broker, namespace: str) -> None:
     """On Apache Kafka its coordinator is only coming up then."""
-    settings = BusSettings(own_broker.bootstrap, namespace)
+    settings = own_broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
     reader = Reader(settings, "test", group="first")
     try:

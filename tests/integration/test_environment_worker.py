@@ -78,7 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def executors(broker: AnyBroker, namespace: str) -> Iterator[ScriptedExecutors]:
-    running = ScriptedExecutors(BusSettings(broker.bootstrap, namespace), PARTITIONS)
+    running = ScriptedExecutors(broker.settings(namespace), PARTITIONS)
     yield running
     running.close()
 
@@ -86,7 +86,7 @@ def executors(broker: AnyBroker, namespace: str) -> Iterator[ScriptedExecutors]:
 @pytest.fixture(scope="module")
 def undisturbed(broker: AnyBroker, model: str) -> dict[str, Sample]:
     """What becomes of the prompts when nothing is killed."""
-    executors = ScriptedExecutors(BusSettings(broker.bootstrap, f"undisturbed{random.getrandbits(32)}."), PARTITIONS)
+    executors = ScriptedExecutors(broker.settings(f"undisturbed{random.getrandbits(32)}."), PARTITIONS)
     submit_all(executors)
     with worker_process(executors.settings, "w0", {"model_folder": model}):
         finish(executors)
@@ -284,7 +284,7 @@ def test_results_that_are_malformed_or_given_up_fail_their_trajectory(
             return [msgspec.structs.replace(sound, outcome=TurnOutcome.FAILED, reason="nobody had room"), sound]
         return [sound]
 
-    executors = ScriptedExecutors(BusSettings(broker.bootstrap, namespace), PARTITIONS, results=results)
+    executors = ScriptedExecutors(broker.settings(namespace), PARTITIONS, results=results)
     for number in range(3):
         executors.submit(prompt_of(number), home=0)
     with worker_process(executors.settings, "w0", {"model_folder": model}):

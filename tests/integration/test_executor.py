@@ -103,7 +103,7 @@ class Router:
 
 @pytest.fixture
 def router(broker: AnyBroker, namespace: str, tmp_path: Path) -> Iterator[Router]:
-    settings = BusSettings(broker.bootstrap, namespace)
+    settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=2, slots=2, samples=1, chunks=2))
     folder = save_policy(tmp_path / "model", new_policy(0, tied=True))
     config = ExecutorConfig(model_folder=folder, slot=SLOT, max_model_len=256, kv_cache_bytes=16 << 20)

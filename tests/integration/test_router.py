@@ -70,7 +70,7 @@ class Bus:
 
 @pytest.fixture
 def bus(broker: AnyBroker, namespace: str) -> Iterator[Bus]:
-    settings = BusSettings(broker.bootstrap, namespace)
+    settings = broker.settings(namespace)
     create_topics(settings, PARTITIONS)
     bus = Bus(settings)
     bus.say(MANIFESTS, manifest(0), "m/0")
@@ -270,4 +270,4 @@ def test_the_program_stops_cleanly_when_asked(bus: Bus) -> None:
 
 def test_missing_topics_are_named(broker: AnyBroker, namespace: str) -> None:
     with pytest.raises(TopicMissing, match=rf"{namespace}rose\.turns\.requested\.v1.*rose topics create"):
-        RouterLoop(BusSettings(broker.bootstrap, namespace), CONFIG)
+        RouterLoop(broker.settings(namespace), CONFIG)

@@ -49,7 +49,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def log_with_samples(broker: AnyBroker, namespace: str, *, partitions: int = 1) -> BusSettings:
-    settings = BusSettings(broker.bootstrap, namespace)
+    settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=partitions, chunks=2))
     write_prompts(settings)
     write_samples(settings, make_samples())

@@ -59,7 +59,7 @@ class Trainer:
 
 @pytest.fixture
 def trainer(broker: AnyBroker, namespace: str) -> Trainer:
-    settings = BusSettings(broker.bootstrap, namespace)
+    settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=2))
     return Trainer(settings)
 

@@ -1,9 +1,11 @@
 """Two ranks of an FSDP2 trainer: each publishes what it owns, and one commits the version of both."""
 
+import json
 import os
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,6 @@ from tests.brokers import AnyBroker
 from tests.integration.test_weights import WAIT_SECONDS
 from topics.admin import create_topics
 from topics.catalog import Partitions
-from topics.settings import BusSettings
 from workers.weights.anchor_store import AnchorStore
 from workers.weights.manifests import find_lineage
 from workers.weights.receive import WeightReceiver
@@ -26,7 +27,7 @@ ROWS = 7
 """Not even: one rank owns four, the other three."""
 
 RANK = """
-import sys, time
+import json, sys, time
 import msgspec, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,8 +42,8 @@ from workers.weights.publish import WeightPublisher, merge
 dist.init_process_group("gloo")
 module = fully_shard(model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
-store = AnchorStore(sys.argv[3])
-publisher = WeightPublisher(BusSettings(sys.argv[1], sys.argv[2]), MODEL, dtype=torch.bfloat16, store=store)
+store = AnchorStore(sys.argv[2])
+publisher = WeightPublisher(BusSettings(**json.loads(sys.argv[1])), MODEL, dtype=torch.bfloat16, store=store)
 for version in range(2):
     snapshot = publisher.snapshot(module.named_parameters())
     part = publisher.store(snapshot, version, step=version, published_at=time.time(), anchor=version == 0)
@@ -67,14 +68,14 @@ def model() -> torch.nn.Module:
 @pytest.mark.slow
 def test_two_ranks_publish_one_version(broker: AnyBroker, namespace: str, tmp_path: Path) -> None:
     """The first as an anchor in a store, a file each; the second as deltas on the log."""
-    settings = BusSettings(broker.bootstrap, namespace)
+    settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=2))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, broker.bootstrap, namespace, str(tmp_path)],
+            [sys.executable, "-c", RANK, json.dumps(asdict(settings)), str(tmp_path)],
             env={
                 **os.environ,
                 "RANK": str(rank),

@@ -23,7 +23,7 @@ MODEL_BYTES = sum(tensor.nbytes for tensor in tensors_of(0).values())
 
 @pytest.fixture
 def settings(broker: AnyBroker, namespace: str) -> BusSettings:
-    settings = BusSettings(broker.bootstrap, namespace)
+    settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=2))
     return settings
 

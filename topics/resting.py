@@ -1,0 +1,182 @@
+"""Rest for readers of a broker that answers a fetch at once though it has nothing to give.
+
+Apache Kafka holds an empty fetch for up to `fetch.wait.max.ms`. The embedded broker does not: a reader that waits for
+its next record asks it thousands of times a second, and the two keep most of a core busy. With `fetch.wait.max.ms` at 0
+a reader rests by itself: it pauses its partitions, and later asks once more.
+
+Keeps true
+- A reader rests only once every partition that it reads has answered that it is at its end, anew after each rest.
+- A rest is a fixed share of the silence before it: who waits long hears a little later, who is busy never rests.
+- Nothing is lost or doubled by it: librdkafka goes on after the last record that was handed out.
+- Partitions that the application paused stay so.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+from topics.errors import BusError
+
+SILENCE_SECONDS = 0.02
+"""Silence before the first rest. Records that come more often never meet one."""
+SHARE = 1 / 8
+"""Rest over silence."""
+LONGEST_SECONDS = 0.02
+"""The longest rest, and so the most by which it makes a record late."""
+ANSWER_SECONDS = 1.0
+"""How long waking up waits for a word of the broker."""
+END_SECONDS = 30.0
+"""How long the broker may take to say where a partition ends."""
+
+Name = tuple[str, int]
+"""A topic's name on the broker, and a partition."""
+
+
+class Pace:
+    """When to rest and when to wake: events and seconds on any one clock in, decisions out."""
+
+    def __init__(self, now: float) -> None:
+        self._heard_at = now
+        self._reads: set[Name] = set()
+        self._awaited: set[Name] = set()
+        self._rests_until: float | None = None
+
+    @property
+    def resting(self) -> bool:
+        return self._rests_until is not None
+
+    @property
+    def reads(self) -> set[Name]:
+        """The partitions that it reads whenever it does not rest."""
+        return self._reads
+
+    def add(self, partitions: Sequence[Name]) -> None:
+        self._reads.update(partitions)
+        self._awaited.update(partitions)
+
+    def remove(self, partitions: Sequence[Name]) -> None:
+        self._reads.difference_update(partitions)
+        self._awaited.difference_update(partitions)
+
+    def heard(self, partition: Name, now: float) -> None:
+        """A record came: more may follow."""
+        self._heard_at = now
+        self._awaited.add(partition)
+
+    def ended(self, partition: Name) -> None:
+        """The broker says that it has no more of it."""
+        self._awaited.discard(partition)
+
+    def due_seconds(self, now: float) -> float:
+        """Seconds until it is time to rest, or, while resting, to wake; infinite while an answer is awaited."""
+        if self._rests_until is not None:
+            return max(0.0, self._rests_until - now)
+        if self._awaited or not self._reads:
+            return math.inf
+        return max(0.0, self._heard_at + SILENCE_SECONDS - now)
+
+    def rest(self, now: float) -> None:
+        self._rests_until = now + min((now - self._heard_at) * SHARE, LONGEST_SECONDS)
+
+    def wake(self) -> None:
+        self._rests_until = None
+        self._awaited = set(self._reads)
+
+
+class RestingConsumer(Consumer):  # type: ignore[misc]  # it has no types
+    """A consumer that pauses and resumes its partitions at a `Pace`."""
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        super().__init__({**config, "enable.partition.eof": True})
+        self._tells_ends = bool(config.get("enable.partition.eof"))
+        self._pace = Pace(time.monotonic())
+
+    def assign(self, partitions: list[TopicPartition]) -> None:
+        self._forget()
+        self._pace.add(_names(partitions))
+        super().assign([self._with_offset(partition) for partition in partitions])
+
+    def unassign(self) -> None:
+        self._forget()
+        super().unassign()
+
+    def pause(self, partitions: list[TopicPartition]) -> None:
+        self._pace.remove(_names(partitions))
+        super().pause(partitions)
+
+    def resume(self, partitions: list[TopicPartition]) -> None:
+        self._pace.add(_names(partitions))
+        if not self._pace.resting:
+            super().resume(partitions)
+
+    def poll(self, timeout: float) -> Message | None:
+        deadline = time.monotonic() + timeout
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            message = super().poll(min(left, self._turn()))
+            if message is not None and self._noted(message):
+                return message
+            if message is None and time.monotonic() >= deadline:
+                return None
+
+    def consume(self, num_messages: int, timeout: float) -> list[Message]:
+        return [message for message in super().consume(num_messages, timeout) if self._noted(message)]
+
+    def _with_offset(self, partition: TopicPartition) -> TopicPartition:
+        """The end as a number: librdkafka would look for it anew after each rest, and pass over what came meanwhile."""
+        if partition.offset != OFFSET_END:
+            return partition
+        try:
+            end = self.get_watermark_offsets(partition, timeout=END_SECONDS)[1]
+        except KafkaException as error:
+            raise BusError(f"reading the end of {partition.topic}", error.args[0]) from error
+        return TopicPartition(partition.topic, partition.partition, end)
+
+    def _noted(self, message: Message) -> bool:
+        """Tell the pace; whether the caller wants to see it."""
+        error, partition = message.error(), (str(message.topic()), int(message.partition() or 0))
+        if error is None:
+            self._pace.heard(partition, time.monotonic())
+        elif error.code() == KafkaError._PARTITION_EOF:
+            self._pace.ended(partition)
+            return self._tells_ends
+        return True
+
+    def _turn(self) -> float:
+        """Rest or wake if it is time to. Returns the seconds until it is again."""
+        now = time.monotonic()
+        if self._pace.due_seconds(now) == 0:
+            if self._pace.resting:
+                self._wake()
+            else:
+                super().pause(_partitions(self._pace.reads))
+                self._pace.rest(now)
+        return self._pace.due_seconds(now)
+
+    def _wake(self) -> None:
+        partitions = _partitions(self._pace.reads)
+        self._pace.wake()
+        if not partitions:
+            return
+        super().resume(partitions)
+        # librdkafka's thread sleeps for up to a second more, unless there is something to ask the broker. When that is
+        # away, fetching begins again once it is back.
+        with suppress(KafkaException):
+            self.get_watermark_offsets(partitions[0], timeout=ANSWER_SECONDS)
+
+    def _forget(self) -> None:
+        """Before another assignment: librdkafka would keep what rests paused over it."""
+        if self._pace.resting:
+            super().resume(_partitions(self._pace.reads))
+        self._pace = Pace(time.monotonic())
+
+
+def _names(partitions: list[TopicPartition]) -> list[Name]:
+    return [(partition.topic, partition.partition) for partition in partitions]
+
+
+def _partitions(names: set[Name]) -> list[TopicPartition]:
+    return [TopicPartition(topic, partition) for topic, partition in names]
