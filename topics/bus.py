@@ -46,7 +46,10 @@ COORDINATOR_COMES_UP = (
 """What Apache Kafka says of a group in its first seconds, and after its coordinator has moved."""
 
 COORDINATOR_SECONDS = 30.0
+"""How long a group's coordinator may take to come up before it is an error."""
+
 COORDINATOR_BACKOFF_SECONDS = 0.1
+"""Between two questions to it: a coordinator tells nobody that it has come up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +267,12 @@ class Reader:
         """The group's committed offsets; None where there is none. Waits for a coordinator that is coming up."""
         wanted, deadline = [self._partition(place, 0) for place in places], time.monotonic() + COORDINATOR_SECONDS
         while True:
+            left = deadline - time.monotonic()
             try:
-                answers = self._consumer.committed(wanted, timeout=COORDINATOR_SECONDS)
+                answers = self._consumer.committed(wanted, timeout=left)
                 break
             except KafkaException as error:
-                if error.args[0].code() not in COORDINATOR_COMES_UP or time.monotonic() > deadline:
+                if error.args[0].code() not in COORDINATOR_COMES_UP or left < COORDINATOR_BACKOFF_SECONDS:
                     raise BusError("reading committed offsets", error.args[0]) from error
                 time.sleep(COORDINATOR_BACKOFF_SECONDS)
         return {

@@ -1,18 +1,12 @@
 """The demo as a user runs it, only smaller: every role on a real broker, a policy that is trained, a report."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.integration.rose_command import TRAJECTORIES, Rose, small
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture
-def rose(broker_kind: str, tmp_path: Path) -> Rose:
-    return Rose(broker_kind, tmp_path)
 
 
 def test_the_demo_trains_settles_every_trajectory_and_reports(rose: Rose) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-from pathlib import Path
 from threading import Event
 from time import monotonic
 
@@ -13,11 +12,6 @@ from tests.integration.rose_command import Rose, small
 PATIENCE_SECONDS = 240.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture
-def rose(broker_kind: str, tmp_path: Path) -> Rose:
-    return Rose(broker_kind, tmp_path)
 
 
 def test_a_run_that_was_ended_goes_on_where_it_was(rose: Rose) -> None:

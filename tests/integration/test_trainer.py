@@ -153,8 +153,8 @@ def test_a_broken_checkpoint_falls_back_and_its_step_is_made_again(
     before, lines = result_of(settings), read_step_log(config.run_folder)
     shutil.rmtree(config.run_folder / "model")
     harm(config.checkpoints)
-    again = Trainer(settings, config, WeightsConfig())
-    again.run(Event())
+    again = Trainer(settings, config, WeightsConfig(), Event())
+    again.run()
     assert result_of(settings) == before
     assert read_step_log(config.run_folder) == lines
     exported = load_file(config.run_folder / "model" / "model.safetensors")
@@ -168,14 +168,14 @@ def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
 ) -> None:
     """As a fenced trainer leaves it, which wrote its own checkpoint of a version and could not settle it."""
     config = config_of(model_folder, tmp_path / "run")
-    trainer = Trainer(settings, config, WeightsConfig())
-    trainer.run(Event())
+    trainer = Trainer(settings, config, WeightsConfig(), Event())
+    trainer.run()
     before = result_of(settings)
     with torch.no_grad():
         next(trainer._model.parameters()).add_(1.0)
     trainer._checkpoints.save(trainer._progress(trainer._snapshot(), (), None), trainer._model, trainer._optimizer)
-    again = Trainer(settings, config, WeightsConfig())
-    again.run(Event())
+    again = Trainer(settings, config, WeightsConfig(), Event())
+    again.run()
     assert result_of(settings) == before
     assert next(again._checkpoints.newest_first()).weights_digest == before.digests[STEPS]
 
@@ -207,11 +207,11 @@ def test_stale_samples_are_settled_and_not_trained(settings: BusSettings, model_
 
 
 def test_a_new_trainer_fences_the_old_one(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
-    old = Trainer(settings, config_of(model_folder, tmp_path / "old" / "run"), WeightsConfig())
-    new = Trainer(settings, config_of(model_folder, tmp_path / "new" / "run"), WeightsConfig())
+    old = Trainer(settings, config_of(model_folder, tmp_path / "old" / "run"), WeightsConfig(), Event())
+    new = Trainer(settings, config_of(model_folder, tmp_path / "new" / "run"), WeightsConfig(), Event())
     with pytest.raises(TrainerFenced, match="another trainer"):
-        old.run(Event())
-    new.run(Event())
+        old.run()
+    new.run()
     assert len(result_of(settings).outcomes) == GROUPS * GROUP_SIZE
 
 
@@ -242,9 +242,9 @@ def test_a_log_that_ends_before_the_checkpoint_is_refused(
     settings: BusSettings, model_folder: Path, tmp_path: Path
 ) -> None:
     config = config_of(model_folder, tmp_path / "run", total_groups=GROUPS + 1)
-    trainer = Trainer(settings, config, WeightsConfig())
+    trainer = Trainer(settings, config, WeightsConfig(), Event())
     trainer._recover()
-    trainer._settle()
+    trainer._publisher.settle()
     trainer._version = 1
     trainer._offsets = {0: 10**6}
     trainer._checkpoints.save(trainer._progress(trainer._snapshot(), (), None), trainer._model, trainer._optimizer)

@@ -16,7 +16,6 @@ from workers.weights.anchor_store import AnchorStore
 from workers.weights.layout import Refusal
 from workers.weights.publish import WeightPublisher
 from workers.weights.receive import WeightReceiver
-from workers.weights.retention import release_chunks
 
 MODEL_BYTES = sum(tensor.nbytes for tensor in tensors_of(0).values())
 
@@ -90,7 +89,6 @@ def test_files_of_anchors_that_no_version_needs_are_deleted(
 ) -> None:
     with WeightPublisher(settings, MODEL, anchor_every=0, store=store) as publisher:
         files = [publish(publisher, version).files[0] for version in range(4)]
-        release_chunks(settings, store)
     assert {file.name for file in tmp_path.iterdir()} == set(files[2:])
 
 

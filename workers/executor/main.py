@@ -17,13 +17,13 @@ def run_executor(
     from workers.executor.loop import Executor
     from workers.executor.vllm.engine import Engine
     from workers.executor.vllm.types import EngineConfig
-    from workers.weights.anchor_store import AnchorStore
+    from workers.weights.anchor_store import store_of
     from workers.weights.receive import WeightReceiver
     from workers.weights.signing import public_key
 
     weights = weights or WeightsConfig()
     trusted_key = public_key(weights.trusted_key) if weights.trusted_key else None
-    store = AnchorStore(weights.store) if weights.store else None
+    store = store_of(weights)
     engine = Engine(
         EngineConfig(
             model_folder=config.model_folder,

@@ -13,7 +13,8 @@ Keeps true
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from threading import Event
 from time import perf_counter
 
@@ -40,11 +41,9 @@ from workers.trainer.policy import load_policy
 from workers.trainer.step import StepSettings, TrainingSample, make_optimizer, train_step
 from workers.trainer.step_log import StepLine, StepLog, decoded, encoded
 from workers.trainer.stream import SampleStream
-from workers.weights.anchor_store import AnchorStore
 from workers.weights.config import WeightsConfig
 from workers.weights.manifests import manifest_key, newest_manifest
 from workers.weights.publish import publisher_of
-from workers.weights.retention import release_chunks
 from workers.weights.snapshot import Snapshot
 
 EXPORTED = "model"
@@ -63,8 +62,8 @@ class TrainerFenced(RoseError):
 class Trainer:
     """One run of training. Making one loads the policy and fences any other trainer of the model."""
 
-    def __init__(self, settings: BusSettings, config: TrainerConfig, weights: WeightsConfig) -> None:
-        """Raises UsageError for a broken folder, BusError or TopicMissing."""
+    def __init__(self, settings: BusSettings, config: TrainerConfig, weights: WeightsConfig, stop: Event) -> None:
+        """`stop` ends `run` after the present step. Raises UsageError for a broken folder, BusError or TopicMissing."""
         self._settings = settings
         self._config = config
         self._model = load_policy(config.model_folder)
@@ -83,28 +82,23 @@ class Trainer:
         self._step_log = StepLog(config.run_folder)
         self._writer = Writer(settings, "trainer", transactional_id=f"trainer-{config.model_id}")
         self._publisher = publisher_of(settings, config.model_id, weights)
-        self._store = AnchorStore(weights.store) if weights.store else None
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="trainer-publishes")
-        self._publishing: Future[None] | None = None
-        """The newest version, on its way to the log."""
         self._assembly = GroupAssembly(self._rules)
         self._version = 0
         self._offsets: dict[int, int] = {}
         self._on_log: WeightManifest | None = None
         self._history: History | None = None
         self._waiting_since = perf_counter()
-        self._stop = Event()
+        self._stop = stop
 
-    def run(self, stop: Event) -> None:
+    def run(self) -> None:
         """Train until the run's groups are settled, then export the policy; or until `stop`, after the present step.
 
         Raises RoseError: a checkpoint or log that is not this run's, a broker that refuses, another trainer.
         """
-        self._stop = stop
         try:
             self._recover()
             self._train()
-            self._settle()
+            self._publisher.close()
         except BusError as error:
             if error.fenced:
                 raise TrainerFenced(self._config.model_id) from error
@@ -210,7 +204,7 @@ class Trainer:
         line.waiting_seconds, line.training_seconds, line.ended_at = waited, perf_counter() - began, now
         outcomes = self._outcomes(groups, now)
         began = perf_counter()
-        self._settle()
+        self._publisher.settle()  # no checkpoint is two versions ahead of the log
         self._version += 1
         snapshot = self._snapshot()
         line.publishing_seconds = perf_counter() - began
@@ -259,36 +253,26 @@ class Trainer:
 
     def _publish(self, snapshot: Snapshot, outcomes: Sequence[SampleOutcome]) -> None:
         """Begin to publish the present version; training goes on meanwhile. A failure ends the run."""
+        began = perf_counter()
 
-        def end_on_failure(done: Future[None]) -> None:
+        def published(done: Future[WeightManifest]) -> None:
             if done.exception() is not None:
                 self._stop.set()
+            else:
+                metrics.PUBLISHING_SECONDS.observe(perf_counter() - began)
+                metrics.POLICY_VERSION.set(done.result().version)
 
-        self._publishing = self._helper.submit(self._commit, snapshot, self._version, outcomes)
-        self._publishing.add_done_callback(end_on_failure)
+        publishing = self._publisher.start(snapshot, self._version, partial(self._commit, outcomes))
+        publishing.add_done_callback(published)
 
-    def _settle(self) -> None:
-        """Wait until the version before is on the log, so that no checkpoint is two versions ahead of it.
-
-        Raises what publishing it raised.
-        """
-        if self._publishing is not None:
-            self._publishing.result()
-
-    def _commit(self, snapshot: Snapshot, version: int, outcomes: Sequence[SampleOutcome]) -> None:
-        """Publish a version, and settle its step's samples in the same transaction."""
-        began = perf_counter()
-        manifest = self._publisher.store(snapshot, version, step=version, published_at=time.time())
+    def _commit(self, outcomes: Sequence[SampleOutcome], manifest: WeightManifest) -> None:
+        """Settle a step's samples and put its version on the log in one transaction."""
         self._writer.begin()
         for outcome in outcomes:
             name = outcome.trajectory_id
             self._writer.write(OUTCOMES, outcome, key=name, trajectory_id=name)
         self._writer.write(MANIFESTS, manifest, key=manifest_key(manifest))
         self._writer.commit()
-        metrics.POLICY_VERSION.set(version)
-        metrics.PUBLISHING_SECONDS.observe(perf_counter() - began)
-        if manifest.base_version is None:
-            release_chunks(self._settings, self._store)
 
     def _compare_with_log(self, snapshot: Snapshot) -> None:
         """A step that was made again should have made the same policy."""

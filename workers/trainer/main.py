@@ -23,4 +23,4 @@ def run_trainer(
     disable_progress_bar()
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    Trainer(settings, config, weights or WeightsConfig()).run(stop)
+    Trainer(settings, config, weights or WeightsConfig(), stop).run()

@@ -9,7 +9,7 @@ Keeps true
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from threading import Event
 from typing import Any
 
@@ -17,6 +17,7 @@ import fsspec
 
 from schemas.errors import RoseError, UsageError
 from schemas.weights import ChunkRef, WeightChunk
+from workers.weights.config import WeightsConfig
 from workers.weights.layout import digest_of
 from workers.weights.shelves import Stored
 
@@ -64,20 +65,13 @@ class AnchorStore:
             except OSError as error:
                 raise StoreError(f"the anchor store {self.url} cannot be read: {error}") from None
 
-    def release(self, model_id: str, kept: Mapping[str, int]) -> None:
-        """Delete the model's files that `kept` does not name and that are older than the oldest version in it.
-
-        `kept`: the versions of live anchors, by file. A younger file may be one that is being written. Raises
-        StoreError.
-        """
-        if not kept:
-            return
+    def release(self, model_id: str, before: int) -> None:
+        """Delete the files of the model's versions `before` this one. Raises StoreError."""
         own = re.compile(rf"anchor-{re.escape(model_id)}\.(\d+)\.[0-9a-f]{{16}}")
-        oldest = min(kept.values())
         try:
             for path in self._files.ls(self._root, detail=False):
                 match = own.fullmatch(path.rpartition("/")[2])
-                if match and match[0] not in kept and int(match[1]) < oldest:
+                if match and int(match[1]) < before:
                     self._files.rm_file(path)
         except OSError as error:
             raise StoreError(f"the anchor store {self.url} cannot be cleaned: {error}") from None
@@ -108,3 +102,8 @@ class FileShelf:
             self._file.close()
         except OSError as error:
             raise StoreError(f"an anchor cannot be written: {error}") from None
+
+
+def store_of(config: WeightsConfig) -> AnchorStore | None:
+    """The store that a configuration names, if it names one. Raises UsageError for one that nothing here can open."""
+    return AnchorStore(config.store) if config.store else None

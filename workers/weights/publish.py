@@ -3,6 +3,7 @@
 Keeps true
 - A version is published once its manifest is on the log, and no chunk of it is stored after that.
 - Versions are committed in the order in which they were published; a failure ends the publisher.
+- After an anchor, what no version needs any more is deleted.
 - A rank publishes what it owns (of a DTensor its local shard, without gathering); nothing is published twice.
 - A version builds on the one that the same publisher made before, else on nothing: the first one is an anchor, and so
   is one after every `anchor_every` versions, or sooner when the chain since the last has cost as much as an anchor.
@@ -16,7 +17,7 @@ The whole contract of another trainer with the bus:
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 from types import TracebackType
@@ -33,10 +34,11 @@ from topics.bus import Reader, Writer
 from topics.catalog import CHUNKS, MANIFESTS
 from topics.settings import BusSettings
 from workers.weights import codec
-from workers.weights.anchor_store import AnchorStore
+from workers.weights.anchor_store import AnchorStore, store_of
 from workers.weights.config import WeightsConfig
 from workers.weights.layout import CHUNK_BYTES, NO_BASE, Box, LayoutError, cut, whole_digest
 from workers.weights.manifests import manifest_key
+from workers.weights.retention import release_chunks
 from workers.weights.shelves import LogShelf, Shelf, Stored
 from workers.weights.signing import private_key, sign
 from workers.weights.snapshot import Snapshot, snapshot_of
@@ -73,6 +75,7 @@ class WeightPublisher:
         the manifests.
         """
         self.model_id = model_id
+        self._settings = settings
         self._dtype = dtype
         self._anchor_every = anchor_every
         self._column_parts = column_parts
@@ -105,15 +108,29 @@ class WeightPublisher:
         Face's. Raises, here or from the future: BusError, StoreError, RecordError for a model of more slices than a
         manifest holds, LayoutError for an element type that cannot travel. After that the publisher is of no more use.
         """
-        self._settle()
-        snapshot = self.snapshot(named_tensors)
-        self._publishing = self._thread.submit(self._publish, snapshot, version)
+        self.settle()
+        return self.start(self.snapshot(named_tensors), version)
+
+    def start(
+        self, snapshot: Snapshot, version: int, commit: Callable[[WeightManifest], None] | None = None
+    ) -> Future[WeightManifest]:
+        """`publish` of a copy that was made before.
+
+        `commit` puts the manifest on the log, on the publisher's thread: for who has more to say in one transaction.
+        """
+        self.settle()
+        self._publishing = self._thread.submit(self._publish, snapshot, version, commit or self._write)
         return self._publishing
 
-    def close(self) -> None:
+    def settle(self) -> None:
         """Wait until the last version is on the log. Raises what `publish` does."""
+        if self._publishing is not None:
+            self._publishing.result()
+
+    def close(self) -> None:
+        """`settle`, and end."""
         try:
-            self._settle()
+            self.settle()
         finally:
             self._thread.shutdown()
 
@@ -168,18 +185,23 @@ class WeightPublisher:
         return merge([manifest], self._key)
 
     def commit(self, manifest: WeightManifest) -> None:
-        """Put a manifest of what was stored on the log. Raises BusError."""
+        """Put a manifest of what the ranks have stored on the log. Raises BusError."""
+        self._write(manifest)
+        self._release(manifest)
+
+    def _publish(self, snapshot: Snapshot, version: int, commit: Callable[[WeightManifest], None]) -> WeightManifest:
+        manifest = self.store(snapshot, version, step=version, published_at=time.time())
+        commit(manifest)
+        self._release(manifest)
+        return manifest
+
+    def _write(self, manifest: WeightManifest) -> None:
         self._writer.write(MANIFESTS, manifest, key=manifest_key(manifest))
         self._writer.flush()
 
-    def _publish(self, snapshot: Snapshot, version: int) -> WeightManifest:
-        manifest = self.store(snapshot, version, step=version, published_at=time.time())
-        self.commit(manifest)
-        return manifest
-
-    def _settle(self) -> None:
-        if self._publishing is not None:
-            self._publishing.result()
+    def _release(self, manifest: WeightManifest) -> None:
+        if manifest.base_version is None:
+            self._thread.submit(release_chunks, self._settings, self._store)
 
     def _anchor_due(self, snapshot: Snapshot) -> bool:
         return self._chain_versions >= self._anchor_every or self._chain_bytes >= snapshot.owned_bytes
@@ -273,7 +295,7 @@ def publisher_of(settings: BusSettings, model_id: str, config: WeightsConfig) ->
         dtype=TORCH_DTYPES[config.dtype] if config.dtype else None,
         anchor_every=config.anchor_every,
         column_parts=config.column_parts,
-        store=AnchorStore(config.store) if config.store else None,
+        store=store_of(config),
         store_above_bytes=config.store_above_bytes,
         key=private_key(config.signing_key) if config.signing_key else None,
     )

@@ -5,7 +5,6 @@ receiver that is in the middle of the older chain finishes it.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 
 import structlog
 from confluent_kafka import KafkaException, TopicPartition
@@ -13,6 +12,7 @@ from confluent_kafka import KafkaException, TopicPartition
 from schemas.weights import WeightManifest
 from topics.admin import reach
 from topics.catalog import CHUNKS, MANIFESTS
+from topics.errors import BusError
 from topics.log import read_back
 from topics.settings import BusSettings
 from workers.weights.anchor_store import AnchorStore, StoreError
@@ -26,35 +26,31 @@ log = structlog.get_logger("weights")
 def release_chunks(settings: BusSettings, store: AnchorStore | None = None) -> dict[int, int]:
     """Delete what lies before the first chunk that is still needed; returns that offset by partition.
 
-    A broker or store that does not allow it is a warning: what retention it has itself deletes them later. Raises
-    BusError.
+    A broker or store that does not allow it is a warning: what retention it has itself deletes them later.
     """
+    try:
+        return _release(settings, store)
+    except (KafkaException, BusError, StoreError) as error:
+        log.warning("not deleted", reason=str(error))
+        return {}
+
+
+def _release(settings: BusSettings, store: AnchorStore | None) -> dict[int, int]:
     manifests: dict[str, list[WeightManifest]] = defaultdict(list)
     for envelope in read_back(settings, {(MANIFESTS, 0): 0}, client_id="rose-weights"):
         if isinstance(envelope.record, WeightManifest):
             manifests[envelope.record.model_id].append(envelope.record)
     alive = {model_id: live(found) for model_id, found in manifests.items()}
     needed = first_needed([manifest for found in alive.values() for manifest in found])
-    if store is not None:
-        _release_files(store, alive)
     if needed:
         name = settings.topic(CHUNKS)
         places = [TopicPartition(name, partition, offset) for partition, offset in needed.items()]
-        admin = reach(settings)
-        try:
-            for deleted in admin.delete_records(places).values():
-                deleted.result()
-        except KafkaException as error:
-            log.warning("chunks not deleted", reason=error.args[0].str())
+        for deleted in reach(settings).delete_records(places).values():
+            deleted.result()
+    if store is not None:
+        for model_id, found in alive.items():
+            store.release(model_id, before=min(manifest.version for manifest in found))
     return needed
-
-
-def _release_files(store: AnchorStore, alive: Mapping[str, Sequence[WeightManifest]]) -> None:
-    try:
-        for model_id, manifests in alive.items():
-            store.release(model_id, {file: manifest.version for manifest in manifests for file in manifest.files})
-    except StoreError as error:
-        log.warning("files not deleted", reason=str(error))
 
 
 def live(manifests: list[WeightManifest]) -> list[WeightManifest]:
