@@ -1,6 +1,7 @@
 """A policy version on the log: chunks of slices of tensors, and the manifest that commits them.
 
-A large anchor's chunks lie in files of a store instead; its manifest is on the log like any other.
+A large anchor's chunks lie in files of a store instead; its manifest is on the log like any other. What a manifest of
+a large model has to say of its slices lies in chunks too, on the log: its index.
 
 Keeps true: no manifest, no version. Coordinates are Hugging Face's own: a tensor's name, a range of its rows (the first
 axis) and of its columns (all other axes, flat).
@@ -17,6 +18,9 @@ from schemas.turns import Partition
 
 TENSORS = 65_536
 """Tensors of a model, at most."""
+
+SLICES = 2**22
+"""Slices of a model, at most."""
 
 TensorName = Annotated[str, Meta(min_length=1, max_length=512)]
 
@@ -64,16 +68,31 @@ class SliceRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Its payload, cut up, in order; none if the slice is as it was."""
 
 
+class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A place in the chunks topic."""
+
+    partition: Partition
+    offset: Count
+
+
+class WeightIndex(msgspec.Struct, frozen=True, kw_only=True):
+    """What a manifest says of tensors and slices, where that is too long for its record."""
+
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=TENSORS)]
+    slices: Annotated[tuple[SliceRef, ...], Meta(max_length=SLICES)]
+
+
 class WeightChunk(Record, frozen=True, kw_only=True):
-    """A part of a slice's payload, which is a payload of the codec (`workers.weights.codec`)."""
+    """A part of a slice's payload, which is a payload of the codec (`workers.weights.codec`), or of an index."""
 
     SCHEMA: ClassVar[str] = "weight-chunk/2"
 
     model_id: Id
     version: Count
     tensor: TensorName
+    """`:index` in the chunks of an index."""
     part: Count
-    """The chunk's place in the slice's payload."""
+    """The chunk's place in the payload."""
     payload: Annotated[bytes, Meta(max_length=RECORD_BYTES)]
 
 
@@ -83,7 +102,7 @@ class WeightManifest(Record, frozen=True, kw_only=True):
     A tensor's columns are the elements of one row, whatever its shape; a tensor of no axes is one row.
     """
 
-    SCHEMA: ClassVar[str] = "weight-manifest/2"
+    SCHEMA: ClassVar[str] = "weight-manifest/3"
 
     model_id: Id
     version: Count
@@ -91,16 +110,17 @@ class WeightManifest(Record, frozen=True, kw_only=True):
     """What the payloads build on. None: nothing, the version is an anchor."""
     step: Count
     tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=TENSORS)]
-    slices: Annotated[tuple[SliceRef, ...], Meta(max_length=65_536)]
+    slices: Annotated[tuple[SliceRef, ...], Meta(max_length=SLICES)]
+    index: Annotated[tuple[ChunkRef, ...], Meta(max_length=1024)] = ()
+    """Chunks of the log that hold tensors and slices, in order (`WeightIndex`); empty where the two are here."""
     digest: Digest
     """Of all slices in order: name, coordinates and digest of each."""
     files: Annotated[tuple[FileName, ...], Meta(max_length=4096)] = ()
     """Of the anchor store, if the chunks lie there and not on the log: one a rank that published."""
+    first: tuple[Place, ...] = ()
+    """The lowest offset that it needs of each partition of the chunks topic."""
+    payload_bytes: Count = 0
+    """Of the chunks of all slices."""
     published_at: float
     signature: Annotated[bytes, Meta(max_length=64)] = b""
     """Ed25519, of the manifest's bytes with this field empty; empty where no key is used."""
-
-    @property
-    def payload_bytes(self) -> int:
-        """Of all chunks."""
-        return sum(chunk.bytes for piece in self.slices for chunk in piece.chunks)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 from confluent_kafka import Producer, TopicPartition
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from torch import Tensor
 
 from schemas.weights import WeightChunk, WeightManifest
@@ -16,11 +16,11 @@ from topics.admin import create_topics, reach
 from topics.bus import Reader, Writer
 from topics.catalog import CHUNKS, MANIFESTS, Partitions
 from topics.settings import BusSettings
+from workers.weights import index
 from workers.weights.layout import Box, Refusal
 from workers.weights.manifests import find_lineage, manifest_key
 from workers.weights.publish import WeightPublisher
 from workers.weights.receive import StagedVersion, WeightReceiver
-from workers.weights.retention import release_chunks
 from workers.weights.signing import sign
 
 MODEL = "policy"
@@ -65,8 +65,8 @@ def trainer(broker: AnyBroker, namespace: str) -> Trainer:
 
 
 @contextmanager
-def receiving(settings: BusSettings) -> Iterator[WeightReceiver]:
-    receiver = WeightReceiver(settings, MODEL, shapes=SHAPES)
+def receiving(settings: BusSettings, key: Ed25519PublicKey | None = None) -> Iterator[WeightReceiver]:
+    receiver = WeightReceiver(settings, MODEL, shapes=SHAPES, key=key)
     receiver.start()
     try:
         yield receiver
@@ -307,16 +307,31 @@ def test_a_manifest_of_an_older_version_changes_nothing(trainer: Trainer) -> Non
 
 def test_once_a_key_is_set_only_its_owner_is_believed(trainer: Trainer) -> None:
     mine, other = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
-    receiver = WeightReceiver(trainer.settings, MODEL, shapes=SHAPES, key=mine.public_key())
-    receiver.start()
-    try:
+    with receiving(trainer.settings, mine.public_key()) as receiver:
         honest = sign(trainer.publish(1), mine)
         trainer.write(msgspec.structs.replace(honest, signature=b""))
         assert receiver.refused(Refusal.BAD_SIGNATURE, WAIT_SECONDS) == 1
         trainer.write(sign(honest, other), msgspec.structs.replace(honest, published_at=1.0), honest)
         assert_equal(staged(receiver), tensors_of(1))
-    finally:
-        receiver.stop()
+
+
+def test_slices_in_an_index_arrive_as_ever(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An anchor and a delta, signed, for a receiver that was there and for one that joins."""
+    monkeypatch.setattr(index, "INLINE_BYTES", 0)
+    key = Ed25519PrivateKey.generate()
+    with (
+        receiving(trainer.settings, key.public_key()) as receiver,
+        WeightPublisher(trainer.settings, MODEL, key=key) as publisher,
+    ):
+        for version in range(2):
+            publisher.publish(tensors_of(version).items(), version)
+            assert_equal(staged(receiver), tensors_of(version))
+    newest = find_lineage(trainer.settings, MODEL)[0].newest
+    assert newest is not None
+    assert newest.manifest.index
+    assert not newest.manifest.slices
+    with receiving(trainer.settings, key.public_key()) as joiner:
+        assert_equal(staged(joiner), tensors_of(1))
 
 
 def test_a_sharded_receiver_fetches_what_its_shard_meets(trainer: Trainer) -> None:
@@ -339,8 +354,8 @@ def test_a_sharded_receiver_fetches_what_its_shard_meets(trainer: Trainer) -> No
 def test_chunks_that_no_version_needs_any_more_are_deleted(trainer: Trainer) -> None:
     """Two anchors back, and only then."""
     for version in range(3):
-        trainer.write(Trainer(trainer.settings).publish(version))
-        release_chunks(trainer.settings)
+        with WeightPublisher(trainer.settings, MODEL, anchor_every=0) as publisher:
+            publisher.publish(tensors_of(version).items(), version)
     reader = Reader(trainer.settings, "test", group="test")
     try:
         kept = {partition: reader.watermarks((CHUNKS, partition)) for partition in range(2)}

@@ -16,7 +16,7 @@ from schemas.record import Record
 from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnTimes, VersionSpan
-from schemas.weights import ChunkRef, SliceRef, WeightManifest
+from schemas.weights import WeightManifest
 
 DIGEST = b"0123456789abcdef"
 START = 1_700_000_000.0
@@ -79,24 +79,14 @@ def heartbeat(version: int, at: float, *, sequence: int) -> SlackHeartbeat:
 
 
 def manifest(version: int, at: float) -> WeightManifest:
-    chunk = ChunkRef(partition=0, offset=version, bytes=1000, digest=DIGEST)
-    piece = SliceRef(
-        tensor=0,
-        row_start=0,
-        rows=1,
-        column_start=0,
-        columns=1,
-        digest=DIGEST,
-        base_digest=DIGEST,
-        chunks=(chunk, chunk),
-    )
     return WeightManifest(
         model_id="policy",
         version=version,
         step=version,
         tensors=(),
-        slices=(piece,),
+        slices=(),
         digest=DIGEST,
+        payload_bytes=2000,
         published_at=START + at,
     )
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from schemas.weights import ChunkRef, SliceRef, WeightManifest
+from schemas.weights import Place, WeightManifest
 from workers.weights.config import WeightsConfig
 from workers.weights.retention import first_needed, live
 
@@ -10,18 +10,15 @@ DIGEST = bytes(16)
 
 
 def manifest(version: int, base: int | None, *places: tuple[int, int]) -> WeightManifest:
-    chunks = tuple(ChunkRef(partition=partition, offset=offset, bytes=1, digest=DIGEST) for partition, offset in places)
-    piece = SliceRef(
-        tensor=0, row_start=0, rows=1, column_start=0, columns=1, digest=DIGEST, base_digest=DIGEST, chunks=chunks
-    )
     return WeightManifest(
         model_id="m",
         version=version,
         base_version=base,
         step=version,
         tensors=(),
-        slices=(piece,),
+        slices=(),
         digest=DIGEST,
+        first=tuple(Place(partition=partition, offset=offset) for partition, offset in places),
         published_at=0.0,
     )
 

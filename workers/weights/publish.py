@@ -36,6 +36,7 @@ from topics.settings import BusSettings
 from workers.weights import codec
 from workers.weights.anchor_store import AnchorStore, store_of
 from workers.weights.config import WeightsConfig
+from workers.weights.index import sealed
 from workers.weights.layout import CHUNK_BYTES, NO_BASE, Box, LayoutError, cut, whole_digest
 from workers.weights.manifests import manifest_key
 from workers.weights.retention import release_chunks
@@ -105,8 +106,8 @@ class WeightPublisher:
         """Publish a version from a copy: training may go on when this returns. One process owns all tensors.
 
         Waits for the version before. The future's result is the manifest, once that is on the log. Names are Hugging
-        Face's. Raises, here or from the future: BusError, StoreError, RecordError for a model of more slices than a
-        manifest holds, LayoutError for an element type that cannot travel. After that the publisher is of no more use.
+        Face's. Raises, here or from the future: BusError, StoreError, LayoutError for an element type that cannot
+        travel. After that the publisher is of no more use.
         """
         self.settle()
         return self.start(self.snapshot(named_tensors), version)
@@ -116,7 +117,8 @@ class WeightPublisher:
     ) -> Future[WeightManifest]:
         """`publish` of a copy that was made before.
 
-        `commit` puts the manifest on the log, on the publisher's thread: for who has more to say in one transaction.
+        `commit` puts the signed manifest on the log, on the publisher's thread: for who has more to say in one
+        transaction. What the future returns has all slices, what is written may have them in an index.
         """
         self.settle()
         self._publishing = self._thread.submit(self._publish, snapshot, version, commit or self._write)
@@ -174,6 +176,7 @@ class WeightPublisher:
             files=shelf.files,
             published_at=published_at,
         )
+        manifest = merge([manifest])
         sent = manifest.payload_bytes
         self._chain_versions, self._chain_bytes = (
             (0, 0) if base is None else (self._chain_versions + 1, self._chain_bytes + sent)
@@ -182,18 +185,22 @@ class WeightPublisher:
         DENSE_BYTES.inc(snapshot.owned_bytes)
         PUBLISHED_BYTES.inc(sent)
         PUBLISH_SECONDS.observe(perf_counter() - started)
-        return merge([manifest], self._key)
+        return manifest
 
     def commit(self, manifest: WeightManifest) -> None:
-        """Put a manifest of what the ranks have stored on the log. Raises BusError."""
-        self._write(manifest)
+        """Put a manifest of what the ranks have stored on the log, signed. Raises BusError."""
+        self._write(self._sealed(manifest))
         self._release(manifest)
 
     def _publish(self, snapshot: Snapshot, version: int, commit: Callable[[WeightManifest], None]) -> WeightManifest:
         manifest = self.store(snapshot, version, step=version, published_at=time.time())
-        commit(manifest)
+        commit(self._sealed(manifest))
         self._release(manifest)
         return manifest
+
+    def _sealed(self, manifest: WeightManifest) -> WeightManifest:
+        written = sealed(manifest, self._log)
+        return written if self._key is None else sign(written, self._key)
 
     def _write(self, manifest: WeightManifest) -> None:
         self._writer.write(MANIFESTS, manifest, key=manifest_key(manifest))
@@ -252,8 +259,8 @@ def _slice_ref(number: int, box: Box, digest: bytes, base_digest: bytes, chunks:
     )
 
 
-def merge(parts: Sequence[WeightManifest], key: Ed25519PrivateKey | None = None) -> WeightManifest:
-    """One manifest of those that the ranks' `store` returned for the same version, signed if there is a key.
+def merge(parts: Sequence[WeightManifest]) -> WeightManifest:
+    """One manifest of those that the ranks' `store` returned for the same version.
 
     Raises LayoutError if the parts are not of one version that builds on one other.
     """
@@ -262,9 +269,9 @@ def merge(parts: Sequence[WeightManifest], key: Ed25519PrivateKey | None = None)
     files = tuple(file for part in parts for file in part.files)
     slices = [piece for part in parts for piece in _in_files(part, files)]
     slices.sort(key=lambda piece: (piece.tensor, piece.row_start, piece.column_start))
-    manifest = msgspec.structs.replace(parts[0], slices=tuple(slices), files=files, signature=b"")
-    manifest = msgspec.structs.replace(manifest, digest=whole_digest(manifest))
-    return manifest if key is None else sign(manifest, key)
+    sent = sum(chunk.bytes for piece in slices for chunk in piece.chunks)
+    manifest = msgspec.structs.replace(parts[0], slices=tuple(slices), files=files, payload_bytes=sent)
+    return msgspec.structs.replace(manifest, digest=whole_digest(manifest))
 
 
 def _in_files(part: WeightManifest, files: Sequence[str]) -> Iterator[SliceRef]:

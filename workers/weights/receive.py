@@ -31,6 +31,7 @@ from workers.weights import codec
 from workers.weights.anchor_store import AnchorStore
 from workers.weights.assembly import Assembled, Assembly, Stopped
 from workers.weights.fetch import ChunkFetch
+from workers.weights.index import opened
 from workers.weights.layout import Box, Refusal, VersionRefused, check_manifest
 from workers.weights.manifests import PLACE, Lineage, PlacedManifest, find_lineage
 from workers.weights.signing import check_signature
@@ -197,6 +198,7 @@ class WeightReceiver:
             try:
                 if self._key is not None:
                     check_signature(manifest, self._key)
+                manifest = opened(manifest, partial(self._fetch_from_log, chunks))
                 check_manifest(manifest, self._shapes)
                 assembly.add(manifest, partial(self._fetch, manifest, chunks))
             except VersionRefused as refused:
@@ -237,7 +239,7 @@ class WeightReceiver:
         """Raises VersionRefused, Stopped, BusError, StoreError or FetchStalled."""
         if manifest.files:
             return self._fetch_from_store(manifest, refs)
-        return self._fetch_from_log(refs, chunks)
+        return self._fetch_from_log(chunks, refs)
 
     def _fetch_from_store(self, manifest: WeightManifest, refs: list[ChunkRef]) -> Iterable[tuple[ChunkRef, bytes]]:
         if self._store is None:
@@ -246,7 +248,7 @@ class WeightReceiver:
         if self._stopping.is_set():
             raise Stopped
 
-    def _fetch_from_log(self, refs: list[ChunkRef], chunks: Reader) -> Iterable[tuple[ChunkRef, WeightChunk]]:
+    def _fetch_from_log(self, chunks: Reader, refs: list[ChunkRef]) -> Iterable[tuple[ChunkRef, WeightChunk]]:
         missing = refs
         for attempt in range(FETCH_ATTEMPTS):
             if attempt:

@@ -45,7 +45,8 @@ def _release(settings: BusSettings, store: AnchorStore | None) -> dict[int, int]
     if needed:
         name = settings.topic(CHUNKS)
         places = [TopicPartition(name, partition, offset) for partition, offset in needed.items()]
-        for deleted in reach(settings).delete_records(places).values():
+        admin = reach(settings)  # whose end would leave the futures waiting
+        for deleted in admin.delete_records(places).values():
             deleted.result()
     if store is not None:
         for model_id, found in alive.items():
@@ -61,10 +62,9 @@ def live(manifests: list[WeightManifest]) -> list[WeightManifest]:
 
 
 def first_needed(manifests: list[WeightManifest]) -> dict[int, int]:
-    """The lowest offset on the log that any of them names, by partition."""
+    """The lowest offset on the log that any of them needs, by partition."""
     needed: dict[int, int] = {}
     for manifest in manifests:
-        for piece in () if manifest.files else manifest.slices:
-            for chunk in piece.chunks:
-                needed[chunk.partition] = min(chunk.offset, needed.get(chunk.partition, chunk.offset))
+        for place in manifest.first:
+            needed[place.partition] = min(place.offset, needed.get(place.partition, place.offset))
     return needed

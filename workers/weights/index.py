@@ -1,0 +1,75 @@
+"""A manifest that names more tensors and slices than a record holds has them in chunks on the log: its index.
+
+Keeps true
+- What a manifest says does not depend on where it says it: `opened` gives back what was given to `sealed`.
+- The record names every chunk of its index by digest, so its signature speaks for the index too.
+"""
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from schemas.limits import RECORD_BYTES
+from schemas.weights import ChunkRef, Place, WeightChunk, WeightIndex, WeightManifest
+from workers.weights.layout import CHUNK_BYTES, Refusal, VersionRefused, check_chunk
+from workers.weights.shelves import Shelf
+
+INLINE_BYTES = RECORD_BYTES // 2
+"""Of tensors and slices in the record itself, at most."""
+
+INDEX = ":index"
+"""What the chunks of an index have for the name of a tensor."""
+
+Fetch = Callable[[list[ChunkRef]], Iterable[tuple[ChunkRef, WeightChunk]]]
+"""Hands out what lies at every reference, in no order. May raise VersionRefused."""
+
+_decoder = msgspec.msgpack.Decoder(WeightIndex)
+
+
+def sealed(manifest: WeightManifest, shelf: Shelf) -> WeightManifest:
+    """The manifest as it is to be written, once its index is on the shelf. Raises BusError."""
+    index = msgspec.msgpack.encode(WeightIndex(tensors=manifest.tensors, slices=manifest.slices))
+    if len(index) > INLINE_BYTES:
+        stored = [
+            shelf.put(
+                WeightChunk(
+                    model_id=manifest.model_id,
+                    version=manifest.version,
+                    tensor=INDEX,
+                    part=part,
+                    payload=index[start : start + CHUNK_BYTES],
+                )
+            )
+            for part, start in enumerate(range(0, len(index), CHUNK_BYTES))
+        ]
+        shelf.close()
+        refs = tuple(chunk.ref() for chunk in stored)
+        written = msgspec.structs.replace(manifest, tensors=(), slices=(), index=refs)
+    else:
+        written = manifest
+    return msgspec.structs.replace(written, first=_first(manifest, written.index))
+
+
+def opened(manifest: WeightManifest, fetch: Fetch) -> WeightManifest:
+    """The manifest with all its tensors and slices. Raises VersionRefused, and what `fetch` raises."""
+    if not manifest.index:
+        return manifest
+    part_at = {(ref.partition, ref.offset): part for part, ref in enumerate(manifest.index)}
+    parts: dict[int, bytes] = {}
+    for ref, found in fetch(list(manifest.index)):
+        parts[part_at[ref.partition, ref.offset]] = check_chunk(found, ref, INDEX, manifest)
+    if len(parts) < len(manifest.index):
+        raise VersionRefused(Refusal.MISSING_CHUNK, "its index did not come whole")
+    try:
+        index = _decoder.decode(b"".join(parts[part] for part in range(len(parts))))
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+        raise VersionRefused(Refusal.WRONG_CHUNK, f"its index cannot be read: {error}") from None
+    return msgspec.structs.replace(manifest, tensors=index.tensors, slices=index.slices)
+
+
+def _first(manifest: WeightManifest, index: Iterable[ChunkRef]) -> tuple[Place, ...]:
+    on_log = () if manifest.files else (chunk for piece in manifest.slices for chunk in piece.chunks)
+    lowest: dict[int, int] = {}
+    for chunk in (*on_log, *index):
+        lowest[chunk.partition] = min(chunk.offset, lowest.get(chunk.partition, chunk.offset))
+    return tuple(Place(partition=partition, offset=offset) for partition, offset in sorted(lowest.items()))
