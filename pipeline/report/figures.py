@@ -253,7 +253,7 @@ def step_seconds(steps: Sequence[Mapping[str, Any]]) -> go.Figure | None:
         ("waiting_seconds", "waiting for samples", GREY),
         ("training_seconds", "training", BLUE),
         ("checkpoint_seconds", "checkpoint", AMBER),
-        ("publishing_seconds", "publishing weights and outcomes", TEAL),
+        ("publishing_seconds", "the version before to its end, copying this one", TEAL),
     )
     for field, name, colour in parts:
         figure.add_bar(
