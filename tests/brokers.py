@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from topics.admin import reach
 from topics.embedded import Broker, start_broker
 from topics.settings import BusSettings
 
@@ -31,6 +32,14 @@ class ExternalBroker:
 
 
 AnyBroker = Broker | ExternalBroker
+
+
+def clear(broker: AnyBroker, namespace: str) -> None:
+    """Delete the topics of a namespace."""
+    admin = reach(broker.settings())
+    names = [name for name in admin.list_topics(timeout=30).topics if name.startswith(namespace)]
+    for deleted in admin.delete_topics(names).values() if names else ():
+        deleted.result()
 
 
 def flags(settings: BusSettings) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, AnyBroker, ExternalBroker, start
+from tests.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, AnyBroker, ExternalBroker, clear, start
 from topics.embedded import Broker
 
 ENGINE_TESTS = ("test_engine.py", "test_engine_deltas.py")
@@ -68,6 +68,13 @@ def own_broker(broker_kind: str, tmp_path: Path) -> Iterator[Broker]:
 
 
 @pytest.fixture
-def namespace() -> str:
-    """What this test puts before its topics, groups and transactional ids."""
-    return f"t{uuid.uuid4().hex[:12]}."
+def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What this test puts before its topics, groups and transactional ids.
+
+    Its topics on the shared broker are deleted in the end: the embedded one writes all that it holds once a second.
+    """
+    broker = request.getfixturevalue("broker") if "broker" in request.fixturenames else None
+    namespace = f"t{uuid.uuid4().hex[:12]}."
+    yield namespace
+    if broker is not None:
+        clear(broker, namespace)

@@ -52,7 +52,7 @@ def test_what_was_signed_is_taken_after_it_travelled() -> None:
     assert is_taken(SIGNED)
     assert is_taken(decode(WeightManifest, encode(SIGNED)))
     assert is_taken(sign(SIGNED, KEY))
-    assert is_taken(merge([manifest()], KEY))
+    assert is_taken(sign(merge([manifest()]), KEY))
     assert msgspec.structs.replace(SIGNED, signature=b"") == manifest()
 
 
