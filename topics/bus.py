@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from confluent_kafka import (
+    OFFSET_BEGINNING,
+    OFFSET_END,
     Consumer,
     KafkaError,
     KafkaException,
@@ -37,6 +39,9 @@ TRANSACTION_SECONDS = 60.0
 
 Place = tuple[Topic, int]
 """A topic and one of its partitions."""
+
+NO_SUCH_PLACE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
+"""What client and broker say of a topic or partition that is not there."""
 
 COORDINATOR_COMES_UP = (
     KafkaError.NOT_COORDINATOR,
@@ -226,9 +231,12 @@ class Reader:
         self._dead_letters: Writer | None = None
 
     def assign(self, places: Mapping[Place, int]) -> None:
-        """Read these partitions from these offsets (or confluent_kafka's OFFSET_BEGINNING, OFFSET_END)."""
+        """Read these partitions from these offsets (or confluent_kafka's OFFSET_BEGINNING, OFFSET_END).
+
+        Raises TopicMissing or BusError.
+        """
         self._know(topic for topic, _ in places)
-        self._consumer.assign([self._partition(place, offset) for place, offset in places.items()])
+        self._consumer.assign([self._partition(place, self._found(place, at)) for place, at in places.items()])
 
     def subscribe(
         self,
@@ -242,7 +250,7 @@ class Reader:
 
         def on_assign(consumer: Consumer, partitions: list[TopicPartition]) -> None:
             begins = assigned([self._place(partition) for partition in partitions])
-            consumer.assign([self._partition(place, offset) for place, offset in begins.items()])
+            consumer.assign([self._partition(place, self._found(place, at)) for place, at in begins.items()])
 
         def on_revoke(consumer: Consumer, partitions: list[TopicPartition]) -> None:
             revoked([self._place(partition) for partition in partitions])
@@ -291,10 +299,12 @@ class Reader:
             raise BusError("committing offsets", error.args[0]) from error
 
     def watermarks(self, place: Place) -> tuple[int, int]:
-        """The first offset kept and the next one to be written."""
+        """The first offset kept and the next one to be written. Raises TopicMissing or BusError."""
         try:
             low, high = self._consumer.get_watermark_offsets(self._partition(place, 0), timeout=30)
         except KafkaException as error:
+            if error.args[0].code() in NO_SUCH_PLACE:
+                raise TopicMissing(self._settings.topic(place[0])) from error
             raise BusError(f"reading the ends of {place[0].name}", error.args[0]) from error
         return low, high
 
@@ -329,6 +339,13 @@ class Reader:
         topic, partition = place
         return TopicPartition(self._settings.topic(topic), partition, offset)
 
+    def _found(self, place: Place, offset: int) -> int:
+        """The offset as a number, asked for here: librdkafka takes half a second to find the beginning or the end."""
+        if offset not in (OFFSET_BEGINNING, OFFSET_END):
+            return offset
+        low, high = self.watermarks(place)
+        return low if offset == OFFSET_BEGINNING else high
+
     def _place(self, partition: TopicPartition) -> Place:
         return self._topics[partition.topic], partition.partition
 
@@ -338,7 +355,7 @@ class Reader:
         if error is not None:
             if error.code() == KafkaError._PARTITION_EOF:
                 return EndOfPartition(self._topics[name], message.partition())
-            if error.code() in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_PARTITION):
+            if error.code() in NO_SUCH_PLACE:
                 raise TopicMissing(name or "?")
             if error.retriable() or error.code() in (KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT):
                 return None  # librdkafka reconnects by itself

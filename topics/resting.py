@@ -16,9 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
-
-from topics.errors import BusError
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 SILENCE_SECONDS = 0.02
 """Silence before the first rest. Records that come more often never meet one."""
@@ -28,8 +26,6 @@ LONGEST_SECONDS = 0.02
 """The longest rest, and so the most by which it makes a record late."""
 ANSWER_SECONDS = 1.0
 """How long waking up waits for a word of the broker."""
-END_SECONDS = 30.0
-"""How long the broker may take to say where a partition ends."""
 
 Name = tuple[str, int]
 """A topic's name on the broker, and a partition."""
@@ -87,7 +83,11 @@ class Pace:
 
 
 class RestingConsumer(Consumer):  # type: ignore[misc]  # it has no types
-    """A consumer that pauses and resumes its partitions at a `Pace`."""
+    """A consumer that pauses and resumes its partitions at a `Pace`.
+
+    Offsets that it is assigned are numbers: librdkafka would look for OFFSET_END anew after each rest, and pass over
+    what came meanwhile.
+    """
 
     def __init__(self, config: Mapping[str, object]) -> None:
         super().__init__({**config, "enable.partition.eof": True})
@@ -97,7 +97,7 @@ class RestingConsumer(Consumer):  # type: ignore[misc]  # it has no types
     def assign(self, partitions: list[TopicPartition]) -> None:
         self._forget()
         self._pace.add(_names(partitions))
-        super().assign([self._with_offset(partition) for partition in partitions])
+        super().assign(partitions)
 
     def unassign(self) -> None:
         self._forget()
@@ -124,16 +124,6 @@ class RestingConsumer(Consumer):  # type: ignore[misc]  # it has no types
 
     def consume(self, num_messages: int, timeout: float) -> list[Message]:
         return [message for message in super().consume(num_messages, timeout) if self._noted(message)]
-
-    def _with_offset(self, partition: TopicPartition) -> TopicPartition:
-        """The end as a number: librdkafka would look for it anew after each rest, and pass over what came meanwhile."""
-        if partition.offset != OFFSET_END:
-            return partition
-        try:
-            end = self.get_watermark_offsets(partition, timeout=END_SECONDS)[1]
-        except KafkaException as error:
-            raise BusError(f"reading the end of {partition.topic}", error.args[0]) from error
-        return TopicPartition(partition.topic, partition.partition, end)
 
     def _noted(self, message: Message) -> bool:
         """Tell the pace; whether the caller wants to see it."""

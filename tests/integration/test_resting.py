@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from confluent_kafka import OFFSET_END, KafkaError, Message, Producer, TopicPartition
+from confluent_kafka import KafkaError, Message, Producer, TopicPartition
 
 from tests.brokers import AnyBroker
 from topics.admin import create_topics
@@ -81,7 +81,8 @@ def test_nothing_is_lost_or_doubled_between_rests(log: Log) -> None:
 
 
 def test_it_hears_what_comes_after_it_began_at_the_end(log: Log) -> None:
-    log.reader.assign(log.places(*[OFFSET_END] * HOMES))
+    ends = [log.reader.get_watermark_offsets(place)[1] for place in log.places()]
+    log.reader.assign(log.places(*ends))
     assert not log.listen(LONG_ENOUGH_SECONDS)
     for home in range(HOMES):
         log.write(home)
