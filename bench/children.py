@@ -1,7 +1,7 @@
 """The two programs that the bus benchmark compares, each a process of its own.
 
-`router` is ROSE's router as its command runs it. `bare` is the least that could stand in its place: the same clients
-with the same settings, which put every request into an inbox as it came, without a look at it.
+`router` is ROSE's router as its command runs it. `bare` is the least that could stand in its place: plain
+clients with the same settings, which never rest, and put every request into an inbox as it came, without a look at it.
 """
 
 import argparse

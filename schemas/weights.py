@@ -19,7 +19,7 @@ from schemas.turns import Partition
 TENSORS = 65_536
 """Tensors of a model, at most."""
 
-SLICES = 2**22
+SLICES = 2**20
 """Slices of a model, at most."""
 
 TensorName = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -68,13 +68,6 @@ class SliceRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Its payload, cut up, in order; none if the slice is as it was."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A place in the chunks topic."""
-
-    partition: Partition
-    offset: Count
-
-
 class WeightIndex(msgspec.Struct, frozen=True, kw_only=True):
     """What a manifest says of tensors and slices, where that is too long for its record."""
 
@@ -111,14 +104,14 @@ class WeightManifest(Record, frozen=True, kw_only=True):
     step: Count
     tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=TENSORS)]
     slices: Annotated[tuple[SliceRef, ...], Meta(max_length=SLICES)]
-    index: Annotated[tuple[ChunkRef, ...], Meta(max_length=1024)] = ()
+    index: Annotated[tuple[ChunkRef, ...], Meta(max_length=256)] = ()
     """Chunks of the log that hold tensors and slices, in order (`WeightIndex`); empty where the two are here."""
     digest: Digest
     """Of all slices in order: name, coordinates and digest of each."""
     files: Annotated[tuple[FileName, ...], Meta(max_length=4096)] = ()
     """Of the anchor store, if the chunks lie there and not on the log: one a rank that published."""
-    first: tuple[Place, ...] = ()
-    """The lowest offset that it needs of each partition of the chunks topic."""
+    first: tuple[tuple[Partition, Count], ...] = ()
+    """Partitions of the chunks topic, and the lowest offset that it needs of each."""
     payload_bytes: Count = 0
     """Of the chunks of all slices."""
     published_at: float

@@ -48,13 +48,18 @@ def flags(settings: BusSettings) -> tuple[str, ...]:
     return ("--bootstrap-server", settings.bootstrap, "--namespace", settings.namespace, *properties)
 
 
-def start(kind: str, folder: Path) -> Broker:
-    """A broker of its own for the test that calls; skips the test where there is none to start."""
+def home_of(kind: str) -> Path | None:
+    """What a broker of this kind is started with; skips the test where there is none to start."""
     if kind == EXTERNAL:
-        pytest.skip("ROSE_BOOTSTRAP names a broker that tests may neither kill nor fill")
+        pytest.skip("ROSE_BOOTSTRAP names the broker to test on, which tests may neither start, kill nor fill")
     if kind == EMBEDDED:
-        return start_broker(folder)
+        return None
     home = os.environ.get("KAFKA_HOME")
     if not home:
         pytest.skip("KAFKA_HOME is not set: name a folder with Apache Kafka's libs/")
-    return start_broker(folder, kafka_home=Path(home))
+    return Path(home)
+
+
+def start(kind: str, folder: Path) -> Broker:
+    """A broker of its own for the test that calls; skips the test where there is none to start."""
+    return start_broker(folder, kafka_home=home_of(kind))

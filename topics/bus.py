@@ -54,7 +54,7 @@ COORDINATOR_SECONDS = 30.0
 """How long a group's coordinator may take to come up before it is an error."""
 
 COORDINATOR_BACKOFF_SECONDS = 0.1
-"""Between two questions to it: a coordinator tells nobody that it has come up."""
+"""Between two questions to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class Reader:
             config["group.instance.id"] = settings.name(instance)
         self._settings = settings
         self._client_id = client_id
-        # Who asks the broker not to hold empty fetches would ask without end: rests instead.
+        # With nothing held at the broker a waiting consumer would ask without end: this one rests.
         self._consumer = (RestingConsumer if str(config["fetch.wait.max.ms"]) == "0" else Consumer)(config)
         self._topics: dict[str, Topic] = {}
         self._buries = bury
@@ -282,7 +282,7 @@ class Reader:
             except KafkaException as error:
                 if error.args[0].code() not in COORDINATOR_COMES_UP or left < COORDINATOR_BACKOFF_SECONDS:
                     raise BusError("reading committed offsets", error.args[0]) from error
-                time.sleep(COORDINATOR_BACKOFF_SECONDS)
+                time.sleep(COORDINATOR_BACKOFF_SECONDS)  # it tells nobody that it has come up
         return {
             place: answer.offset if answer.offset >= 0 else None for place, answer in zip(places, answers, strict=True)
         }

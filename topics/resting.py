@@ -24,8 +24,8 @@ SHARE = 1 / 8
 """Rest over silence."""
 LONGEST_SECONDS = 0.02
 """The longest rest, and so the most by which it makes a record late."""
-ANSWER_SECONDS = 1.0
-"""How long waking up waits for a word of the broker."""
+ANSWER_SECONDS = 0.1
+"""How long waking up waits for a word of the broker: longer than one that is there takes, short for who polls."""
 
 Name = tuple[str, int]
 """A topic's name on the broker, and a partition."""

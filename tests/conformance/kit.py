@@ -162,4 +162,4 @@ def owned(consumer: Consumer, topic: str) -> set[int]:
 
 
 def _dotted(settings: dict[str, object]) -> dict[str, object]:
-    return {name.replace("_", "."): value for name, value in settings.items()}
+    return {name if name.endswith("_cb") else name.replace("_", "."): value for name, value in settings.items()}

@@ -1,11 +1,12 @@
-"""A long partition is read in pieces of the size that the reader asks for."""
+"""A long partition is read in pieces of the size that the reader asks for; one with nothing new is asked seldom."""
 
+import json
 import random
 
 import pytest
-from confluent_kafka import KafkaException
+from confluent_kafka import KafkaException, TopicPartition
 
-from tests.conformance.kit import Cluster
+from tests.conformance.kit import Cluster, until
 
 RECORDS, RECORD_BYTES = 24, 500_000
 
@@ -40,3 +41,21 @@ def test_a_fetch_is_no_larger_than_was_asked_for(cluster: Cluster, backlog: str)
         "receive_message_max_bytes": 4 * 2**20,
     }
     assert whole(cluster, backlog, **limits) == list(range(RECORDS))
+
+
+@pytest.mark.embedded_fault("answers an empty fetch at once: a waiting reader asks without end", raises=AssertionError)
+def test_a_fetch_of_nothing_is_held(cluster: Cluster) -> None:
+    """As long as the reader says: two a second, and some more at the start."""
+    told: list[int] = []
+
+    def statistics(text: str) -> None:
+        brokers = json.loads(text)["brokers"].values()
+        told.append(sum(broker["req"].get("Fetch", 0) for broker in brokers))
+
+    topic = cluster.topic("quiet")
+    often = {"statistics_interval_ms": 500, "stats_cb": statistics}
+    consumer = cluster.consumer(fetch_wait_max_ms=500, **often)
+    consumer.assign([TopicPartition(topic, 0, 0)])
+    until(lambda: consumer.poll(0.1) is None and len(told) > 4, what="statistics")
+    consumer.close()
+    assert told[-1] < 100

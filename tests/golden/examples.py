@@ -22,7 +22,7 @@ from schemas.turns import (
     TurnTimes,
     VersionSpan,
 )
-from schemas.weights import ChunkRef, Place, SliceRef, TensorSpec, WeightChunk, WeightManifest
+from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
 from schemas.wire import encode
 
 FOLDER = Path(__file__).parent / "bytes"
@@ -198,7 +198,7 @@ EXAMPLES: tuple[Record, ...] = (
             ),
         ),
         digest=DIGEST,
-        first=(Place(partition=1, offset=77),),
+        first=((1, 77),),
         payload_bytes=3000,
         published_at=3.0,
     ),

@@ -5,9 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.brokers import EXTERNAL, KAFKA
+from tests.brokers import home_of
 
 SMALL = {
     "tasks.steps": 2,
@@ -23,14 +21,10 @@ class Rose:
     """The command in a folder of its own, with the broker that the test asks for."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        if kind == EXTERNAL:
-            pytest.skip("ROSE_BOOTSTRAP names a broker; the demo starts one")
-        home = os.environ.get("KAFKA_HOME", "")
-        if kind == KAFKA and not home:
-            pytest.skip("KAFKA_HOME is not set: name a folder with Apache Kafka's libs/")
+        home = home_of(kind)
         self.folder = folder
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
-        self._environment |= {"COLUMNS": "200", "KAFKA_HOME": home if kind == KAFKA else ""}
+        self._environment |= {"COLUMNS": "200", "KAFKA_HOME": str(home or "")}
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-P", "-m", "pipeline.command.main", *arguments]

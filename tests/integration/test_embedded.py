@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tests.brokers import start
+from tests.brokers import home_of, start
 from topics.admin import create_topics
 from topics.bus import Reader
 from topics.catalog import PROMPTS, Partitions
@@ -114,8 +114,8 @@ def listening_addresses(port: int) -> set[str]:
 PARENT = """
 import sys
 from pathlib import Path
-from tests.brokers import start
-broker = start(sys.argv[1], Path(sys.argv[2]))
+from topics.embedded import start_broker
+broker = start_broker(Path(sys.argv[1]), kafka_home=Path(sys.argv[2]) if sys.argv[2] else None)
 print(broker.bootstrap, flush=True)
 sys.stdin.read()
 """
@@ -123,13 +123,12 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_a_broker_goes_with_its_killed_parent_and_saves_first(broker_kind: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PARENT, broker_kind, str(tmp_path)]
+    command = [sys.executable, "-c", PARENT, str(tmp_path), str(home_of(broker_kind) or "")]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as parent:
         assert parent.stdout is not None and parent.stderr is not None
         bootstrap = parent.stdout.readline().strip()
-        if not bootstrap:
-            pytest.skip(parent.stderr.read().strip().splitlines()[-1])
+        assert bootstrap, parent.stderr.read()
         [child] = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
         broker = os.pidfd_open(int(child))
         write(bootstrap, "kept")

@@ -1,8 +1,5 @@
 """A manifest says the same, whether its slices are in its record or in an index."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-
 import msgspec
 import numpy as np
 import pytest
@@ -14,35 +11,12 @@ from schemas.limits import RECORD_BYTES
 from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
 from schemas.wire import decode, encode
 from tests.unit.weights_world import Shelf, random_tensors
-from workers.weights import index
+from workers.weights import index, shelves
 from workers.weights.index import INLINE_BYTES, opened, sealed
 from workers.weights.layout import NO_BASE, Refusal, VersionRefused, digest_of
-from workers.weights.shelves import Stored
 
 SHAPES = {"embed": (70, 30), "norm": (16,), "scale": ()}
 DIGEST = bytes(16)
-
-
-@dataclass
-class Topic:
-    """Two partitions of chunks, that have others in them already."""
-
-    files: tuple[str, ...] = ()
-    chunks: dict[tuple[int, int], WeightChunk] = field(default_factory=dict)
-
-    def put(self, chunk: WeightChunk) -> Stored:
-        number = len(self.chunks) + 40
-        stored = Stored(len(chunk.payload), digest_of(chunk.payload), partition=number % 2, offset=number // 2)
-        self.chunks[stored.partition, stored.offset] = chunk
-        return stored
-
-    def close(self) -> None:
-        """All is there at once."""
-
-    def fetch(self, refs: list[ChunkRef]) -> Iterator[tuple[ChunkRef, WeightChunk]]:
-        for ref in sorted(refs, key=lambda ref: (ref.partition, ref.offset)):
-            if (ref.partition, ref.offset) in self.chunks:
-                yield ref, self.chunks[ref.partition, ref.offset]
 
 
 def small() -> WeightManifest:
@@ -77,12 +51,12 @@ def said(manifest: WeightManifest) -> WeightManifest:
     return msgspec.structs.replace(manifest, index=(), first=())
 
 
-@given(st.integers(20, 2000))
+@given(st.integers(40, 2000))
 def test_what_was_sealed_is_opened(chunk_bytes: int) -> None:
-    manifest, topic = small(), Topic()
+    manifest, topic = small(), Shelf()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index, "INLINE_BYTES", 0)
-        patch.setattr(index, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(shelves, "CHUNK_BYTES", chunk_bytes)
         written = sealed(manifest, topic)
     assert not written.slices
     assert not written.tensors
@@ -90,14 +64,14 @@ def test_what_was_sealed_is_opened(chunk_bytes: int) -> None:
 
 
 def test_what_fits_its_record_has_no_index() -> None:
-    topic = Topic()
+    topic = Shelf()
     written = sealed(small(), topic)
     assert not topic.chunks
     assert said(written) == said(small())
 
 
 def test_a_model_of_many_experts_fits_a_record() -> None:
-    manifest, topic = large(30_000), Topic()
+    manifest, topic = large(30_000), Shelf()
     written = sealed(manifest, topic)
     assert len(encode(written)) < INLINE_BYTES
     assert all(len(chunk.payload) <= RECORD_BYTES for chunk in topic.chunks.values())
@@ -105,19 +79,13 @@ def test_a_model_of_many_experts_fits_a_record() -> None:
 
 
 def test_it_says_where_what_it_needs_begins() -> None:
-    manifest, topic = large(6), Topic()
-    assert [(place.partition, place.offset) for place in sealed(manifest, topic).first] == [
-        (0, 100),
-        (1, 100),
-        (2, 100),
-        (3, 100),
-    ]
+    manifest, topic = large(6), Shelf()
+    assert sealed(manifest, topic).first == ((0, 100), (1, 100), (2, 100), (3, 100))
     in_store = msgspec.structs.replace(manifest, files=("anchor-m.1.0",))
     assert sealed(in_store, topic).first == ()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index, "INLINE_BYTES", 0)
-        (place,) = sealed(in_store, topic).first
-        assert (place.partition, place.offset) == (0, 20), "the index is on the log all the same"
+        assert sealed(in_store, topic).first == ((0, 0),), "the index is on the log all the same"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +99,7 @@ def test_it_says_where_what_it_needs_begins() -> None:
     ],
 )
 def test_a_broken_index_is_refused(harm: str, refusal: Refusal) -> None:
-    topic = Topic()
+    topic = Shelf()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index, "INLINE_BYTES", 0)
         written = sealed(small(), topic)
@@ -157,7 +125,7 @@ def test_a_broken_index_is_refused(harm: str, refusal: Refusal) -> None:
 
 @given(st.binary(max_size=400))
 def test_no_bytes_of_an_index_do_more_than_be_refused(payload: bytes) -> None:
-    topic = Topic()
+    topic = Shelf()
     stored = topic.put(WeightChunk(model_id="m", version=1, tensor=":index", part=0, payload=payload))
     manifest = msgspec.structs.replace(small(), tensors=(), slices=(), index=(stored.ref(),))
     with pytest.raises(VersionRefused):

@@ -2,9 +2,10 @@
 
 import pytest
 
-from schemas.weights import Place, WeightManifest
+from schemas.weights import WeightManifest
 from workers.weights.config import WeightsConfig
-from workers.weights.retention import first_needed, live
+from workers.weights.layout import lowest_offsets
+from workers.weights.retention import live
 
 DIGEST = bytes(16)
 
@@ -18,7 +19,7 @@ def manifest(version: int, base: int | None, *places: tuple[int, int]) -> Weight
         tensors=(),
         slices=(),
         digest=DIGEST,
-        first=tuple(Place(partition=partition, offset=offset) for partition, offset in places),
+        first=places,
         published_at=0.0,
     )
 
@@ -43,7 +44,7 @@ def test_without_an_anchor_nothing_is_given_up() -> None:
 
 def test_the_first_needed_offset_is_that_of_the_oldest_chunk_of_each_partition() -> None:
     found = [manifest(3, None, (0, 30), (1, 12)), manifest(4, 3, (1, 11), (2, 5)), manifest(5, 4)]
-    assert first_needed(found) == {0: 30, 1: 11, 2: 5}
+    assert lowest_offsets(place for each in found for place in each.first) == {0: 30, 1: 11, 2: 5}
 
 
 @pytest.mark.parametrize(

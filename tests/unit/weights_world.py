@@ -18,6 +18,7 @@ from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightM
 from workers.weights import codec
 from workers.weights.layout import NO_BASE, Box, cut, digest_of, matrix, whole, whole_digest
 from workers.weights.publish import merge
+from workers.weights.shelves import Stored
 from workers.weights.tensors import put, spec_of, take, words_of
 
 Tensors = dict[str, Tensor]
@@ -76,6 +77,15 @@ class Shelf:
     fetched: list[ChunkRef] = field(default_factory=list)
     """Every reference that was ever asked for."""
     partitions: int = 3
+    files: tuple[str, ...] = ()
+
+    def put(self, chunk: WeightChunk) -> Stored:
+        partition, offset = len(self.chunks) % self.partitions, len(self.chunks) // self.partitions
+        self.chunks[partition, offset] = chunk
+        return Stored(len(chunk.payload), digest_of(chunk.payload), partition=partition, offset=offset)
+
+    def close(self) -> None:
+        """All is there at once."""
 
     def store(
         self,
@@ -109,10 +119,11 @@ class Shelf:
         return merge([manifest])
 
     def fetch(self, refs: list[ChunkRef]) -> Iterator[tuple[ChunkRef, WeightChunk]]:
-        """Each partition in order, so slices come mixed."""
+        """Each partition in order, so slices come mixed; what is not there does not come."""
         self.fetched += refs
         for ref in sorted(refs, key=lambda ref: (ref.partition, ref.offset)):
-            yield ref, self.chunks[ref.partition, ref.offset]
+            if (ref.partition, ref.offset) in self.chunks:
+                yield ref, self.chunks[ref.partition, ref.offset]
 
     def _slice(
         self,
@@ -139,17 +150,18 @@ class Shelf:
             digest=digest_of(new.tobytes()),
             base_digest=NO_BASE if old is None else digest_of(old.tobytes()),
             chunks=tuple(
-                self._chunk(number, spec.name, version, place, payload[start : start + chunk_bytes])
+                self.put(
+                    WeightChunk(
+                        model_id="m",
+                        version=version,
+                        tensor=spec.name,
+                        part=place,
+                        payload=payload[start : start + chunk_bytes],
+                    )
+                ).ref()
                 for place, start in enumerate(range(0, len(payload), chunk_bytes))
             ),
         )
-
-    def _chunk(self, number: int, name: str, version: int, place: int, payload: bytes) -> ChunkRef:
-        partition, offset = len(self.chunks) % self.partitions, len(self.chunks) // self.partitions
-        self.chunks[partition, offset] = WeightChunk(
-            model_id="m", version=version, tensor=name, part=place, payload=payload
-        )
-        return ChunkRef(partition=partition, offset=offset, bytes=len(payload), digest=digest_of(payload))
 
 
 def covered(spec_shape: tuple[int, ...], boxes: list[Box]) -> NDArray[np.int64]:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from schemas.limits import RECORD_BYTES
-from schemas.weights import ChunkRef, Place, WeightChunk, WeightIndex, WeightManifest
-from workers.weights.layout import CHUNK_BYTES, Refusal, VersionRefused, check_chunk
-from workers.weights.shelves import Shelf
+from schemas.weights import ChunkRef, WeightChunk, WeightIndex, WeightManifest
+from workers.weights.layout import Refusal, VersionRefused, check_chunk, lowest_offsets
+from workers.weights.shelves import Shelf, put_payload
 
 INLINE_BYTES = RECORD_BYTES // 2
 """Of tensors and slices in the record itself, at most."""
@@ -30,24 +30,15 @@ def sealed(manifest: WeightManifest, shelf: Shelf) -> WeightManifest:
     """The manifest as it is to be written, once its index is on the shelf. Raises BusError."""
     index = msgspec.msgpack.encode(WeightIndex(tensors=manifest.tensors, slices=manifest.slices))
     if len(index) > INLINE_BYTES:
-        stored = [
-            shelf.put(
-                WeightChunk(
-                    model_id=manifest.model_id,
-                    version=manifest.version,
-                    tensor=INDEX,
-                    part=part,
-                    payload=index[start : start + CHUNK_BYTES],
-                )
-            )
-            for part, start in enumerate(range(0, len(index), CHUNK_BYTES))
-        ]
+        stored = put_payload(shelf, index, model_id=manifest.model_id, version=manifest.version, tensor=INDEX)
         shelf.close()
         refs = tuple(chunk.ref() for chunk in stored)
         written = msgspec.structs.replace(manifest, tensors=(), slices=(), index=refs)
     else:
         written = manifest
-    return msgspec.structs.replace(written, first=_first(manifest, written.index))
+    on_log = () if manifest.files else (chunk for piece in manifest.slices for chunk in piece.chunks)
+    first = lowest_offsets((chunk.partition, chunk.offset) for chunk in (*on_log, *written.index))
+    return msgspec.structs.replace(written, first=tuple(sorted(first.items())))
 
 
 def opened(manifest: WeightManifest, fetch: Fetch) -> WeightManifest:
@@ -65,11 +56,3 @@ def opened(manifest: WeightManifest, fetch: Fetch) -> WeightManifest:
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise VersionRefused(Refusal.WRONG_CHUNK, f"its index cannot be read: {error}") from None
     return msgspec.structs.replace(manifest, tensors=index.tensors, slices=index.slices)
-
-
-def _first(manifest: WeightManifest, index: Iterable[ChunkRef]) -> tuple[Place, ...]:
-    on_log = () if manifest.files else (chunk for piece in manifest.slices for chunk in piece.chunks)
-    lowest: dict[int, int] = {}
-    for chunk in (*on_log, *index):
-        lowest[chunk.partition] = min(chunk.offset, lowest.get(chunk.partition, chunk.offset))
-    return tuple(Place(partition=partition, offset=offset) for partition, offset in sorted(lowest.items()))

@@ -154,6 +154,14 @@ def cut(box: Box, *, column_parts: int = 1) -> Iterator[Box]:
             yield Box(box.row_start + start, min(step, box.rows - start), box.column_start + left, right - left)
 
 
+def lowest_offsets(places: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Of (partition, offset) pairs the lowest offset of each partition."""
+    lowest: dict[int, int] = {}
+    for partition, offset in places:
+        lowest[partition] = min(offset, lowest.get(partition, offset))
+    return lowest
+
+
 def check_manifest(manifest: WeightManifest, expected: Mapping[str, Sequence[int]]) -> None:
     """Believe a manifest, or raise VersionRefused. `expected` has the shape of every tensor of the model."""
     if manifest.base_version is not None and not 0 <= manifest.base_version < manifest.version:

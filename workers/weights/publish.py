@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from prometheus_client import Counter, Histogram
 from torch import Tensor
 
-from schemas.weights import ChunkRef, SliceRef, WeightChunk, WeightManifest
+from schemas.weights import ChunkRef, SliceRef, WeightManifest
 from topics.bus import Reader, Writer
 from topics.catalog import CHUNKS, MANIFESTS
 from topics.settings import BusSettings
@@ -37,10 +37,10 @@ from workers.weights import codec
 from workers.weights.anchor_store import AnchorStore, store_of
 from workers.weights.config import WeightsConfig
 from workers.weights.index import sealed
-from workers.weights.layout import CHUNK_BYTES, NO_BASE, Box, LayoutError, cut, whole_digest
+from workers.weights.layout import NO_BASE, Box, LayoutError, cut, whole_digest
 from workers.weights.manifests import manifest_key
 from workers.weights.retention import release_chunks
-from workers.weights.shelves import LogShelf, Shelf, Stored
+from workers.weights.shelves import LogShelf, Shelf, Stored, put_payload
 from workers.weights.signing import private_key, sign
 from workers.weights.snapshot import Snapshot, snapshot_of
 from workers.weights.tensors import TORCH_DTYPES
@@ -95,6 +95,7 @@ class WeightPublisher:
         self._chain_bytes = self._chain_versions = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rose-publishes")
         self._publishing: Future[WeightManifest] | None = None
+        self._releasing: Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +110,7 @@ class WeightPublisher:
         Face's. Raises, here or from the future: BusError, StoreError, LayoutError for an element type that cannot
         travel. After that the publisher is of no more use.
         """
-        self.settle()
+        self.settle()  # before the copy: there are two at most
         return self.start(self.snapshot(named_tensors), version)
 
     def start(
@@ -128,6 +129,8 @@ class WeightPublisher:
         """Wait until the last version is on the log. Raises what `publish` does."""
         if self._publishing is not None:
             self._publishing.result()
+        if self._releasing is not None:
+            self._releasing.result()
 
     def close(self) -> None:
         """`settle`, and end."""
@@ -153,7 +156,7 @@ class WeightPublisher:
         base = None if (self._anchor_due(snapshot) if anchor is None else anchor) else self._fitting_base(snapshot)
         shelf = self._log if base is not None else self._shelf_of_anchor(snapshot, version)
         pending = [
-            (number, name, box, list(self._put_slice(shelf, name, box, snapshot, base, version)))
+            (number, name, box, self._put_slice(shelf, name, box, snapshot, base, version))
             for number, name in enumerate(snapshot.specs)
             if name in snapshot.words
             for box in cut(snapshot.boxes[name], column_parts=self._column_parts)
@@ -208,7 +211,7 @@ class WeightPublisher:
 
     def _release(self, manifest: WeightManifest) -> None:
         if manifest.base_version is None:
-            self._thread.submit(release_chunks, self._settings, self._store)
+            self._releasing = self._thread.submit(release_chunks, self._settings, self._store)
 
     def _anchor_due(self, snapshot: Snapshot) -> bool:
         return self._chain_versions >= self._anchor_every or self._chain_bytes >= snapshot.owned_bytes
@@ -225,25 +228,16 @@ class WeightPublisher:
 
     def _put_slice(
         self, shelf: Shelf, name: str, box: Box, now: Snapshot, base: Snapshot | None, version: int
-    ) -> Iterator[Stored]:
+    ) -> list[Stored]:
         """Put the chunks of a slice on the shelf, if it changed."""
         new = now.within(name, box)
         if base is None:
             payload = codec.dense(new)
         elif base.digests[name, box] == now.digests[name, box]:
-            return
+            return []
         else:
             payload = codec.encode(base.within(name, box), new, now.specs[name].dtype)
-        for part, start in enumerate(range(0, len(payload), CHUNK_BYTES)):
-            yield shelf.put(
-                WeightChunk(
-                    model_id=self.model_id,
-                    version=version,
-                    tensor=name,
-                    part=part,
-                    payload=payload[start : start + CHUNK_BYTES],
-                )
-            )
+        return put_payload(shelf, payload, model_id=self.model_id, version=version, tensor=name)
 
 
 def _slice_ref(number: int, box: Box, digest: bytes, base_digest: bytes, chunks: Sequence[Stored]) -> SliceRef:

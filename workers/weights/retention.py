@@ -16,6 +16,7 @@ from topics.errors import BusError
 from topics.log import read_back
 from topics.settings import BusSettings
 from workers.weights.anchor_store import AnchorStore, StoreError
+from workers.weights.layout import lowest_offsets
 
 ANCHORS_KEPT = 2
 """Of each model: the newest, and the one before it."""
@@ -23,25 +24,24 @@ ANCHORS_KEPT = 2
 log = structlog.get_logger("weights")
 
 
-def release_chunks(settings: BusSettings, store: AnchorStore | None = None) -> dict[int, int]:
-    """Delete what lies before the first chunk that is still needed; returns that offset by partition.
+def release_chunks(settings: BusSettings, store: AnchorStore | None = None) -> None:
+    """Delete what lies before the first chunk that is still needed, and the files of versions before.
 
     A broker or store that does not allow it is a warning: what retention it has itself deletes them later.
     """
     try:
-        return _release(settings, store)
+        _release(settings, store)
     except (KafkaException, BusError, StoreError) as error:
         log.warning("not deleted", reason=str(error))
-        return {}
 
 
-def _release(settings: BusSettings, store: AnchorStore | None) -> dict[int, int]:
+def _release(settings: BusSettings, store: AnchorStore | None) -> None:
     manifests: dict[str, list[WeightManifest]] = defaultdict(list)
     for envelope in read_back(settings, {(MANIFESTS, 0): 0}, client_id="rose-weights"):
         if isinstance(envelope.record, WeightManifest):
             manifests[envelope.record.model_id].append(envelope.record)
     alive = {model_id: live(found) for model_id, found in manifests.items()}
-    needed = first_needed([manifest for found in alive.values() for manifest in found])
+    needed = lowest_offsets(place for found in alive.values() for manifest in found for place in manifest.first)
     if needed:
         name = settings.topic(CHUNKS)
         places = [TopicPartition(name, partition, offset) for partition, offset in needed.items()]
@@ -51,7 +51,6 @@ def _release(settings: BusSettings, store: AnchorStore | None) -> dict[int, int]
     if store is not None:
         for model_id, found in alive.items():
             store.release(model_id, before=min(manifest.version for manifest in found))
-    return needed
 
 
 def live(manifests: list[WeightManifest]) -> list[WeightManifest]:
@@ -59,12 +58,3 @@ def live(manifests: list[WeightManifest]) -> list[WeightManifest]:
     anchors = sorted(manifest.version for manifest in manifests if manifest.base_version is None)
     oldest = anchors[-ANCHORS_KEPT:][0] if anchors else 0
     return [manifest for manifest in manifests if manifest.version >= oldest]
-
-
-def first_needed(manifests: list[WeightManifest]) -> dict[int, int]:
-    """The lowest offset on the log that any of them needs, by partition."""
-    needed: dict[int, int] = {}
-    for manifest in manifests:
-        for place in manifest.first:
-            needed[place.partition] = min(place.offset, needed.get(place.partition, place.offset))
-    return needed

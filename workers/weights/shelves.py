@@ -9,7 +9,7 @@ from typing import Protocol
 from schemas.weights import ChunkRef, WeightChunk
 from topics.bus import Writer
 from topics.catalog import CHUNKS
-from workers.weights.layout import digest_of
+from workers.weights.layout import CHUNK_BYTES, digest_of
 
 
 @dataclass(slots=True)
@@ -43,6 +43,22 @@ class Shelf(Protocol):
     def close(self) -> None:
         """Wait until all is stored. Raises BusError or StoreError."""
         ...
+
+
+def put_payload(shelf: Shelf, payload: bytes, *, model_id: str, version: int, tensor: str) -> list[Stored]:
+    """Put a payload in chunks on the shelf. Raises BusError or StoreError."""
+    return [
+        shelf.put(
+            WeightChunk(
+                model_id=model_id,
+                version=version,
+                tensor=tensor,
+                part=part,
+                payload=payload[start : start + CHUNK_BYTES],
+            )
+        )
+        for part, start in enumerate(range(0, len(payload), CHUNK_BYTES))
+    ]
 
 
 class LogShelf:
