@@ -1,36 +1,89 @@
-"""The state of a trajectory's environment, saved where a turn left state (Crab, arXiv 2604.28138)."""
+"""What an environment worker keeps on the log of what is open: its groups, its trajectories and their environments.
 
+Keeps true: a trajectory is written down by places. Its tokens lie in its requests and results, once.
+"""
+
+from enum import Enum
 from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import RECORD_BYTES, Count, Digest, Id
+from schemas.limits import GROUP_SIZE, RECORD_BYTES, TURNS, Count, Digest, GroupId, Id
 from schemas.prompts import Prompt
 from schemas.record import Record
-from schemas.turns import Partition, Turn
+from schemas.turns import Turn
 
 
-class LogPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a trajectory begins in its home partition: all of its later records lie at or after these offsets."""
+class GroupState(Enum):
+    OPEN = "open"
+    """Not every trajectory has an outcome yet."""
+    SETTLED = "settled"
+    REFUSED = "refused"
+    """Its prompt was dead-lettered; a mended one of the same id may still open it."""
 
-    requested: Count
-    completed: Count
+
+class Group(Record, frozen=True, kw_only=True):
+    """A group id that is taken: a second prompt of one that is open or settled is refused. The newest record counts."""
+
+    SCHEMA: ClassVar[str] = "group/1"
+
+    group_id: GroupId
+    group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE)]
+    state: GroupState
+    offset: Count
+    """Of the prompt in its home."""
+    prompt: Prompt | None = None
+    """While it is open."""
+    outcomes_from: Count = 0
+    """Every outcome of its trajectories lies at or after this offset."""
+    changed_at: float
+    """Unix seconds."""
 
 
 class EnvSnapshot(Record, frozen=True, kw_only=True):
-    """The environment as turn `turn` found it. The newest of a trajectory counts; a tombstone says it has ended."""
+    """The state of a trajectory's environment, saved where a turn left state (Crab, arXiv 2604.28138).
 
-    SCHEMA: ClassVar[str] = "env-snapshot/1"
+    The newest of a trajectory counts; a tombstone says that it has ended.
+    """
+
+    SCHEMA: ClassVar[str] = "env-snapshot/2"
 
     trajectory_id: Id
-    index: Count
-    """Of the trajectory in its group."""
-    prompt: Prompt
-    home: Partition
-    turn: Turn
-    """The turn that was asked for when this was taken; its observation is part of that request's context."""
     digest: Digest
     """Of `state`: no new snapshot is written while it stays the same."""
     state: Annotated[bytes, Meta(max_length=RECORD_BYTES)]
-    opened: LogPosition
+
+
+class Applied(msgspec.Struct, frozen=True, array_like=True):
+    """How a turn was taken in: what no other record says, so that a restart goes on exactly."""
+
+    offset: Count
+    """Of its result, in the home's results."""
+    observed: Annotated[int, Meta(ge=0, le=2**32)]
+    """Tokens of the observation that followed."""
+    applied_at: float
+    """Unix seconds; the environment worker took the result in."""
+    environment_seconds: float
+    """Spent in the environment's own step."""
+    reward: float
+    """Sum over the steps so far."""
+
+
+class TrajectoryProgress(Record, frozen=True, kw_only=True):
+    """Where the parts of a live trajectory lie in its home. The newest counts; a tombstone says that it has ended."""
+
+    SCHEMA: ClassVar[str] = "trajectory-progress/1"
+
+    trajectory_id: Id
+    group_id: GroupId
+    index: Annotated[int, Meta(ge=0, lt=GROUP_SIZE)]
+    """Of the trajectory in its group."""
+    turn: Turn
+    """The one that is asked for."""
+    requested_from: Count
+    """The request of `turn` lies at or after this offset of the home's requests, a few records on at most."""
+    prompted: Annotated[int, Meta(ge=0, le=2**32)]
+    """Tokens of the first observation."""
+    applied: Annotated[tuple[Applied, ...], Meta(max_length=TURNS)] = ()
+    """Of the turns before `turn`, in order."""

@@ -7,17 +7,30 @@ from msgspec import Meta
 RECORD_BYTES = 900 * 1024
 """No record on any topic is larger; a bigger payload is cut into chunks or lives in an object store."""
 
-CONTEXT_TOKENS = 131_072
-"""Tokens of the longest context: 512 KiB packed."""
+CONTEXT_TOKENS = 65_536
+"""Tokens of the longest context: a Sample has 9 bytes for each of them (id, mask, logprob), and is one record."""
 
 GROUP_SIZE = 4_096
 """Trajectories of one prompt."""
 
-TURNS = 4_096
+TURNS = 512
 """Turns of one trajectory."""
 
+SPANS = 2_048
+"""Policy-version spans of one trajectory; a turn has one, and one more for each version that came while it ran."""
+
+INFO_BYTES = 64 * 1024
+"""An environment's remarks at the end of a trajectory, encoded."""
+
+GROUP_ID_CHARACTERS = 120
+"""Of a group id: `<group id>:<index>` is an Id too."""
+
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
-"""A group, trajectory, worker or model id: readable in kcat, safe in a file name."""
+"""A trajectory, worker or model id: readable in kcat, safe in a file name."""
+
+GroupId = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9._:-]{{1,{GROUP_ID_CHARACTERS}}}\Z")]
+
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Version = Annotated[int, Meta(ge=-1, le=2**53)]

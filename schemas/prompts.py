@@ -5,8 +5,10 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import GROUP_SIZE, TURNS, Id, Text
+from schemas.limits import GROUP_SIZE, TURNS, GroupId, Seed, Text
 from schemas.record import Record
+
+TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -17,23 +19,23 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     max_tokens: Annotated[int, Meta(ge=1, le=65_536)] = 256
     """Most tokens of one turn."""
-    stop_token_ids: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
     """Any of these ends a turn; it stays in the output."""
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     """None: the engine's own stream of randomness."""
 
 
 class Prompt(Record, frozen=True, kw_only=True):
     """One task, to be tried `group_size` times."""
 
-    SCHEMA: ClassVar[str] = "prompt/1"
+    SCHEMA: ClassVar[str] = "prompt/2"
 
-    group_id: Id
+    group_id: GroupId
     """Unique for ever; trajectories are `<group_id>:<index>`. A second prompt of the same id is dead-lettered."""
     group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE)]
     environment: Annotated[str, Meta(min_length=1, max_length=256)]
     """A built-in's name, or `package.module:Class`."""
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    seed: Seed
     """Seeds the environment; every trajectory of the group gets the same task."""
     arguments: dict[str, Any] = {}
     """Handed to the environment's `reset`."""

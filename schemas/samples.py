@@ -6,17 +6,33 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import GROUP_SIZE, Count, Id, Logprobs, Mask, Text, Tokens, Version
+from schemas.limits import (
+    GROUP_SIZE,
+    SPANS,
+    TURNS,
+    Count,
+    GroupId,
+    Id,
+    Logprobs,
+    Mask,
+    Seed,
+    Text,
+    Tokens,
+    Version,
+)
+from schemas.prompts import Sampling
 from schemas.record import Record
-from schemas.turns import Attempt, Turn, TurnTimes, VersionSpan
+from schemas.turns import Attempt, DeviceSeconds, Turn, TurnTimes, VersionSpan
 
 
 class SampleTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """One applied turn, as the report and the cost accounting need it."""
+    """One applied turn, as the loss, the report and the cost accounting need it."""
 
     turn: Turn
     attempt: Attempt
-    worker: str
+    worker: Id
+    sampling: Sampling
+    """As the turn was asked for."""
     start: Count
     """Index of its first sampled token in the sample's tokens."""
     end: Count
@@ -29,22 +45,24 @@ class SampleTurn(msgspec.Struct, frozen=True, kw_only=True):
 class Sample(Record, frozen=True, kw_only=True):
     """One trajectory from its first observation to its end."""
 
-    SCHEMA: ClassVar[str] = "sample/1"
+    SCHEMA: ClassVar[str] = "sample/2"
 
     trajectory_id: Id
-    group_id: Id
+    group_id: GroupId
     group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE)]
-    environment: str
-    seed: Count
+    model_id: Id
+    """Whose policy versions sampled it."""
+    environment: Annotated[str, Meta(max_length=256)]
+    seed: Seed
     tokens: Tokens
     """Observations and sampled tokens in order."""
     loss_mask: Mask
     """1 where the policy sampled the token."""
     logprobs: Logprobs
     """One a token; 0.0 where the mask is 0."""
-    spans: tuple[VersionSpan, ...]
+    spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=SPANS)]
     """Over `tokens`; they cover exactly the sampled ones."""
-    turns: tuple[SampleTurn, ...]
+    turns: Annotated[tuple[SampleTurn, ...], Meta(max_length=TURNS)]
     reward: float | None
     """None when the infrastructure failed: that is no reward of 0."""
     success: bool
@@ -52,7 +70,7 @@ class Sample(Record, frozen=True, kw_only=True):
     """Why the infrastructure failed; empty when it did not."""
     info: dict[str, Any] = {}
     """The environment's own remarks at the end."""
-    device_seconds: dict[str, float] = {}
+    device_seconds: DeviceSeconds = {}
     completed_at: float
 
     @property
@@ -69,16 +87,16 @@ class Outcome(Enum):
     """Its group taught nothing: all rewards were equal."""
     INFRA_FAILED = "infra_failed"
     SUPERSEDED = "superseded"
-    """A duplicate request, or more than the group needed."""
+    """Sampled under a policy version that the run has gone back behind."""
 
 
 class SampleOutcome(Record, frozen=True, kw_only=True):
     """The one end of a trajectory."""
 
-    SCHEMA: ClassVar[str] = "sample-outcome/1"
+    SCHEMA: ClassVar[str] = "sample-outcome/2"
 
     trajectory_id: Id
-    group_id: Id
+    group_id: GroupId
     outcome: Outcome
     step: Count
     """The optimizer step that settled it."""

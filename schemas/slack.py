@@ -6,8 +6,11 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import Count, Id, Version
+from schemas.limits import Count, Id, Text, Version
 from schemas.record import Record
+
+HELD = 4_096
+"""Turns that an executor may hold at once."""
 
 
 class WorkerClass(Enum):
@@ -27,7 +30,7 @@ class ExecutorState(Enum):
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """Rates as the executor measures them on itself."""
 
-    device: str = "cpu"
+    device: Annotated[str, Meta(max_length=128)] = "cpu"
     prefill_tokens_per_second: Annotated[float, Meta(gt=0)]
     decode_tokens_per_second: Annotated[float, Meta(gt=0)]
     """Of one sequence at the present batch."""
@@ -41,7 +44,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlackHeartbeat(Record, frozen=True, kw_only=True):
-    SCHEMA: ClassVar[str] = "slack-heartbeat/1"
+    SCHEMA: ClassVar[str] = "slack-heartbeat/2"
 
     worker: Id
     incarnation: Count
@@ -58,7 +61,7 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     kv_bytes_per_token: Count
     rollout: Tenant = Tenant()
     serving: Tenant = Tenant()
-    max_turns: Count
+    max_turns: Annotated[int, Meta(ge=0, le=HELD)]
     """Turns that it will hold at once, running and waiting."""
     token_budget: Count
     """Context and new tokens that rollouts may hold in its KV cache."""
@@ -66,6 +69,12 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     """Least S_prf over serving's waiting requests (ROSE, dual-SLO admission); None without a serving tenant."""
     decode_headroom_seconds: float | None = None
     ttl_seconds: Annotated[float, Meta(gt=0, le=60)]
+    holds: Annotated[bytes, Meta(max_length=8 * HELD)] = b""
+    """`held_hash` of every turn that it has taken on and not answered, packed as little-endian u64."""
+    refused_version: Version = -1
+    """The newest policy version that it does not take; -1 if there is none."""
+    refused_reason: Text = ""
     sent_at: float
+    """Unix seconds of its own clock: compared with nobody's, but to tell a clock that is wrong."""
     swap_seconds: float = 0.0
     """The engine's pause at its latest weight swap."""

@@ -3,19 +3,24 @@
 Keeps true: (trajectory, turn, attempt) names one execution, and a result is applied once per (trajectory, turn).
 """
 
+import hashlib
 from enum import Enum
 from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import TURNS, Count, Id, Logprobs, Text, Tokens, Version
+from schemas.limits import SPANS, TURNS, Count, GroupId, Id, Logprobs, Text, Tokens, Version
 from schemas.prompts import Sampling
 from schemas.record import Record
 
 Partition = Annotated[int, Meta(ge=0, lt=2**31)]
 Turn = Annotated[int, Meta(ge=0, lt=TURNS)]
 Attempt = Annotated[int, Meta(ge=0, lt=2**16)]
+
+
+DeviceSeconds = Annotated[dict[Annotated[str, Meta(max_length=32)], float], Meta(max_length=8)]
+"""By worker class."""
 
 
 class TurnKey(NamedTuple):
@@ -26,24 +31,19 @@ class TurnKey(NamedTuple):
     attempt: int
 
 
-class Applied(msgspec.Struct, frozen=True, array_like=True):
-    """How the turn before this request was taken in: what no other record says, so that a restart goes on exactly."""
-
-    applied_at: float
-    """Unix seconds; the environment worker took the result in."""
-    environment_seconds: float
-    """Spent in the environment's own step."""
-    reward: float
-    """Sum over the steps so far."""
+def held_hash(key: TurnKey) -> int:
+    """8 bytes of BLAKE2b that stand for an execution in a heartbeat's `holds`."""
+    name = f"{key.trajectory_id}/{key.turn}/{key.attempt}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 
 
 class TurnRequest(Record, frozen=True, kw_only=True):
     """An environment worker asks for the next turn of a trajectory."""
 
-    SCHEMA: ClassVar[str] = "turn-request/1"
+    SCHEMA: ClassVar[str] = "turn-request/2"
 
     trajectory_id: Id
-    group_id: Id
+    group_id: GroupId
     home: Partition
     """The partition of the prompt; the result comes back to the same one."""
     turn: Turn
@@ -52,14 +52,10 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     context: Tokens
     """All tokens so far: observations and sampled tokens alike."""
     sampling: Sampling
-    min_policy_version: Version = -1
-    max_policy_version: Version | None = None
     requested_at: float
-    """Unix seconds."""
-    deadline: float
-    """Unix seconds; after it the router fails the turn instead of issuing it."""
-    applied: Applied | None = None
-    """None for turn 0."""
+    """Unix seconds, of the environment worker's clock."""
+    patience_seconds: Annotated[float, Meta(gt=0)]
+    """The router fails the turn once it has waited for so long and no executor has taken it up."""
 
     @property
     def key(self) -> TurnKey:
@@ -76,7 +72,7 @@ class PlacementCost(msgspec.Struct, frozen=True, kw_only=True):
     """The price of staleness and of a lender that may take its slack back."""
     cached_tokens: Count = 0
     """Tokens of the context that the router believes to be in the worker's prefix cache."""
-    passed_over: str = ""
+    passed_over: Id | None = None
     """The second best worker, if there was one."""
     passed_over_seconds: float = 0.0
 
@@ -84,15 +80,17 @@ class PlacementCost(msgspec.Struct, frozen=True, kw_only=True):
 class TurnDispatch(Record, frozen=True, kw_only=True):
     """The router puts a turn into one executor's inbox."""
 
-    SCHEMA: ClassVar[str] = "turn-dispatch/1"
+    SCHEMA: ClassVar[str] = "turn-dispatch/2"
 
     request: TurnRequest
     worker: Id
     slot: Partition
     incarnation: Count
     """The start of the worker that this is meant for; any other start drops it."""
-    lease_until: float
-    """Unix seconds; after it the router may have issued the turn again."""
+    claim: Count
+    """Offset of the router's claim in this inbox: once a newer one is there, this is of a router that was replaced."""
+    failures: Attempt = 0
+    """Attempts that ended by somebody's fault; refusals for lack of room and preemptions are nobody's."""
     dispatched_at: float
     cost: PlacementCost
     queued_at: float = 0.0
@@ -107,6 +105,17 @@ class TurnOutcome(Enum):
     """The executor would not start it; the reason says why."""
     FAILED = "failed"
     """Given up: attempts or deadline ran out, or the turn can never run. Written by the router."""
+
+
+class Refusal(Enum):
+    """Why an executor would not start a turn."""
+
+    ROOM = "room"
+    """It holds as much as it offers; nobody's fault."""
+    VERSION = "version"
+    """It has proven no policy version yet; nobody's fault."""
+    ENGINE = "engine"
+    """Its engine can't run it as it was asked for."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -137,30 +146,32 @@ class TurnTimes(msgspec.Struct, frozen=True, kw_only=True):
 class TurnResult(Record, frozen=True, kw_only=True):
     """What became of one attempt at one turn."""
 
-    SCHEMA: ClassVar[str] = "turn-result/1"
+    SCHEMA: ClassVar[str] = "turn-result/2"
 
     trajectory_id: Id
-    group_id: Id
+    group_id: GroupId
     home: Partition
     turn: Turn
     attempt: Attempt
     outcome: TurnOutcome
     reason: Text = ""
-    worker: str = ""
-    """Empty when the router wrote it."""
+    refusal: Refusal | None = None
+    """With `refused`."""
+    worker: Id | None = None
+    """None when the router wrote it."""
     incarnation: Count = 0
     tokens: Tokens = b""
     """Sampled tokens, the stop token included."""
     logprobs: Logprobs = b""
     """Of each sampled token under the distribution that it was drawn from."""
-    finish_reason: str = ""
+    finish_reason: Annotated[str, Meta(max_length=32)] = ""
     """`stop` or `length`."""
-    spans: tuple[VersionSpan, ...] = ()
+    spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=SPANS)] = ()
     """Over `tokens`, in order, without gaps."""
     context_tokens: Count = 0
     cached_tokens: Count = 0
     times: TurnTimes = TurnTimes()
-    device_seconds: dict[str, float] = {}
+    device_seconds: DeviceSeconds = {}
     """The turn's share of its steps, by worker class."""
 
     @property

@@ -3,6 +3,7 @@
 Keeps true
 - The wire is plain MessagePack: any implementation reads it.
 - Nothing is decoded unchecked: types, lengths and ranges are those of the record, and a breach is a RecordError.
+- Nothing is encoded that would not decode: what a reader would refuse, its writer is told.
 - The header `rose-schema` names the record; bytes under another name are refused.
 - Only a Prompt may also come as JSON, told by its first byte: MessagePack maps never begin with `{`.
 """
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from schemas.capacity import CapacityGrant
-from schemas.environments import EnvSnapshot
+from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
 from schemas.errors import RecordError
 from schemas.limits import RECORD_BYTES
 from schemas.prompts import Prompt
@@ -33,6 +34,8 @@ RECORDS: tuple[type[Record], ...] = (
     CapacityGrant,
     Sample,
     SampleOutcome,
+    Group,
+    TrajectoryProgress,
     EnvSnapshot,
     WeightManifest,
     WeightChunk,
@@ -56,24 +59,26 @@ _decoders: dict[type[Record], msgspec.msgpack.Decoder[Any]] = {
 
 
 def encode(record: Record) -> bytes:
-    """The record's bytes. Raises RecordError when they pass the size limit of a record."""
-    wire = _encoder.encode(record)
-    if len(wire) > RECORD_BYTES + RECORD_OVERHEAD_BYTES:
-        raise RecordError(f"{record.SCHEMA} of {len(wire)} bytes is over the limit of {RECORD_BYTES}: cut it up")
+    """The record's bytes. Raises RecordError when a reader would refuse them: a size, a range, a value of no type."""
+    try:
+        wire = _encoder.encode(record)
+        _check_size(record, wire)
+        _decoders[type(record)].decode(wire)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RecordError(f"no {record.SCHEMA} can be written of this: {error}") from error
     return wire
 
 
 def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
     """The typed record. Raises RecordError when the bytes, their size or the schema header are wrong."""
-    if len(wire) > RECORD_BYTES + RECORD_OVERHEAD_BYTES:
-        raise RecordError(f"{record.SCHEMA}: {len(wire)} bytes are over the limit of {RECORD_BYTES}")
+    _check_size(record, wire)
     _check_schema(record, headers)
     try:
         if record is Prompt and wire[:1] == b"{":
             decoded: R = msgspec.json.decode(wire, type=record)
         else:
             decoded = _decoders[record].decode(wire)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RecordError(f"not a {record.SCHEMA}: {error}") from error
     return decoded
 
@@ -90,6 +95,11 @@ def traceparent(trajectory_id: str, span: str) -> str:
     """A W3C trace context whose trace is the trajectory: every process derives the same one, nothing is passed on."""
     trace = hashlib.blake2b(trajectory_id.encode(), digest_size=16).hexdigest()
     return f"00-{trace}-{hashlib.blake2b(f'{trajectory_id}/{span}'.encode(), digest_size=8).hexdigest()}-01"
+
+
+def _check_size(record: Record | type[Record], wire: bytes) -> None:
+    if len(wire) > RECORD_BYTES + RECORD_OVERHEAD_BYTES:
+        raise RecordError(f"{record.SCHEMA} of {len(wire)} bytes is over the limit of {RECORD_BYTES}: cut it up")
 
 
 def _check_schema(record: type[Record], headers: Headers) -> None:

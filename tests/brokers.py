@@ -45,7 +45,8 @@ def clear(broker: AnyBroker, namespace: str) -> None:
 def flags(settings: BusSettings) -> tuple[str, ...]:
     """What tells `rose` to reach the broker like this."""
     properties = [word for name, value in settings.properties.items() for word in ("-X", f"{name}={value}")]
-    return ("--bootstrap-server", settings.bootstrap, "--namespace", settings.namespace, *properties)
+    embedded = ("--set", f"broker.embedded={str(settings.embedded).lower()}")
+    return ("--bootstrap-server", settings.bootstrap, "--namespace", settings.namespace, *embedded, *properties)
 
 
 def home_of(kind: str) -> Path | None:

@@ -2,8 +2,9 @@
 
 Keeps true
 - Topics are created from here alone, never by the broker on first use.
-- The topics of the sample path (prompts, requests, results, snapshots) have equally many *home* partitions: whoever
-  owns home partition p sees all of a trajectory's records, in order.
+- The topics of the sample path (prompts, requests, results, groups, progress, snapshots) have equally many *home*
+  partitions: whoever owns home partition p sees all of a trajectory's records, in order.
+- Time alone deletes nothing that is needed: what may be needed for long is deleted by its writers or readers.
 - `rose.turns.dispatched.v1` has one partition per inbox slot; an executor reads its own by hand.
 """
 
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from schemas.capacity import CapacityGrant
-from schemas.environments import EnvSnapshot
+from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
 from schemas.limits import RECORD_BYTES
 from schemas.prompts import Prompt
 from schemas.record import Record
@@ -74,6 +75,13 @@ class Topic:
         return f"{self.name}.dlq"
 
 
+KEPT_SECONDS = 7 * 24 * 3600.0
+"""What nobody needs any more is kept for so long after it was written, to look back."""
+
+OUTCOMES_KEPT_SECONDS = 30 * 24 * 3600.0
+"""How long outcomes are kept, and with them the groups: a second prompt of a group is met by the first meanwhile."""
+
+
 def _kept(milliseconds: int) -> dict[str, str]:
     # A segment is deleted whole: it must close well before its records may go.
     return {
@@ -83,25 +91,32 @@ def _kept(milliseconds: int) -> dict[str, str]:
     }
 
 
+_UNTIL_DELETED = {
+    "cleanup.policy": "delete",
+    "retention.ms": "-1",
+    "retention.bytes": "-1",
+    "segment.ms": str(6 * HOUR),
+}
+"""Kept until whoever knows that it is not needed any more deletes it (`topics/retention.py`)."""
+
 _COMPACTED = {"cleanup.policy": "compact", "segment.ms": str(10 * MINUTE), "min.cleanable.dirty.ratio": "0.2"}
 
-PROMPTS = Topic("rose.prompts.submitted.v1", Prompt, "group_id", Spread.HOME, _kept(7 * DAY))
-REQUESTED = Topic("rose.turns.requested.v1", TurnRequest, "trajectory_id", Spread.HOME, _kept(DAY))
+_LETTERS = {**_kept(30 * DAY), "cleanup.policy": "compact,delete"}
+"""Dead letters have their places as keys: one that was written twice is kept once."""
+
+PROMPTS = Topic("rose.prompts.submitted.v1", Prompt, "group_id", Spread.HOME, _UNTIL_DELETED)
+REQUESTED = Topic("rose.turns.requested.v1", TurnRequest, "trajectory_id", Spread.HOME, _UNTIL_DELETED)
 DISPATCHED = Topic("rose.turns.dispatched.v1", TurnDispatch, "trajectory_id", Spread.SLOTS, _kept(HOUR))
-COMPLETED = Topic("rose.turns.completed.v1", TurnResult, "trajectory_id", Spread.HOME, _kept(7 * DAY))
+COMPLETED = Topic("rose.turns.completed.v1", TurnResult, "trajectory_id", Spread.HOME, _UNTIL_DELETED)
 HEARTBEATS = Topic("rose.slack.heartbeats.v1", SlackHeartbeat, "worker_id", Spread.ONE, _kept(10 * MINUTE))
 GRANTS = Topic("rose.capacity.grants.v1", CapacityGrant, "worker_id", Spread.ONE, _COMPACTED)
-SAMPLES = Topic("rose.samples.completed.v1", Sample, "group_id", Spread.SAMPLES, _kept(7 * DAY))
+SAMPLES = Topic("rose.samples.completed.v1", Sample, "group_id", Spread.SAMPLES, _UNTIL_DELETED)
 OUTCOMES = Topic("rose.samples.outcomes.v1", SampleOutcome, "trajectory_id", Spread.ONE, _kept(30 * DAY))
+GROUPS = Topic("rose.groups.opened.v1", Group, "group_id", Spread.HOME, _COMPACTED)
+PROGRESS = Topic("rose.trajectories.progress.v1", TrajectoryProgress, "trajectory_id", Spread.HOME, _COMPACTED)
 SNAPSHOTS = Topic("rose.env.snapshots.v1", EnvSnapshot, "trajectory_id", Spread.HOME, _COMPACTED)
-MANIFESTS = Topic(
-    "rose.weights.manifests.v1",
-    WeightManifest,
-    "model_id/version",
-    Spread.ONE,
-    {"cleanup.policy": "compact,delete", "retention.ms": str(DAY), "segment.ms": str(HOUR)},
-)
-CHUNKS = Topic("rose.weights.chunks.v1", WeightChunk, "tensor", Spread.CHUNKS, _kept(DAY))
+MANIFESTS = Topic("rose.weights.manifests.v1", WeightManifest, "model_id/version", Spread.ONE, _COMPACTED)
+CHUNKS = Topic("rose.weights.chunks.v1", WeightChunk, "tensor", Spread.CHUNKS, _UNTIL_DELETED)
 
 RECORD_TOPICS: tuple[Topic, ...] = (
     PROMPTS,
@@ -112,13 +127,15 @@ RECORD_TOPICS: tuple[Topic, ...] = (
     GRANTS,
     SAMPLES,
     OUTCOMES,
+    GROUPS,
+    PROGRESS,
     SNAPSHOTS,
     MANIFESTS,
     CHUNKS,
 )
 
 DEAD_LETTERS: tuple[Topic, ...] = tuple(
-    Topic(topic.dead_letters, None, "as it came", Spread.ONE, _kept(30 * DAY)) for topic in RECORD_TOPICS
+    Topic(topic.dead_letters, None, "topic/partition/offset", Spread.ONE, _LETTERS) for topic in RECORD_TOPICS
 )
 
 CATALOG: tuple[Topic, ...] = RECORD_TOPICS + DEAD_LETTERS

@@ -60,7 +60,6 @@ JAVA_VERSION = 17
 
 _POLL_SECONDS = 0.05
 _KAFKA_JAR = re.compile(r"kafka_\d+\.\d+-(\d+\.\d+\.\d+)\.jar")
-_ANSWERS_AT_ONCE = {"fetch.wait.max.ms": "0"}  # however long a fetch may wait: readers rest (topics/resting.py)
 _QUIET = {"log_level": 0, "reconnect.backoff.ms": 50, "reconnect.backoff.max.ms": 250}
 
 
@@ -76,8 +75,6 @@ class _Kind:
     command: list[str]
     snapshot: Path | None
     """The one file into which the embedded broker writes its whole state again after each change; None for a log."""
-    properties: Mapping[str, str]
-    """librdkafka settings that its clients need."""
 
 
 class Broker:
@@ -91,8 +88,7 @@ class Broker:
         self.name = kind.name
         """Kind and version, e.g. "noida-db 0.2.3" or "Apache Kafka 4.3.1"."""
         self.bootstrap = f"{HOST}:{port}"
-        self.properties = kind.properties
-        """librdkafka settings that its clients need."""
+        self.embedded = kind.snapshot is not None
         self.data_folder = data_folder
         self.log = data_folder / "broker.log"
         """What the broker printed, over all its starts."""
@@ -104,8 +100,8 @@ class Broker:
         self.stop()
 
     def settings(self, namespace: str = "", properties: Mapping[str, str] | None = None) -> BusSettings:
-        """How to reach it; the given librdkafka settings win over those it needs."""
-        return BusSettings(self.bootstrap, namespace, {**self.properties, **(properties or {})})
+        """How to reach it, with these librdkafka settings."""
+        return BusSettings(self.bootstrap, namespace, properties or {}, embedded=self.embedded)
 
     def alive(self) -> bool:
         """Whether the process runs; says nothing about whether it can save (`check` does)."""
@@ -248,7 +244,7 @@ def _embedded(data_folder: Path, port: int) -> _Kind:
     options = ["--data-dir", str(own), "--host", HOST, "--only", "kafka", "--kafka-port", str(port)]
     own.mkdir(exist_ok=True)
     name = f"noida-db {importlib.metadata.version('noida-db')}"
-    return _Kind(name, [str(binary), "start", *options], snapshot=own / "kafka.json", properties=_ANSWERS_AT_ONCE)
+    return _Kind(name, [str(binary), "start", *options], snapshot=own / "kafka.json")
 
 
 def _forbid_auto_create(admin: AdminClient) -> None:
@@ -281,7 +277,7 @@ def _apache_kafka(data_folder: Path, port: int, kafka_home: Path, *, controller_
         done = subprocess.run(format_data, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise BrokerFailed(f"Apache Kafka could not format {own / 'log'}: {(done.stderr or done.stdout).strip()}")
-    return _Kind(f"Apache Kafka {found[-1]}", [*run, "kafka.Kafka", str(properties)], snapshot=None, properties={})
+    return _Kind(f"Apache Kafka {found[-1]}", [*run, "kafka.Kafka", str(properties)], snapshot=None)
 
 
 def _java() -> str:

@@ -1,8 +1,8 @@
 """Rest for readers of a broker that answers a fetch at once though it has nothing to give.
 
 Apache Kafka holds an empty fetch for up to `fetch.wait.max.ms`. The embedded broker does not: a reader that waits for
-its next record asks it thousands of times a second, and the two keep most of a core busy. With `fetch.wait.max.ms` at 0
-a reader rests by itself: it pauses its partitions, and later asks once more.
+its next record asks it thousands of times a second, and the two keep most of a core busy. A reader of that broker rests
+by itself: it pauses its partitions, and later asks once more.
 
 Keeps true
 - A reader rests only once every partition that it reads has answered that it is at its end, anew after each rest.

@@ -1,5 +1,7 @@
 """How to reach the broker. Keeps true: what the user gives librdkafka passes through verbatim and wins."""
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +12,13 @@ from confluent_kafka import KafkaError
 from schemas.errors import UsageError
 from topics.catalog import MAX_MESSAGE_BYTES, Topic
 
-TRANSACTION_MILLISECONDS = 15_000
+PREFIX = "rose."
+"""What every topic, consumer group and transactional id begins with, after the namespace: one prefix for an ACL."""
+
+COMPLAINT_SECONDS = 30.0
+"""Between two warnings of the same trouble with the broker."""
+
+TRANSACTION_MILLISECONDS = 10_000
 """The broker aborts a transaction that is open for so long. Until then that of a dead producer holds up its readers."""
 
 
@@ -22,6 +30,9 @@ class BusSettings:
     """Put before every topic, group and transactional id, to share a cluster."""
     properties: Mapping[str, str] = field(default_factory=dict)
     """librdkafka settings, verbatim."""
+    embedded: bool = False
+    """The broker answers an empty fetch at once, so readers rest; and never evicts a member of a group, so members are
+    known by name and a new one takes its own former place."""
 
     def topic(self, topic: Topic) -> str:
         """The topic's name on this broker."""
@@ -29,7 +40,7 @@ class BusSettings:
 
     def name(self, name: str) -> str:
         """A consumer group or transactional id on this broker."""
-        return f"{self.namespace}{name}"
+        return f"{self.namespace}{PREFIX}{name}"
 
     def client(self, client_id: str) -> dict[str, object]:
         """What every client has in common."""
@@ -52,6 +63,7 @@ class BusSettings:
             "compression.type": "lz4",
             "message.max.bytes": MAX_MESSAGE_BYTES,
             "queue.buffering.max.kbytes": 256 * 1024,
+            "message.timeout.ms": 0,  # a slow link is no failure: whoever flushes decides
             **self.properties,
         }
 
@@ -63,6 +75,7 @@ class BusSettings:
             "transaction.timeout.ms": TRANSACTION_MILLISECONDS,
             "retry.backoff.ms": 1,
             "retry.backoff.max.ms": 5,
+            "message.timeout.ms": TRANSACTION_MILLISECONDS,
             **self.properties,
         }
 
@@ -75,7 +88,7 @@ class BusSettings:
             "on_commit": _report_commit,
             "auto.offset.reset": "earliest",
             "isolation.level": "read_committed",
-            "fetch.wait.max.ms": 10,
+            "fetch.wait.max.ms": 0 if self.embedded else 10,
             "fetch.message.max.bytes": 4 * 1024 * 1024,
             "receive.message.max.bytes": 512 * 1024 * 1024,
             "partition.assignment.strategy": "range",
@@ -83,9 +96,21 @@ class BusSettings:
         }
 
 
+_said: dict[int, float] = {}
+"""By kind of trouble, when it was last told."""
+
+
 def _report(error: KafkaError) -> None:
-    # librdkafka reconnects and retries by itself: this is for whoever wonders why nothing moves.
-    structlog.get_logger("bus").warning("broker trouble", error=error.str())
+    """For whoever wonders why nothing moves. librdkafka reconnects and retries by itself.
+
+    One broker of several that is away is no trouble: the others answer.
+    """
+    if error.code() in (KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT) and not error.fatal():
+        return
+    now = time.monotonic()
+    if now - _said.get(error.code(), -math.inf) >= COMPLAINT_SECONDS:
+        _said[error.code()] = now
+        structlog.get_logger("bus").warning("broker trouble", error=error.str())
 
 
 def _report_commit(error: KafkaError | None, _partitions: object) -> None:

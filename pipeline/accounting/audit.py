@@ -11,9 +11,11 @@ from schemas.environments import EnvSnapshot
 from schemas.prompts import Prompt
 from schemas.samples import Sample, SampleOutcome
 from schemas.turns import TurnRequest, TurnResult
-from topics.bus import Envelope, Reader
 from topics.catalog import COMPLETED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES, SNAPSHOTS
-from topics.log import read_dead_letters, read_topics
+from topics.letters import read_letters
+from topics.log import read_topics
+from topics.reader import Reader
+from topics.records import Envelope
 from topics.settings import BusSettings
 
 CLIENT = "rose-audit"
@@ -28,7 +30,7 @@ def audit_log(settings: BusSettings) -> Audit:
     for topic in PASSED_IN_ORDER:
         for envelope in read_topics(settings, [topic], client_id=CLIENT):
             _fold(ledger, envelope)
-    for letter in read_dead_letters(settings, PROMPTS, client_id=CLIENT):
+    for letter in read_letters(settings, PROMPTS, client_id=CLIENT):
         ledger.dead_prompt((letter.partition, letter.offset))
     return ledger.audit(prompts_expired=_prompts_expired(settings))
 

@@ -124,7 +124,7 @@ class Config:
         broker = self.settings.broker
         if not broker.bootstrap_server:
             raise UsageError("no broker is named: give --bootstrap-server HOST:PORT, or --run NAME for that of a run")
-        return BusSettings(broker.bootstrap_server, broker.namespace, broker.properties)
+        return BusSettings(broker.bootstrap_server, broker.namespace, broker.properties, broker.embedded)
 
 
 def load(common: Common) -> Config:

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.command.view import View
-from topics.bus import Envelope, Reader
 from topics.catalog import COMPLETED, HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
+from topics.reader import Reader
+from topics.records import Envelope
 from topics.settings import BusSettings
 
 READ_SECONDS = 0.25

@@ -20,6 +20,9 @@ class BrokerSection:
     """Put before every topic, group and transactional id, to share a cluster."""
     properties: dict[str, str] = field(default_factory=dict)
     """librdkafka settings, verbatim."""
+    embedded: bool = False
+    """Whether the broker is the embedded one, or one like it: it answers an empty fetch at once and never evicts a dead
+    member of a group. `rose up` and `rose demo` say so of a broker that they start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

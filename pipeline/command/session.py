@@ -36,6 +36,7 @@ def write_configuration(config: Config, broker: RunBroker) -> Path:
     said: list[tuple[str, str, object]] = [
         ("broker", "broker.bootstrap_server", bus.bootstrap),
         ("broker", "broker.properties", dict(bus.properties)),
+        ("broker", "broker.embedded", bus.embedded),
     ]
     home = kafka_home(config)
     if broker.own is not None and home is not None:

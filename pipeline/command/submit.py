@@ -11,9 +11,9 @@ import msgspec
 from schemas.errors import RecordError, UsageError
 from schemas.prompts import Prompt
 from schemas.wire import encode
-from topics.bus import Writer
 from topics.catalog import PROMPTS
 from topics.settings import BusSettings
+from topics.writer import Writer
 
 SHOWN_LINES = 20
 """Bad lines that are named one by one; of more, the count is told."""

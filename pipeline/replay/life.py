@@ -12,9 +12,9 @@ from schemas.errors import UsageError
 from schemas.prompts import Prompt
 from schemas.samples import Sample, SampleOutcome, SampleTurn
 from schemas.turns import TurnDispatch, TurnRequest, TurnResult
-from topics.bus import Envelope, Place
 from topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Topic
 from topics.log import read_back, read_topics
+from topics.records import Envelope, Place
 from topics.settings import BusSettings
 
 CLIENT = "rose-replay"

@@ -27,11 +27,13 @@ from pipeline.routing.router import Decision, Router
 from schemas.slack import SlackHeartbeat
 from schemas.turns import TurnDispatch, TurnRequest, TurnResult
 from schemas.weights import WeightManifest
-from topics.bus import Envelope, Place, Reader, Writer
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, MANIFESTS, REQUESTED, Topic
 from topics.errors import BusError
 from topics.log import read_back
+from topics.reader import Reader
+from topics.records import Envelope, Place
 from topics.settings import BusSettings
+from topics.writer import Writer
 
 GROUP = "router"
 """The consumer group under which the low water is committed."""

@@ -13,7 +13,7 @@ Example, one partition
 from collections import deque
 from collections.abc import Mapping
 
-from topics.bus import Place
+from topics.records import Place
 
 Offsets = Mapping[Place, int]
 

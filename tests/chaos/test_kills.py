@@ -16,9 +16,10 @@ from pipeline.accounting.audit import audit_log
 from schemas.prompts import Prompt
 from schemas.samples import SampleOutcome
 from tests.brokers import KAFKA, flags, start
-from topics.bus import Envelope, Reader
 from topics.catalog import OUTCOMES
 from topics.errors import TopicMissing
+from topics.reader import Reader
+from topics.records import Envelope
 from topics.settings import BusSettings
 
 REPOSITORY = Path(__file__).parents[2]

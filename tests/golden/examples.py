@@ -7,13 +7,12 @@ from pathlib import Path
 
 from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.capacity import CapacityGrant
-from schemas.environments import EnvSnapshot, LogPosition
+from schemas.environments import Applied, EnvSnapshot, Group, GroupState, TrajectoryProgress
 from schemas.prompts import Prompt, Sampling
 from schemas.record import Record
 from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
 from schemas.turns import (
-    Applied,
     PlacementCost,
     TurnDispatch,
     TurnOutcome,
@@ -56,11 +55,8 @@ REQUEST = TurnRequest(
     attempt=1,
     context=pack_tokens([1, 2, 70_000]),
     sampling=SAMPLING,
-    min_policy_version=3,
-    max_policy_version=9,
     requested_at=1.5,
-    deadline=61.5,
-    applied=Applied(applied_at=1.25, environment_seconds=0.5, reward=0.25),
+    patience_seconds=60.0,
 )
 SPAN = VersionSpan(start=0, end=2, version=4)
 DIGEST = bytes(range(16))
@@ -73,7 +69,8 @@ EXAMPLES: tuple[Record, ...] = (
         worker="executor-0",
         slot=0,
         incarnation=1_700_000_000_000,
-        lease_until=31.5,
+        claim=7,
+        failures=1,
         dispatched_at=1.625,
         cost=PlacementCost(
             wait_seconds=0.25,
@@ -126,6 +123,9 @@ EXAMPLES: tuple[Record, ...] = (
         decode_headroom_seconds=0.125,
         ttl_seconds=2.0,
         sent_at=2.5,
+        holds=b"\x01\x02\x03\x04\x05\x06\x07\x08",
+        refused_version=6,
+        refused_reason="bad_signature",
         swap_seconds=0.0625,
     ),
     CapacityGrant(
@@ -135,6 +135,7 @@ EXAMPLES: tuple[Record, ...] = (
         trajectory_id="g-1:3",
         group_id="g-1",
         group_size=4,
+        model_id="policy",
         environment="calculator",
         seed=99,
         tokens=pack_tokens([1, 2, 9, 7]),
@@ -146,6 +147,7 @@ EXAMPLES: tuple[Record, ...] = (
                 turn=0,
                 attempt=1,
                 worker="executor-0",
+                sampling=SAMPLING,
                 start=2,
                 end=4,
                 cached_tokens=0,
@@ -171,13 +173,26 @@ EXAMPLES: tuple[Record, ...] = (
     ),
     EnvSnapshot(
         trajectory_id="g-1:3",
-        index=3,
-        prompt=PROMPT,
-        home=5,
-        turn=2,
         digest=DIGEST,
         state=b"\x81\xa1n\x01",
-        opened=LogPosition(requested=40, completed=30),
+    ),
+    Group(
+        group_id="g-1",
+        group_size=4,
+        state=GroupState.OPEN,
+        offset=17,
+        prompt=PROMPT,
+        outcomes_from=23,
+        changed_at=1.25,
+    ),
+    TrajectoryProgress(
+        trajectory_id="g-1:3",
+        group_id="g-1",
+        index=3,
+        turn=1,
+        requested_from=40,
+        prompted=8,
+        applied=(Applied(offset=30, observed=3, applied_at=1.25, environment_seconds=0.5, reward=0.25),),
     ),
     WeightManifest(
         model_id="policy",

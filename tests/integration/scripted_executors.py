@@ -26,9 +26,11 @@ from schemas.prompts import Prompt
 from schemas.samples import Outcome, Sample, SampleOutcome
 from schemas.turns import TurnOutcome, TurnRequest, TurnResult, VersionSpan
 from topics.admin import create_topics
-from topics.bus import EndOfPartition, Envelope, Reader, Writer
 from topics.catalog import COMPLETED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Partitions
+from topics.reader import Reader
+from topics.records import EndOfPartition, Envelope
 from topics.settings import BusSettings
+from topics.writer import Writer
 
 WAIT_SECONDS = 120.0
 """A run of a few hundred turns that takes longer than this has stopped."""

@@ -14,9 +14,9 @@ import pytest
 from schemas.prompts import Prompt
 from schemas.samples import Outcome, SampleOutcome
 from tests.brokers import AnyBroker, flags
-from topics.bus import Writer
 from topics.catalog import CATALOG, OUTCOMES, PROMPTS
 from topics.log import read_topics
+from topics.writer import Writer
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -25,11 +25,11 @@ from tests.integration.scripted_executors import (
     worker_process,
 )
 from topics.admin import reach
-from topics.bus import Writer
 from topics.catalog import PROMPTS, Partitions
 from topics.errors import BrokerUnreachable, BusError
-from topics.log import DeadLetter, await_decided, read_back, read_dead_letters
+from topics.log import DeadLetter, await_decided, read_back, read_letters
 from topics.settings import BusSettings
+from topics.writer import Writer
 from workers.environments.config import EnvironmentConfig
 from workers.environments.main import run_environment_worker
 from workers.environments.worker import GROUP
@@ -246,7 +246,7 @@ def test_prompts_that_cannot_be_opened_are_dead_lettered_and_the_stream_goes_on(
 
 
 def letters(settings: BusSettings) -> list[DeadLetter]:
-    return sorted(read_dead_letters(settings, PROMPTS), key=lambda letter: letter.offset)
+    return sorted(read_letters(settings, PROMPTS), key=lambda letter: letter.offset)
 
 
 @pytest.mark.slow

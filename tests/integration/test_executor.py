@@ -18,9 +18,11 @@ from schemas.turns import PlacementCost, TurnDispatch, TurnOutcome, TurnRequest,
 from tests.brokers import AnyBroker
 from tests.integration.policies import logprobs_of, new_policy, save_policy, tensors_of
 from topics.admin import create_topics
-from topics.bus import Envelope, Reader, Writer
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, MANIFESTS, Partitions
+from topics.reader import Reader
+from topics.records import Envelope
 from topics.settings import BusSettings
+from topics.writer import Writer
 from workers.executor.config import ExecutorConfig
 from workers.executor.main import run_executor
 from workers.weights.manifests import manifest_key

@@ -15,11 +15,13 @@ from schemas.turns import TurnDispatch, TurnOutcome, TurnResult
 from tests.brokers import AnyBroker
 from tests.unit.routing_world import heartbeat, manifest, request, result
 from topics.admin import create_topics
-from topics.bus import Envelope, Reader, Writer
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, MANIFESTS, REQUESTED, Partitions, Topic
 from topics.errors import TopicMissing
-from topics.log import read_dead_letters, read_topics
+from topics.log import read_letters, read_topics
+from topics.reader import Reader
+from topics.records import Envelope
 from topics.settings import BusSettings
+from topics.writer import Writer
 
 WAIT_SECONDS = 30.0
 PARTITIONS = Partitions(home=2, slots=3, samples=1, chunks=1)
@@ -204,7 +206,7 @@ def test_what_does_not_decode_is_buried_and_the_stream_goes_on(bus: Bus) -> None
     bus.beat(0)
     bus.ask("g0:1", home=1)
     running.until(lambda: bus.look())
-    (letter,) = read_dead_letters(bus.settings, REQUESTED)
+    (letter,) = read_letters(bus.settings, REQUESTED)
     assert letter.value == bytes_in and letter.key == b"g0:0"
     assert (letter.partition, letter.offset) == (1, 0) and "turn-request" in letter.reason
     running.die()
@@ -217,7 +219,7 @@ def test_what_does_not_decode_is_buried_even_if_it_came_while_no_router_ran(bus:
     bus.ask("g0:1", home=0)
     running = Running(bus)
     assert list(running.router.turns) == ["g0:1"]
-    assert [letter.value for letter in read_dead_letters(bus.settings, REQUESTED)] == [b"{}"]
+    assert [letter.value for letter in read_letters(bus.settings, REQUESTED)] == [b"{}"]
     running.die()
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from schemas.weights import WeightChunk, WeightManifest
 from tests.brokers import AnyBroker
 from topics.admin import create_topics, reach
-from topics.bus import Reader, Writer
 from topics.catalog import CHUNKS, MANIFESTS, Partitions
+from topics.reader import Reader
 from topics.settings import BusSettings
+from topics.writer import Writer
 from workers.weights import index
 from workers.weights.layout import Box, Refusal
 from workers.weights.manifests import find_lineage, manifest_key

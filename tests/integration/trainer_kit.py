@@ -18,10 +18,10 @@ from schemas.prompts import Prompt, trajectory_id
 from schemas.samples import Outcome, Sample, SampleOutcome
 from schemas.turns import VersionSpan
 from schemas.weights import WeightManifest
-from topics.bus import Writer
 from topics.catalog import MANIFESTS, OUTCOMES, PROMPTS, SAMPLES
 from topics.log import read_topics
 from topics.settings import BusSettings
+from topics.writer import Writer
 from workers.trainer.config import TrainerConfig
 from workers.trainer.main import run_trainer
 

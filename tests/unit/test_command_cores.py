@@ -22,8 +22,8 @@ from schemas.samples import Sample, SampleOutcome
 from schemas.slack import SlackHeartbeat
 from schemas.turns import TurnDispatch, TurnResult
 from tests.golden.examples import EXAMPLES, PROMPT, REQUEST
-from topics.bus import Envelope
 from topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Topic
+from topics.records import Envelope
 from workers.environments.registry import BUILT_IN
 
 R = TypeVar("R", bound=Record)

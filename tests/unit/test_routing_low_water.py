@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.routing.low_water import LowWater
-from topics.bus import Place
 from topics.catalog import REQUESTED
+from topics.records import Place
 
 HOME: Place = (REQUESTED, 0)
 

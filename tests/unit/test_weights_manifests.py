@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from schemas.record import Record
 from schemas.weights import WeightChunk, WeightManifest
-from topics.bus import Envelope
 from topics.catalog import MANIFESTS
+from topics.records import Envelope
 from workers.weights.manifests import Lineage, PlacedManifest, manifest_key
 
 

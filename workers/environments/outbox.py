@@ -16,10 +16,12 @@ import structlog
 
 from schemas.environments import LogPosition
 from schemas.prompts import trajectory_id
-from topics.bus import Envelope, Place, Reader, Writer
 from topics.catalog import COMPLETED, PROMPTS, REQUESTED, SAMPLES, SNAPSHOTS
 from topics.errors import BusError
+from topics.reader import Reader
+from topics.records import Envelope, Place
 from topics.settings import BusSettings
+from topics.writer import Writer
 from workers.environments import metrics
 from workers.environments.home import Home, Opening
 from workers.environments.trajectory import Ending, Rules, Written, begin, failed_at_opening, first_request

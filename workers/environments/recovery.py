@@ -17,7 +17,7 @@ from schemas.environments import EnvSnapshot, LogPosition
 from schemas.prompts import Prompt
 from schemas.turns import Applied, TurnOutcome, TurnRequest, TurnResult
 from topics.catalog import COMPLETED, PROMPTS, REQUESTED, SNAPSHOTS
-from topics.log import await_decided, read_back, read_dead_letters
+from topics.log import await_decided, read_back, read_letters
 from topics.settings import BusSettings
 from workers.environments.home import Home
 from workers.environments.trajectory import Trajectory
@@ -173,7 +173,7 @@ def recover_homes(
 
 def _recall_prompts(settings: BusSettings, homes: Mapping[int, Home]) -> None:
     """Which groups were opened: all prompts before the committed offset but those that were refused."""
-    refused = {(letter.partition, letter.offset) for letter in read_dead_letters(settings, PROMPTS)}
+    refused = {(letter.partition, letter.offset) for letter in read_letters(settings, PROMPTS)}
     for envelope in read_back(settings, {(PROMPTS, partition): OFFSET_BEGINNING for partition in homes}):
         home, prompt = homes[envelope.partition], envelope.record
         decided = envelope.offset < home.prompts_low_water

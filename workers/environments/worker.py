@@ -20,9 +20,10 @@ from schemas.errors import RoseError, UsageError
 from schemas.prompts import Prompt, trajectory_id
 from schemas.samples import SampleOutcome
 from schemas.turns import TurnResult
-from topics.bus import EndOfPartition, Envelope, Place, Reader
 from topics.catalog import COMPLETED, OUTCOMES, PROMPTS
 from topics.errors import BusError
+from topics.reader import Reader
+from topics.records import EndOfPartition, Envelope, Place
 from topics.settings import BusSettings
 from workers.environments import metrics
 from workers.environments.home import Begun, Home, Opening

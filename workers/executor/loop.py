@@ -20,9 +20,11 @@ import structlog
 from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
 from schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
-from topics.bus import Envelope, Reader, Writer
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
+from topics.reader import Reader
+from topics.records import Envelope
 from topics.settings import BusSettings
+from topics.writer import Writer
 from workers.executor import metrics
 from workers.executor.config import ExecutorConfig
 from workers.executor.inbox import Inbox, Verdict

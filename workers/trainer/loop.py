@@ -27,10 +27,10 @@ from schemas.errors import RoseError
 from schemas.samples import Outcome, Sample, SampleOutcome
 from schemas.weights import WeightManifest
 from schemas.wire import decode, encode
-from topics.bus import Writer
 from topics.catalog import MANIFESTS, OUTCOMES
 from topics.errors import BusError
 from topics.settings import BusSettings
+from topics.writer import Writer
 from workers.trainer import metrics
 from workers.trainer.checkpoint import CheckpointRefused, Checkpoints, Identity, Progress
 from workers.trainer.config import TrainerConfig

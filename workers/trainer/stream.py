@@ -20,8 +20,9 @@ import structlog
 
 from schemas.errors import UsageError
 from schemas.samples import Sample
-from topics.bus import Envelope, Reader
 from topics.catalog import SAMPLES
+from topics.reader import Reader
+from topics.records import Envelope
 from topics.settings import BusSettings
 
 BATCH = 256

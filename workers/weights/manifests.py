@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from schemas.weights import WeightManifest
-from topics.bus import Envelope, Reader
 from topics.catalog import MANIFESTS
 from topics.log import read_back
+from topics.reader import Reader
+from topics.records import Envelope
 from topics.settings import BusSettings
 
 FIRST_LOOK = 32

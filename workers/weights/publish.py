@@ -30,9 +30,10 @@ from prometheus_client import Counter, Histogram
 from torch import Tensor
 
 from schemas.weights import ChunkRef, SliceRef, WeightManifest
-from topics.bus import Reader, Writer
 from topics.catalog import CHUNKS, MANIFESTS
+from topics.reader import Reader
 from topics.settings import BusSettings
+from topics.writer import Writer
 from workers.weights import codec
 from workers.weights.anchor_store import AnchorStore, store_of
 from workers.weights.config import WeightsConfig

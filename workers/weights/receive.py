@@ -25,7 +25,8 @@ from torch import Tensor
 
 from schemas.errors import RoseError
 from schemas.weights import ChunkRef, WeightChunk, WeightManifest
-from topics.bus import Envelope, Reader
+from topics.reader import Reader
+from topics.records import Envelope
 from topics.settings import BusSettings
 from workers.weights import codec
 from workers.weights.anchor_store import AnchorStore

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from schemas.weights import ChunkRef, WeightChunk
-from topics.bus import Writer
 from topics.catalog import CHUNKS
+from topics.writer import Writer
 from workers.weights.layout import CHUNK_BYTES, digest_of
 
 

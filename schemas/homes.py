@@ -1,0 +1,27 @@
+"""The home of a group: a function of its id alone, whoever produced its prompt and wherever that landed.
+
+Keeps true: it is the partition into which Kafka's default partitioner puts a record with the group id as its key.
+"""
+
+_M = 0x5BD1E995
+_SEED = 0x9747B28C
+_WORD = 0xFFFFFFFF
+
+
+def home_of(group_id: str, partitions: int) -> int:
+    """The home of this group among so many home partitions."""
+    return (murmur2(group_id.encode()) & 0x7FFFFFFF) % partitions
+
+
+def murmur2(data: bytes) -> int:
+    """The 32-bit MurmurHash2 that Kafka's clients use, as an unsigned number."""
+    whole = len(data) & ~3
+    digest = _SEED ^ len(data)
+    for at in range(0, whole, 4):
+        word = int.from_bytes(data[at : at + 4], "little") * _M & _WORD
+        word = (word ^ word >> 24) * _M & _WORD
+        digest = (digest * _M & _WORD) ^ word
+    if tail := data[whole:]:
+        digest = (digest ^ int.from_bytes(tail, "little")) * _M & _WORD
+    digest = (digest ^ digest >> 13) * _M & _WORD
+    return digest ^ digest >> 15

@@ -1,0 +1,236 @@
+"""Typed records out of Kafka.
+
+Keeps true
+- What a Reader hands out as a record has been decoded and checked. What does not decode is handed out as it came: its
+  consumer decides what becomes of it.
+- What is assigned is read, unless it was paused since: no pause outlives an assignment.
+- Nothing is committed on its own, and nothing is written.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    OFFSET_END,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+)
+
+from schemas.errors import RecordError
+from schemas.record import Record
+from schemas.wire import decode
+from topics.catalog import Topic
+from topics.errors import BusError, TopicMissing
+from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled, raw_of
+from topics.resting import RestingConsumer
+from topics.settings import BusSettings
+
+NO_SUCH_PLACE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
+"""What client and broker say of a topic or partition that is not there."""
+
+COORDINATOR_COMES_UP = (
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+)
+"""What Apache Kafka says of a group in its first seconds, and after its coordinator has moved."""
+
+COORDINATOR_SECONDS = 30.0
+"""How long a group's coordinator may take to come up before it is an error."""
+
+COORDINATOR_BACKOFF_SECONDS = 0.1
+"""Between two questions to it."""
+
+ENDS_SECONDS = 30.0
+"""How long a partition's leader may take to say where it begins and ends; a new leader takes some seconds."""
+
+
+class Reader:
+    """Reads typed records, either of partitions assigned by hand or as a member of a consumer group."""
+
+    def __init__(
+        self,
+        settings: BusSettings,
+        client_id: str,
+        *,
+        group: str,
+        member: str | None = None,
+        ends: bool = False,
+        **overrides: object,
+    ) -> None:
+        """`member`: its name in the group, by which it is known again on a broker that never evicts a member.
+
+        `ends` makes `read` report EndOfPartition too.
+        """
+        config = {**settings.consumer(client_id, group), "enable.partition.eof": ends, **overrides}
+        if member is not None and settings.embedded:
+            config["group.instance.id"] = settings.name(member)
+        self._settings = settings
+        # With nothing held at the broker a waiting consumer would ask without end: this one rests.
+        self._consumer = (RestingConsumer if settings.embedded else Consumer)(config)
+        self._topics: dict[str, Topic] = {}
+        self._assigned: set[Place] = set()
+
+    def assign(self, places: Mapping[Place, int]) -> None:
+        """Read these partitions from these offsets (or confluent_kafka's OFFSET_BEGINNING, OFFSET_END).
+
+        Raises TopicMissing or BusError.
+        """
+        self._know(topic for topic, _ in places)
+        self._take_on(places)
+
+    def subscribe(
+        self,
+        topics: Sequence[Topic],
+        *,
+        assigned: Callable[[list[Place]], Mapping[Place, int]],
+        revoked: Callable[[list[Place]], None],
+    ) -> None:
+        """Join the group. `assigned` says where to begin in each partition that comes; both run inside `read`."""
+        self._know(topics)
+
+        def on_assign(consumer: Consumer, partitions: list[TopicPartition]) -> None:
+            self._take_on(assigned([self._place(partition) for partition in partitions]))
+
+        def on_revoke(consumer: Consumer, partitions: list[TopicPartition]) -> None:
+            revoked([self._place(partition) for partition in partitions])
+            self._assigned = set()
+            consumer.unassign()
+
+        names = [self._settings.topic(topic) for topic in topics]
+        self._consumer.subscribe(names, on_assign=on_assign, on_revoke=on_revoke, on_lost=on_revoke)
+
+    def read(self, limit: int, timeout_seconds: float) -> list[Item]:
+        """Up to `limit` records; returns as soon as any are there, or empty after the timeout.
+
+        Raises TopicMissing or BusError.
+        """
+        first = self._consumer.poll(timeout_seconds)
+        if first is None:
+            return []
+        messages = [first, *self._consumer.consume(limit - 1, 0)] if limit > 1 else [first]
+        taken = (self._take(message) for message in messages)
+        return [item for item in taken if item is not None]
+
+    def committed(self, places: Sequence[Place]) -> dict[Place, int | None]:
+        """The group's committed offsets; None where there is none. Waits for a coordinator that is coming up."""
+        wanted, deadline = [self._partition(place, 0) for place in places], time.monotonic() + COORDINATOR_SECONDS
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                answers = self._consumer.committed(wanted, timeout=left)
+                break
+            except KafkaException as error:
+                if error.args[0].code() not in COORDINATOR_COMES_UP or left < COORDINATOR_BACKOFF_SECONDS:
+                    raise BusError("reading committed offsets", error.args[0]) from error
+                time.sleep(COORDINATOR_BACKOFF_SECONDS)  # it tells nobody that it has come up
+        return {
+            place: answer.offset if answer.offset >= 0 else None for place, answer in zip(places, answers, strict=True)
+        }
+
+    def commit(self, offsets: Mapping[Place, int]) -> None:
+        """Have the next offset to read of each partition committed, by the time of `close` at the latest.
+
+        Waits for nothing: a commit that the broker refuses is a warning in the log, the group's offsets are the older
+        ones then.
+        """
+        try:
+            self._consumer.commit(offsets=[self._partition(place, offset) for place, offset in offsets.items()])
+        except KafkaException as error:
+            raise BusError("committing offsets", error.args[0]) from error
+
+    def offsets_at(self, places: Sequence[Place], timestamp_seconds: float) -> dict[Place, int]:
+        """Of each partition the first offset stamped at or after the time; its end if there is none."""
+        asked = [self._partition(place, int(timestamp_seconds * 1000)) for place in places]
+        try:
+            found = self._consumer.offsets_for_times(asked, timeout=ENDS_SECONDS)
+        except KafkaException as error:
+            raise BusError("looking offsets up by time", error.args[0]) from error
+        return {
+            place: answer.offset if answer.offset >= 0 else self.watermarks(place)[1]
+            for place, answer in zip(places, found, strict=True)
+        }
+
+    def watermarks(self, place: Place) -> tuple[int, int]:
+        """The first offset kept and the next one to be written. Raises TopicMissing or BusError."""
+        try:
+            low, high = self._consumer.get_watermark_offsets(self._partition(place, 0), timeout=ENDS_SECONDS)
+        except KafkaException as error:
+            if error.args[0].code() in NO_SUCH_PLACE:
+                raise TopicMissing(self._settings.topic(place[0])) from error
+            raise BusError(f"reading the ends of {place[0].name}", error.args[0]) from error
+        return low, high
+
+    def partitions(self, topic: Topic) -> int:
+        """How many partitions the topic has on the broker. Raises TopicMissing."""
+        name = self._settings.topic(topic)
+        found = self._consumer.list_topics(name, timeout=ENDS_SECONDS).topics[name]
+        if found.error is not None or not found.partitions:
+            raise TopicMissing(name)
+        return len(found.partitions)
+
+    def pause(self, places: Iterable[Place]) -> None:
+        """Hand nothing of these out until they are resumed or assigned anew; what is not assigned stays as it is."""
+        self._consumer.pause([self._partition(place, 0) for place in places if place in self._assigned])
+
+    def resume(self, places: Iterable[Place]) -> None:
+        self._consumer.resume([self._partition(place, 0) for place in places if place in self._assigned])
+
+    def group_metadata(self) -> object:
+        """What a transaction needs in order to commit this reader's offsets."""
+        return self._consumer.consumer_group_metadata()
+
+    def close(self) -> None:
+        """Leave the group: its partitions go to the others at once, unless the broker knows its members by name."""
+        self._consumer.close()
+
+    def _know(self, topics: Iterable[Topic]) -> None:
+        self._topics.update({self._settings.topic(topic): topic for topic in topics})
+
+    def _take_on(self, places: Mapping[Place, int]) -> None:
+        """Assign, and resume: librdkafka keeps an application's pause of a partition over any assignment."""
+        partitions = [self._partition(place, self._found(place, at)) for place, at in places.items()]
+        self._consumer.assign(partitions)
+        self._consumer.resume(partitions)
+        self._assigned = set(places)
+
+    def _partition(self, place: Place, offset: int) -> TopicPartition:
+        topic, partition = place
+        return TopicPartition(self._settings.topic(topic), partition, offset)
+
+    def _found(self, place: Place, offset: int) -> int:
+        """The offset as a number, asked for here: librdkafka takes half a second to find the beginning or the end."""
+        if offset not in (OFFSET_BEGINNING, OFFSET_END):
+            return offset
+        low, high = self.watermarks(place)
+        return low if offset == OFFSET_BEGINNING else high
+
+    def _place(self, partition: TopicPartition) -> Place:
+        return self._topics[partition.topic], partition.partition
+
+    def _take(self, message: Message) -> Item | None:
+        name = message.topic()
+        error = message.error()
+        if error is not None:
+            if error.code() == KafkaError._PARTITION_EOF:
+                return EndOfPartition(self._topics[name], message.partition())
+            if error.code() in NO_SUCH_PLACE:
+                raise TopicMissing(name or "?")
+            if error.retriable() or error.code() in (KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT):
+                return None  # librdkafka reconnects by itself
+            raise BusError(f"reading {name}", error)
+        topic, raw = self._topics[name], raw_of(message)
+        place = topic, message.partition(), message.offset()
+        record: Record | None = None
+        if raw.value is not None:
+            assert topic.record is not None
+            try:
+                record = decode(topic.record, raw.value, raw.headers)
+            except RecordError as error:
+                return Spoiled(*place, raw, str(error))
+        key = raw.key.decode(errors="replace") if raw.key else ""
+        return Envelope(record, *place, key, message.timestamp()[1] / 1000, raw)

@@ -1,0 +1,72 @@
+"""What reading hands out: records with their places in the log, and what lies there and is no record."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from confluent_kafka import Message
+
+from schemas.record import Record
+from topics.catalog import Topic
+
+Place = tuple[Topic, int]
+"""A topic and one of its partitions."""
+
+
+class Raw(NamedTuple):
+    """A message as it came."""
+
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes], ...] = ()
+
+    def header(self, name: str) -> bytes:
+        """The last header of this name, as the newest hand that touched the message wrote it; empty without one."""
+        return next((value for key, value in reversed(self.headers) if key == name), b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A record with its place in the log."""
+
+    record: Record | None
+    """None is a tombstone: the key has ended."""
+    topic: Topic
+    partition: int
+    offset: int
+    key: str
+    timestamp_seconds: float
+    """When the broker or the producer stamped it, unix seconds."""
+    raw: Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Spoiled:
+    """A message that is no record of its topic."""
+
+    topic: Topic
+    partition: int
+    offset: int
+    raw: Raw
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfPartition:
+    """The reader has reached the end of what is committed in this partition."""
+
+    topic: Topic
+    partition: int
+
+
+Item = Envelope | Spoiled | EndOfPartition
+
+
+def raw_of(message: Message) -> Raw:
+    """The message's bytes; a header without a value is an empty one."""
+    key, value = message.key(), message.value()
+    headers = tuple((name, _bytes(held)) for name, held in message.headers() or ())
+    return Raw(None if key is None else _bytes(key), None if value is None else _bytes(value), headers)
+
+
+def _bytes(held: bytes | str | None) -> bytes:
+    return held.encode() if isinstance(held, str) else held or b""

@@ -1,0 +1,43 @@
+"""Deleting what nobody needs any more: the other half of topics that time alone does not delete from.
+
+Keeps true: what is needed stays, and so does what is younger than the age given. The age is told by the records' own
+stamps and this machine's clock, so a clock that is off by minutes is off by minutes of days.
+"""
+
+import time
+from collections.abc import Mapping
+from contextlib import closing
+
+from confluent_kafka import KafkaException, TopicPartition
+
+from topics.admin import reach
+from topics.catalog import KEPT_SECONDS
+from topics.errors import BusError
+from topics.reader import Reader
+from topics.records import Place
+from topics.settings import BusSettings
+
+
+def delete_before(
+    settings: BusSettings, needed: Mapping[Place, int], *, keep_seconds: float = KEPT_SECONDS, client_id: str
+) -> dict[Place, int]:
+    """Delete what lies before the offset that is needed of each partition and is older than `keep_seconds`.
+
+    Returns the offset at which each partition begins now, where something was deleted. Raises BrokerUnreachable,
+    TopicMissing or BusError.
+    """
+    places = list(needed)
+    with closing(Reader(settings, client_id, group="retention")) as reader:
+        aged = reader.offsets_at(places, time.time() - keep_seconds)
+        begins = {place: reader.watermarks(place)[0] for place in places}
+    before = {place: min(offset, aged[place]) for place, offset in needed.items()}
+    before = {place: offset for place, offset in before.items() if offset > begins[place]}
+    if before:
+        admin = reach(settings)
+        asked = [TopicPartition(settings.topic(topic), part, offset) for (topic, part), offset in before.items()]
+        try:
+            for deleted in admin.delete_records(asked).values():
+                deleted.result()
+        except KafkaException as error:
+            raise BusError("deleting what nobody needs any more", error.args[0]) from error
+    return before

@@ -1,0 +1,191 @@
+"""Typed records into Kafka.
+
+Keeps true
+- What a Writer was given is on the broker once `flush` or `commit` has returned; a delivery that failed raises there.
+- Nothing is written that its readers would refuse.
+- A dead letter is the message as it came; its key is its place, so that the same one twice counts once.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
+
+from schemas.record import Record
+from schemas.wire import encode, headers_of
+from topics.catalog import Topic
+from topics.errors import BusError
+from topics.reader import Reader
+from topics.records import Envelope, Place, Raw, Spoiled
+from topics.settings import BusSettings
+
+STALL_SECONDS = 60.0
+"""A flush gives up when nothing at all was stored for so long. A slow link is none: it takes what it takes."""
+
+LOOK_SECONDS = 1.0
+"""How often a flush looks whether anything was stored."""
+
+TRANSACTION_SECONDS = 60.0
+"""How long beginning or committing a transaction may take before it is an error."""
+
+ORIGIN_HEADERS = ("exception", "topic", "partition", "offset", "key")
+"""What a dead letter says beside the headers that it came with: why, and where it lay under which key."""
+
+
+class Writer:
+    """Writes records. With a `transactional_id` it writes only between `begin` and `commit`.
+
+    Raises BusError when the broker refuses; a transactional writer that raised is to be thrown away.
+    """
+
+    def __init__(self, settings: BusSettings, client_id: str, *, transactional_id: str | None = None) -> None:
+        self._settings = settings
+        self._failure: KafkaError | None = None
+        self._stored = 0
+        if transactional_id is None:
+            self._producer = Producer(settings.producer(client_id))
+        else:
+            self._producer = Producer(settings.transactional(client_id, transactional_id))
+            self._guarded("fencing older transactions", self._producer.init_transactions, TRANSACTION_SECONDS)
+
+    def write(
+        self,
+        topic: Topic,
+        record: Record,
+        *,
+        key: str,
+        partition: int | None = None,
+        trajectory_id: str | None = None,
+        headers: Mapping[str, bytes] | None = None,
+        on_delivery: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Hand a record over. `on_delivery(partition, offset)` is called from `poll` or `flush` once it is stored.
+
+        Raises RecordError for one that its readers would refuse.
+        """
+        self.write_encoded(
+            topic,
+            record,
+            encode(record),
+            key=key,
+            partition=partition,
+            trajectory_id=trajectory_id,
+            headers=headers,
+            on_delivery=on_delivery,
+        )
+
+    def write_encoded(
+        self,
+        topic: Topic,
+        record: Record,
+        wire: bytes,
+        *,
+        key: str,
+        partition: int | None = None,
+        trajectory_id: str | None = None,
+        headers: Mapping[str, bytes] | None = None,
+        on_delivery: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`write` of a record whose bytes are known: what was signed or sized is what travels."""
+        said = [*headers_of(record, trajectory_id, record.SCHEMA), *(headers or {}).items()]
+        self._produce(self._settings.topic(topic), key.encode(), wire, partition, said, on_delivery)
+
+    def tombstone(
+        self, topic: Topic, *, key: str, partition: int, on_delivery: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Say that the key has ended."""
+        self._produce(self._settings.topic(topic), key.encode(), None, partition, [], on_delivery)
+
+    def forward(self, topic: Topic, raw: Raw, *, partition: int, key: str) -> None:
+        """Write a message as it came, to another place and under this key."""
+        self._produce(self._settings.topic(topic), key.encode(), raw.value, partition, list(raw.headers), None)
+
+    def dead_letter(self, found: Envelope | Spoiled, reason: str) -> None:
+        """Store a message that could not be used, as it came, with why and where it lay."""
+        name, raw = self._settings.topic(found.topic), found.raw
+        own = (reason.encode(errors="replace"), name.encode(), b"%d" % found.partition, b"%d" % found.offset)
+        headers = [header for header in raw.headers if header[0] not in ORIGIN_HEADERS]
+        headers += zip(ORIGIN_HEADERS, (*own, raw.key or b""), strict=True)
+        key = f"{name}/{found.partition}/{found.offset}".encode()
+        self._produce(f"{self._settings.namespace}{found.topic.dead_letters}", key, raw.value, None, headers, None)
+
+    def poll(self) -> None:
+        """Take delivery reports in without waiting. Raises BusError if a delivery failed."""
+        self._producer.poll(0)
+        self._raise_failure()
+
+    def flush(self) -> None:
+        """Wait until all that was written is stored, for as long as anything is. Raises BusError if it is not."""
+        seen, deadline = self._stored, time.monotonic() + STALL_SECONDS
+        while left := self._producer.flush(LOOK_SECONDS):
+            self._raise_failure()
+            if self._stored != seen:
+                seen, deadline = self._stored, time.monotonic() + STALL_SECONDS
+            elif time.monotonic() > deadline:
+                raise BusError(
+                    f"storing {left} records, none of them within {STALL_SECONDS:.0f} s",
+                    KafkaError(KafkaError._MSG_TIMED_OUT),
+                )
+        self._raise_failure()
+
+    def begin(self) -> None:
+        self._guarded("beginning a transaction", self._producer.begin_transaction)
+
+    def commit(self, offsets: Mapping[Place, int] | None = None, reader: Reader | None = None) -> None:
+        """Commit what was written since `begin` together with the `reader`'s next `offsets`."""
+        if offsets and reader is not None:
+            self._guarded(
+                "committing offsets",
+                self._producer.send_offsets_to_transaction,
+                [
+                    TopicPartition(self._settings.topic(topic), part, offset)
+                    for (topic, part), offset in offsets.items()
+                ],
+                reader.group_metadata(),
+                TRANSACTION_SECONDS,
+            )
+        self._guarded("committing a transaction", self._producer.commit_transaction, TRANSACTION_SECONDS)
+        self._raise_failure()
+
+    def abort(self) -> None:
+        self._guarded("aborting a transaction", self._producer.abort_transaction, TRANSACTION_SECONDS)
+
+    def _produce(
+        self,
+        name: str,
+        key: bytes | None,
+        value: bytes | None,
+        partition: int | None,
+        headers: list[tuple[str, bytes]],
+        on_delivery: Callable[[int, int], None] | None,
+    ) -> None:
+        def delivered(error: KafkaError | None, message: Message) -> None:
+            if error is not None:
+                self._failure = error
+                return
+            self._stored += 1
+            if on_delivery is not None:
+                on_delivery(message.partition(), message.offset())
+
+        place: dict[str, Any] = {} if partition is None else {"partition": partition}
+        while True:
+            try:
+                self._producer.produce(name, value=value, key=key, headers=headers, on_delivery=delivered, **place)
+                return
+            except BufferError:  # the local queue is full: let it drain
+                self._producer.poll(1.0)
+                self._raise_failure()
+            except KafkaException as error:
+                raise BusError(f"writing to {name}", error.args[0]) from error
+
+    def _guarded(self, doing: str, call: Callable[..., object], *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except KafkaException as error:
+            raise BusError(doing, error.args[0]) from error
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise BusError("storing a record", failure)
