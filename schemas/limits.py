@@ -19,6 +19,9 @@ TURNS = 512
 SPANS = 2_048
 """Policy-version spans of one trajectory; a turn has one, and one more for each version that came while it ran."""
 
+STOPS = 16
+"""Stop tokens of a turn."""
+
 INFO_BYTES = 64 * 1024
 """An environment's remarks at the end of a trajectory, encoded."""
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import GROUP_SIZE, TURNS, GroupId, Seed, Text
+from schemas.limits import GROUP_SIZE, STOPS, TURNS, GroupId, Seed, Text
 from schemas.record import Record
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -19,7 +19,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     max_tokens: Annotated[int, Meta(ge=1, le=65_536)] = 256
     """Most tokens of one turn."""
-    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=STOPS)] = ()
     """Any of these ends a turn; it stays in the output."""
     seed: Seed | None = None
     """None: the engine's own stream of randomness."""

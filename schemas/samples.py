@@ -25,7 +25,7 @@ from schemas.record import Record
 from schemas.turns import Attempt, DeviceSeconds, Turn, TurnTimes, VersionSpan
 
 
-class SampleTurn(msgspec.Struct, frozen=True, kw_only=True):
+class SampleTurn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One applied turn, as the loss, the report and the cost accounting need it."""
 
     turn: Turn

@@ -126,7 +126,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     version: Version
 
 
-class TurnTimes(msgspec.Struct, frozen=True, kw_only=True):
+class TurnTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """When a turn passed each station, in unix seconds; 0 where it never came by."""
 
     requested_at: float = 0.0

@@ -1,0 +1,243 @@
+"""No writer emits what a reader refuses: every record, at every bound of every field, goes through or is refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import inspect
+
+from schemas.arrays import pack_logprobs, pack_tokens
+from schemas.errors import RecordError
+from schemas.limits import (
+    CONTEXT_TOKENS,
+    GROUP_ID_CHARACTERS,
+    GROUP_SIZE,
+    INFO_BYTES,
+    RECORD_BYTES,
+    SPANS,
+    STOPS,
+    TURNS,
+)
+from schemas.prompts import Prompt, Sampling, trajectory_id
+from schemas.record import Record
+from schemas.samples import Sample, SampleTurn
+from schemas.turns import PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, TurnTimes, VersionSpan
+from schemas.wire import RECORDS, decode, encode
+from tests.golden.examples import EXAMPLES, PROMPT
+
+MOST_ELEMENTS = 3
+"""Elements of a drawn array or map: the largest records are tested by themselves."""
+
+
+def around(least: float | None, most: float | None) -> list[int]:
+    """Numbers at, just within and just beyond two bounds."""
+    edges = [0, 1, -1, 2**53, 2**63 - 1, 2**63, 2**64, 2**70]
+    for edge in (least, most):
+        if edge is not None:
+            edges += [int(edge) - 1, int(edge), int(edge) + 1]
+    return edges
+
+
+def drawn(kind: inspect.Type) -> st.SearchStrategy[Any]:
+    """Values of a type and values that only look like it."""
+    match kind:
+        case inspect.IntType():
+            return st.sampled_from(
+                around(kind.ge if kind.gt is None else kind.gt, kind.le if kind.lt is None else kind.lt)
+            )
+        case inspect.FloatType():
+            return st.sampled_from(
+                [0.0, -0.0, 1.0, 1e308, float("nan"), float("inf"), -1.0, 1e-9, 60.0, 60.1, 2.0, 2.1]
+            )
+        case inspect.StrType():
+            most = 128 if kind.max_length is None else kind.max_length
+            sizes = st.sampled_from([0, 1, GROUP_ID_CHARACTERS, GROUP_ID_CHARACTERS + 1, 127, 128, 129, most, most + 1])
+            return sizes.map(lambda size: "g" * size) | st.sampled_from(["\udc80", "no spaces", "a:1", "ä", "\0"])
+        case inspect.BytesType():
+            most = 64 if kind.max_length is None else kind.max_length
+            return st.sampled_from([0, 1, 8, 16, 17, most, most + 1]).map(bytes)
+        case inspect.BoolType():
+            return st.booleans()
+        case inspect.NoneType():
+            return st.none()
+        case inspect.EnumType():
+            return st.sampled_from(list(kind.cls))
+        case inspect.UnionType():
+            return st.one_of([drawn(each) for each in kind.types])
+        case inspect.VarTupleType() | inspect.ListType():
+            return st.lists(drawn(kind.item_type), max_size=MOST_ELEMENTS).map(tuple)
+        case inspect.TupleType():
+            return st.tuples(*map(drawn, kind.item_types))
+        case inspect.DictType():
+            return st.dictionaries(drawn(kind.key_type), drawn(kind.value_type), max_size=MOST_ELEMENTS)
+        case inspect.AnyType():
+            odd = st.sampled_from([2**64, {1: 2}, {"a": [float("nan")]}, "\udc80", [[[]]], b"bytes", 1 << 80, object()])
+            return odd | st.sampled_from([1, "text", None, {"n": 1}, [1, 2.5]])
+        case inspect.StructType():
+            return structs(kind.cls)
+    raise AssertionError(f"a record has a field of {kind}, which this test cannot draw")
+
+
+def structs(cls: type[Any]) -> st.SearchStrategy[Any]:
+    kind = inspect.type_info(cls)
+    assert isinstance(kind, inspect.StructType)
+    return st.fixed_dictionaries({field.name: drawn(field.type) for field in kind.fields}).map(lambda all_: cls(**all_))
+
+
+def examples_with_one_field_drawn() -> st.SearchStrategy[Record]:
+    """A good record of which one field is anything."""
+
+    def changes(example: Record) -> st.SearchStrategy[Record]:
+        kind = inspect.type_info(type(example))
+        assert isinstance(kind, inspect.StructType)
+        fields = st.sampled_from(kind.fields)
+        return fields.flatmap(
+            lambda field: drawn(field.type).map(
+                lambda value: msgspec.structs.replace(example, **{field.encode_name: value})
+            )
+        )
+
+    return st.sampled_from(EXAMPLES).flatmap(changes)
+
+
+def assert_written_is_read(record: Record) -> None:
+    try:
+        wire = encode(record)
+    except RecordError:
+        return
+    again = encode(decode(type(record), wire))
+    assert again == wire, "what was written is read, and written again it is the same"
+
+
+@settings(deadline=None, max_examples=1500, print_blob=True)
+@given(examples_with_one_field_drawn())
+def test_a_record_with_one_field_at_or_beyond_its_bounds_is_read_or_never_written(record: Record) -> None:
+    assert_written_is_read(record)
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+@given(st.sampled_from(RECORDS).flatmap(structs))
+def test_a_record_of_anything_is_read_or_never_written(record: Record) -> None:
+    assert_written_is_read(record)
+
+
+LONGEST_GROUP = "g" * GROUP_ID_CHARACTERS
+LONGEST_WORKER = "w" * 128
+TIMES = TurnTimes(**dict.fromkeys(TurnTimes.__struct_fields__, 1.7e9 + 0.123456789))
+SAMPLING = Sampling(temperature=0.7, top_p=0.9, max_tokens=65_536, stop_token_ids=(2**31,) * STOPS, seed=2**63 - 1)
+TOKENS = pack_tokens([2**32 - 1] * CONTEXT_TOKENS)
+LOGPROBS = pack_logprobs([-1.5] * CONTEXT_TOKENS)
+REQUEST = TurnRequest(
+    trajectory_id=trajectory_id(LONGEST_GROUP, GROUP_SIZE - 1),
+    group_id=LONGEST_GROUP,
+    home=2**31 - 1,
+    turn=TURNS - 1,
+    attempt=2**16 - 1,
+    context=TOKENS,
+    sampling=SAMPLING,
+    requested_at=1.7e9,
+    patience_seconds=300.0,
+)
+
+
+def largest_sample() -> Sample:
+    turn = SampleTurn(
+        turn=TURNS - 1,
+        attempt=2**16 - 1,
+        worker=LONGEST_WORKER,
+        sampling=SAMPLING,
+        start=CONTEXT_TOKENS,
+        end=CONTEXT_TOKENS,
+        cached_tokens=CONTEXT_TOKENS,
+        times=TIMES,
+        environment_seconds=0.1,
+    )
+    return Sample(
+        trajectory_id=REQUEST.trajectory_id,
+        group_id=LONGEST_GROUP,
+        group_size=GROUP_SIZE,
+        model_id="m" * 128,
+        environment="e" * 256,
+        seed=2**63 - 1,
+        tokens=TOKENS,
+        loss_mask=bytes([1]) * CONTEXT_TOKENS,
+        logprobs=LOGPROBS,
+        spans=(VersionSpan(CONTEXT_TOKENS, CONTEXT_TOKENS, 2**53),) * SPANS,
+        turns=(turn,) * TURNS,
+        reward=0.1,
+        success=False,
+        failure="f" * 4096,
+        info={"log": "x" * (INFO_BYTES - 16)},
+        device_seconds={f"class-{number}": 0.1 for number in range(8)},
+        completed_at=1.7e9,
+    )
+
+
+def largest_result() -> TurnResult:
+    return TurnResult(
+        trajectory_id=REQUEST.trajectory_id,
+        group_id=LONGEST_GROUP,
+        home=2**31 - 1,
+        turn=TURNS - 1,
+        attempt=2**16 - 1,
+        outcome="completed",  # type: ignore[arg-type]
+        reason="r" * 4096,
+        worker=LONGEST_WORKER,
+        incarnation=2**53,
+        tokens=TOKENS,
+        logprobs=LOGPROBS,
+        spans=(VersionSpan(CONTEXT_TOKENS, CONTEXT_TOKENS, 2**53),) * SPANS,
+        times=TIMES,
+    )
+
+
+def largest_dispatch() -> TurnDispatch:
+    cost = PlacementCost(
+        wait_seconds=0.1, prefill_seconds=0.1, decode_seconds=0.1, passed_over=LONGEST_WORKER, passed_over_seconds=0.1
+    )
+    return TurnDispatch(
+        request=REQUEST,
+        worker=LONGEST_WORKER,
+        slot=2**31 - 1,
+        incarnation=2**53,
+        claim=2**53,
+        failures=2**16 - 1,
+        dispatched_at=1.7e9,
+        cost=cost,
+    )
+
+
+@pytest.mark.parametrize(
+    "record", [largest_sample(), largest_result(), REQUEST, largest_dispatch()], ids=lambda record: record.SCHEMA
+)
+def test_what_every_bound_allows_at_once_is_one_record(record: Record) -> None:
+    assert len(encode(record)) <= RECORD_BYTES
+
+
+def test_every_trajectory_of_a_group_has_an_id_that_every_record_takes() -> None:
+    key = TurnKey(trajectory_id(LONGEST_GROUP, GROUP_SIZE - 1), TURNS - 1, 2**16 - 1)
+    assert decode(TurnRequest, encode(REQUEST)).key == key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"group_id": "g" * (GROUP_ID_CHARACTERS + 1)},
+        {"seed": 2**63},
+        {"arguments": {"n": 2**64}},
+        {"arguments": {"n": "\udc80"}},
+        {"arguments": {"floats": [0.1] * 110_000}},
+    ],
+    ids=["group id", "seed", "number", "text", "size"],
+)
+def test_a_prompt_that_no_reader_would_take_is_not_written(change: Mapping[str, Any]) -> None:
+    with pytest.raises(RecordError):
+        encode(msgspec.structs.replace(PROMPT, **change))
+
+
+def test_a_json_prompt_may_hold_a_seed_of_63_bits() -> None:
+    wire = msgspec.json.encode(msgspec.structs.replace(PROMPT, seed=2**63 - 1))
+    assert decode(Prompt, wire).seed == 2**63 - 1
