@@ -61,6 +61,16 @@ REQUEST = TurnRequest(
 SPAN = VersionSpan(start=0, end=2, version=4)
 DIGEST = bytes(range(16))
 
+OUTCOME = SampleOutcome(
+    trajectory_id="g-1:3",
+    group_id="g-1",
+    outcome=Outcome.TRAINED,
+    step=5,
+    policy_version=5,
+    reason="",
+    recorded_at=3.0,
+)
+
 EXAMPLES: tuple[Record, ...] = (
     PROMPT,
     REQUEST,
@@ -162,15 +172,7 @@ EXAMPLES: tuple[Record, ...] = (
         device_seconds={"dedicated": 0.5},
         completed_at=2.75,
     ),
-    SampleOutcome(
-        trajectory_id="g-1:3",
-        group_id="g-1",
-        outcome=Outcome.TRAINED,
-        step=5,
-        policy_version=5,
-        reason="",
-        recorded_at=3.0,
-    ),
+    OUTCOME,
     EnvSnapshot(
         trajectory_id="g-1:3",
         digest=DIGEST,

@@ -1,0 +1,219 @@
+"""Readers and writers on a real broker: what is handed out, buried, fetched by place and deleted."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+import pytest
+
+from schemas.errors import RecordError
+from schemas.prompts import Prompt
+from schemas.wire import encode
+from tests.brokers import AnyBroker
+from tests.golden.examples import OUTCOME, PROMPT
+from topics.admin import create_topics
+from topics.catalog import OUTCOMES, PROMPTS, Partitions
+from topics.fetch import Fetch
+from topics.letters import buried, read_letters
+from topics.log import read_back
+from topics.reader import Reader
+from topics.records import EndOfPartition, Envelope, Item, Place, Raw, Spoiled
+from topics.retention import delete_before
+from topics.settings import BusSettings
+from topics.writer import Writer
+
+WAIT_SECONDS = 60.0
+HOMES = 2
+BAD = b"{ no prompt"
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=HOMES, slots=1, samples=1, chunks=1))
+    return settings
+
+
+def put(settings: BusSettings, values: Sequence[bytes], *, partition: int = 0) -> None:
+    """Messages as any client would write them, one after the other."""
+    writer = Writer(settings, "test")
+    for value in values:
+        writer.forward(PROMPTS, Raw(b"own key", value, (("from", b"elsewhere"),)), partition=partition, key="own key")
+    writer.flush()
+
+
+def read_until(reader: Reader, count: int) -> list[Item]:
+    found: list[Item] = []
+    deadline = time.monotonic() + WAIT_SECONDS
+    while len(found) < count:
+        assert time.monotonic() < deadline, found
+        found += [item for item in reader.read(100, 0.2) if not isinstance(item, EndOfPartition)]
+    return found
+
+
+@pytest.fixture
+def reader(settings: BusSettings) -> Iterator[Reader]:
+    with closing(Reader(settings, "test", group="test", ends=True)) as reader:
+        yield reader
+
+
+def test_what_is_no_record_is_handed_out_as_it_came_and_nothing_is_written(
+    settings: BusSettings, reader: Reader
+) -> None:
+    put(settings, [encode(PROMPT), BAD])
+    reader.assign({(PROMPTS, 0): 0})
+    good, bad = read_until(reader, 2)
+    assert isinstance(good, Envelope) and good.record == PROMPT and good.raw.value == encode(PROMPT)
+    assert isinstance(bad, Spoiled) and bad.raw == Raw(b"own key", BAD, (("from", b"elsewhere"),))
+    assert "prompt" in bad.reason and (bad.partition, bad.offset) == (0, good.offset + 1)
+    assert not buried(settings, PROMPTS)
+
+
+def test_an_assignment_is_read_though_its_partition_was_paused_before(settings: BusSettings, reader: Reader) -> None:
+    put(settings, [encode(PROMPT)])
+    for again in range(3):
+        reader.assign({(PROMPTS, 0): 0, (PROMPTS, 1): 0})
+        assert read_until(reader, 1), f"nothing is read after assignment {again}"
+        reader.pause([(PROMPTS, 0)])
+        reader.assign({})
+        reader.pause([(PROMPTS, 0)])  # of what is not assigned: no harm
+
+
+def test_a_members_new_assignment_is_read_though_it_had_paused_everything(settings: BusSettings) -> None:
+    """A full window pauses the prompts; then another member joins, and leaves again."""
+
+    def member(name: str) -> tuple[Reader, list[list[Place]]]:
+        assignments: list[list[Place]] = []
+
+        def assigned(places: list[Place]) -> dict[Place, int]:
+            assignments.append(places)
+            return dict.fromkeys(places, 0)
+
+        reader = Reader(settings, name, group="members", member=name, **{"session.timeout.ms": 6000})
+        reader.subscribe([PROMPTS], assigned=assigned, revoked=lambda places: None)
+        return reader, assignments
+
+    def until(condition: object) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not condition():  # type: ignore[operator]
+            assert time.monotonic() < deadline
+            for each in (first, *others):
+                found.extend(item for item in each.read(100, 0.05) if isinstance(item, Envelope))
+
+    found: list[Envelope] = []
+    others: list[Reader] = []
+    first, taken = member("first")
+    until(lambda: taken and len(taken[-1]) == HOMES)
+    first.pause([(PROMPTS, home) for home in range(HOMES)])
+    other, others_taken = member("other")
+    others.append(other)
+    until(lambda: len(taken[-1]) == 1 and others_taken and len(others_taken[-1]) == 1)
+    for home in range(HOMES):
+        put(settings, [encode(PROMPT)], partition=home)
+    until(lambda: {envelope.partition for envelope in found} == set(range(HOMES)))
+    first.close()
+    other.close()
+
+
+def test_a_dead_letter_is_the_message_as_it_came_and_says_where_it_lay(settings: BusSettings, reader: Reader) -> None:
+    put(settings, [encode(PROMPT), BAD])
+    reader.assign({(PROMPTS, 0): 0})
+    good, bad = read_until(reader, 2)
+    assert isinstance(good, Envelope) and isinstance(bad, Spoiled)
+    writer = Writer(settings, "test")
+    for _ in range(2):  # a restart says it again
+        writer.dead_letter(bad, bad.reason)
+    writer.dead_letter(good, "its group is known")
+    writer.flush()
+    letters = list(read_letters(settings, PROMPTS))
+    assert [(letter.partition, letter.offset, letter.raw) for letter in letters] == [
+        (0, bad.offset, bad.raw),
+        (0, good.offset, good.raw),
+    ]
+    assert letters[1].reason == "its group is known"
+    assert buried(settings, PROMPTS) == {(0, bad.offset), (0, good.offset)}
+
+
+def test_a_letter_that_was_sent_back_and_died_again_says_where_it_died(settings: BusSettings, reader: Reader) -> None:
+    put(settings, [BAD])
+    reader.assign({(PROMPTS, 0): 0})
+    [first] = read_until(reader, 1)
+    assert isinstance(first, Spoiled)
+    writer = Writer(settings, "test")
+    writer.dead_letter(first, "one")
+    writer.flush()
+    [letter] = read_letters(settings, PROMPTS)
+    writer.forward(PROMPTS, letter.raw, partition=1, key="own key")
+    writer.flush()
+    reader.assign({(PROMPTS, 1): 0})
+    [again] = read_until(reader, 1)
+    assert isinstance(again, Spoiled)
+    writer.dead_letter(again, "two")
+    writer.flush()
+    found = [(letter.partition, letter.reason, letter.raw) for letter in read_letters(settings, PROMPTS)]
+    assert found == [(0, "one", first.raw), (1, "two", first.raw)]
+
+
+@pytest.mark.parametrize("far", [0, 5, 10**9])
+def test_every_place_that_is_asked_for_is_fetched_or_missing(settings: BusSettings, reader: Reader, far: int) -> None:
+    put(settings, [BAD if number == 7 else encode(PROMPT) for number in range(40)])
+    put(settings, [encode(PROMPT)] * 3, partition=1)
+    fetch = Fetch(reader, {(PROMPTS, 0): [30, 2, 3, 7, 39, 40, 1000], (PROMPTS, 1): [1], (PROMPTS, 9): [0]}, far=far)
+    fetched = [(envelope.partition, envelope.offset) for envelope in fetch]
+    assert sorted(fetched) == [(0, 2), (0, 3), (0, 30), (0, 39), (1, 1)]
+    assert [offset for partition, offset in fetched if partition == 0] == [2, 3, 30, 39]
+    missing = {(place[1], offset) for place, offset in fetch.missing}
+    assert missing == {(0, 7), (0, 40), (0, 1000), (9, 0)}
+
+
+def test_a_transactions_marker_is_a_place_where_nothing_is(settings: BusSettings, reader: Reader) -> None:
+    writer = Writer(settings, "test", transactional_id="test")
+    for _ in range(2):
+        writer.begin()
+        writer.write(PROMPTS, PROMPT, key="g", partition=0)
+        writer.commit()
+    fetch = Fetch(reader, {(PROMPTS, 0): range(4)})
+    fetched = [envelope.offset for envelope in fetch]
+    assert len(fetched) == 2 and sorted(fetched + [offset for _, offset in fetch.missing]) == [0, 1, 2, 3]
+
+
+def test_what_is_needed_or_young_is_not_deleted(settings: BusSettings) -> None:
+    put(settings, [encode(PROMPT)] * 5)
+
+    def kept() -> list[int]:
+        return [envelope.offset for envelope in read_back(settings, {(PROMPTS, 0): 0})]
+
+    assert delete_before(settings, {(PROMPTS, 0): 4, (PROMPTS, 1): 0}, keep_seconds=3600.0, client_id="test") == {}
+    assert kept() == [0, 1, 2, 3, 4]
+    assert delete_before(settings, {(PROMPTS, 0): 3}, keep_seconds=-3600.0, client_id="test") == {(PROMPTS, 0): 3}
+    assert kept() == [3, 4]
+    assert delete_before(settings, {(PROMPTS, 0): 2}, keep_seconds=-3600.0, client_id="test") == {}, (
+        "it never goes back"
+    )
+
+
+def test_reading_back_tells_what_is_spoiled_and_lets_its_caller_live(settings: BusSettings) -> None:
+    put(settings, [encode(PROMPT), BAD, encode(PROMPT)])
+    spoiled: list[Spoiled] = []
+    alive: list[int] = []
+    found = [
+        envelope.offset
+        for envelope in read_back(
+            settings, {(PROMPTS, 0): 0}, spoiled=spoiled.append, meanwhile=lambda: alive.append(1)
+        )
+    ]
+    assert found == [0, 2] and [item.offset for item in spoiled] == [1] and alive
+
+
+def test_every_name_at_the_broker_has_one_prefix(settings: BusSettings) -> None:
+    names = [settings.name("environment"), settings.topic(PROMPTS), settings.topic(OUTCOMES)]
+    assert all(name.startswith(f"{settings.namespace}rose.") for name in names)
+
+
+def test_a_record_that_readers_refuse_is_refused_at_its_writer(settings: BusSettings) -> None:
+    writer = Writer(settings, "test")
+    broken = Prompt(group_id="g", group_size=1, environment="e", seed=1, arguments={"n": 2**70})
+    with pytest.raises(RecordError, match="written"):
+        writer.write(PROMPTS, broken, key="g", partition=0)
+    writer.write(OUTCOMES, OUTCOME, key="g", partition=0)
+    writer.flush()
