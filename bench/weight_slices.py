@@ -12,7 +12,7 @@ import numpy as np
 from bench.peer_codecs import PEERS, Codec, Words
 from bench.weight_deltas import Version
 from workers.weights.codec import decode, encode
-from workers.weights.layout import cut, matrix, whole
+from workers.weights.geometry import cut, matrix, whole
 
 DTYPE = "bfloat16"
 

@@ -11,7 +11,7 @@ from tests.integration.test_engine import TOLERANCE, Rig, folder_config
 from tests.unit.weights_world import Shelf, Tensors
 from workers.executor.vllm.engine import Engine
 from workers.weights.assembly import Assembly
-from workers.weights.layout import check_manifest
+from workers.weights.checks import check_manifest
 
 UPDATES = 20
 

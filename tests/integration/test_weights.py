@@ -18,10 +18,11 @@ from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.weights import index
-from workers.weights.layout import Box, Refusal
+from workers.weights.geometry import Box
 from workers.weights.manifests import find_lineage, manifest_key
 from workers.weights.publish import WeightPublisher
 from workers.weights.receive import StagedVersion, WeightReceiver
+from workers.weights.refusals import Refusal
 from workers.weights.signing import sign
 
 MODEL = "policy"

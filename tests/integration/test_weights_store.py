@@ -13,9 +13,9 @@ from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.settings import BusSettings
 from workers.weights.anchor_store import AnchorStore
-from workers.weights.layout import Refusal
 from workers.weights.publish import WeightPublisher
 from workers.weights.receive import WeightReceiver
+from workers.weights.refusals import Refusal
 
 MODEL_BYTES = sum(tensor.nbytes for tensor in tensors_of(0).values())
 

@@ -16,7 +16,8 @@ from schemas.weights import ChunkRef, WeightChunk, WeightManifest
 from schemas.wire import decode, encode
 from tests.unit.weights_world import Shelf, Tensors, random_tensors
 from workers.weights.anchor_store import AnchorStore, StoreError
-from workers.weights.layout import LayoutError, check_manifest
+from workers.weights.checks import check_manifest
+from workers.weights.geometry import LayoutError
 from workers.weights.publish import merge
 
 OPEN = Event()

@@ -19,9 +19,12 @@ from tests.unit.weights_world import (
     same_bits,
     with_slice,
 )
-from workers.weights import layout
+from workers.weights import geometry
 from workers.weights.assembly import Assembled, Assembly
-from workers.weights.layout import Box, Refusal, VersionRefused, box_of, check_manifest, digest_of, matrix
+from workers.weights.checks import check_manifest
+from workers.weights.digests import digest_of
+from workers.weights.geometry import Box, box_of, matrix
+from workers.weights.refusals import Refusal, VersionRefused
 from workers.weights.tensors import TORCH_DTYPES
 
 SHAPES = st.dictionaries(
@@ -34,7 +37,7 @@ SEED = st.integers(0, 2**32 - 1)
 @pytest.fixture(scope="module", autouse=True)
 def _small_slices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "SLICE_ELEMENTS", 16)
+        patch.setattr(geometry, "SLICE_ELEMENTS", 16)
         yield
 
 

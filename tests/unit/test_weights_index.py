@@ -12,8 +12,9 @@ from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightM
 from schemas.wire import decode, encode
 from tests.unit.weights_world import Shelf, random_tensors
 from workers.weights import index, shelves
+from workers.weights.digests import NO_BASE, digest_of
 from workers.weights.index import INLINE_BYTES, opened, sealed
-from workers.weights.layout import NO_BASE, Refusal, VersionRefused, digest_of
+from workers.weights.refusals import Refusal, VersionRefused
 
 SHAPES = {"embed": (70, 30), "norm": (16,), "scale": ()}
 DIGEST = bytes(16)

@@ -4,8 +4,8 @@ import pytest
 
 from schemas.weights import WeightManifest
 from workers.weights.config import WeightsConfig
-from workers.weights.layout import lowest_offsets
 from workers.weights.retention import live
+from workers.weights.shelves import lowest_offsets
 
 DIGEST = bytes(16)
 

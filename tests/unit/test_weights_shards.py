@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.unit.weights_world import Shelf, changed, covered, part, random_tensors
 from workers.weights.assembly import Assembly
-from workers.weights.layout import check_manifest, matrix
+from workers.weights.checks import check_manifest
+from workers.weights.geometry import matrix
 from workers.weights.shards import Rank, wanted_by
 
 HEAD = 4

@@ -23,8 +23,8 @@ from schemas.errors import UsageError
 from schemas.weights import WeightManifest
 from schemas.wire import decode, encode
 from tests.unit.weights_world import Shelf, random_tensors, with_slice
-from workers.weights.layout import Refusal, VersionRefused
 from workers.weights.publish import merge
+from workers.weights.refusals import Refusal, VersionRefused
 from workers.weights.signing import check_signature, make_keys, private_key, public_key, sign
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
 from workers.weights import codec
-from workers.weights.layout import NO_BASE, Box, cut, digest_of, matrix, whole, whole_digest
+from workers.weights.digests import NO_BASE, digest_of, whole_digest
+from workers.weights.geometry import Box, cut, matrix, whole
 from workers.weights.publish import merge
 from workers.weights.shelves import Stored
 from workers.weights.tensors import put, spec_of, take, words_of

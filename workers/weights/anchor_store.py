@@ -18,7 +18,7 @@ import fsspec
 from schemas.errors import RoseError, UsageError
 from schemas.weights import ChunkRef, WeightChunk
 from workers.weights.config import WeightsConfig
-from workers.weights.layout import digest_of
+from workers.weights.digests import digest_of
 from workers.weights.shelves import Stored
 
 

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from schemas.weights import ChunkRef, SliceRef, WeightChunk, WeightManifest
 from workers.weights import codec
+from workers.weights.checks import check_chunk
 from workers.weights.codec import CodecError
-from workers.weights.layout import Box, Refusal, VersionRefused, box_of, check_chunk, digest_of
+from workers.weights.digests import digest_of
+from workers.weights.geometry import Box, box_of
+from workers.weights.refusals import Refusal, VersionRefused
 from workers.weights.tensors import Matrix, empty, put, take, words_of
 
 Fetch = Callable[[list[ChunkRef]], Iterable[tuple[ChunkRef, WeightChunk | bytes]]]

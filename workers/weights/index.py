@@ -11,8 +11,9 @@ import msgspec
 
 from schemas.limits import RECORD_BYTES
 from schemas.weights import ChunkRef, WeightChunk, WeightIndex, WeightManifest
-from workers.weights.layout import Refusal, VersionRefused, check_chunk, lowest_offsets
-from workers.weights.shelves import Shelf, put_payload
+from workers.weights.checks import check_chunk
+from workers.weights.refusals import Refusal, VersionRefused
+from workers.weights.shelves import Shelf, lowest_offsets, put_payload
 
 INLINE_BYTES = RECORD_BYTES // 2
 """Of tensors and slices in the record itself, at most."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from workers.weights.layout import Box, LayoutError, matrix
+from workers.weights.geometry import Box, LayoutError, matrix
 
 
 def owned(tensor: Tensor) -> tuple[Box, Tensor] | None:

@@ -37,8 +37,9 @@ from topics.writer import Writer
 from workers.weights import codec
 from workers.weights.anchor_store import AnchorStore, store_of
 from workers.weights.config import WeightsConfig
+from workers.weights.digests import NO_BASE, whole_digest
+from workers.weights.geometry import Box, LayoutError, cut
 from workers.weights.index import sealed
-from workers.weights.layout import NO_BASE, Box, LayoutError, cut, whole_digest
 from workers.weights.manifests import manifest_key
 from workers.weights.retention import release_chunks
 from workers.weights.shelves import LogShelf, Shelf, Stored, put_payload
@@ -73,8 +74,8 @@ class WeightPublisher:
         """Raises TopicMissing or BusError.
 
         `dtype`: what floating-point weights are rounded to on the wire; None is as they are. `column_parts`: see
-        `layout.cut`. Anchors of a model larger than `store_above_bytes` go to the `store`, if there is one. `key` signs
-        the manifests.
+        `geometry.cut`. Anchors of a model larger than `store_above_bytes` go to the `store`, if there is one. `key`
+        signs the manifests.
         """
         self.model_id = model_id
         self._settings = settings

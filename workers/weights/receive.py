@@ -31,10 +31,12 @@ from topics.settings import BusSettings
 from workers.weights import codec
 from workers.weights.anchor_store import AnchorStore
 from workers.weights.assembly import Assembled, Assembly, Stopped
+from workers.weights.checks import check_manifest
 from workers.weights.fetch import ChunkFetch
+from workers.weights.geometry import Box
 from workers.weights.index import opened
-from workers.weights.layout import Box, Refusal, VersionRefused, check_manifest
 from workers.weights.manifests import PLACE, Lineage, PlacedManifest, find_lineage
+from workers.weights.refusals import Refusal, VersionRefused
 from workers.weights.signing import check_signature
 
 LOOK_SECONDS = 0.2
@@ -94,7 +96,7 @@ class WeightReceiver:
         key: Ed25519PublicKey | None = None,
         client_id: str = "rose-weights",
     ) -> None:
-        """`shapes`: of every tensor of the model, as `layout.folder_shapes` reads them.
+        """`shapes`: of every tensor of the model, as `model_folder.folder_shapes` reads them.
 
         `wanted`: the part of each tensor that this receiver's shard needs (`shards.wanted_by`); None is everything.
         `store`: where the trainer puts large anchors. `key`: whose signature a version must bear; None takes unsigned

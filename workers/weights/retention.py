@@ -16,7 +16,7 @@ from topics.errors import BusError
 from topics.log import read_back
 from topics.settings import BusSettings
 from workers.weights.anchor_store import AnchorStore, StoreError
-from workers.weights.layout import lowest_offsets
+from workers.weights.shelves import lowest_offsets
 
 ANCHORS_KEPT = 2
 """Of each model: the newest, and the one before it."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from workers.weights.layout import Box, matrix, whole
+from workers.weights.geometry import Box, matrix, whole
 
 VOCABULARY_PADDING = 64
 """vLLM fills the vocabulary up to a multiple of this before it splits it."""

@@ -3,13 +3,19 @@
 Keeps true: once `close` has returned, every chunk that was put is there to be read at the place that it was given.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from schemas.limits import RECORD_BYTES
 from schemas.weights import ChunkRef, WeightChunk
+from schemas.wire import RECORD_OVERHEAD_BYTES
 from topics.catalog import CHUNKS
 from topics.writer import Writer
-from workers.weights.layout import CHUNK_BYTES, digest_of
+from workers.weights.digests import digest_of
+
+CHUNK_BYTES = RECORD_BYTES - RECORD_OVERHEAD_BYTES
+"""Largest payload of a chunk: with names and ids it stays within a record's limit."""
 
 
 @dataclass(slots=True)
@@ -26,6 +32,14 @@ class Stored:
 
     def ref(self) -> ChunkRef:
         return ChunkRef(partition=self.partition, offset=self.offset, bytes=self.size, digest=self.digest)
+
+
+def lowest_offsets(places: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Of (partition, offset) pairs the lowest offset of each partition."""
+    lowest: dict[int, int] = {}
+    for partition, offset in places:
+        lowest[partition] = min(offset, lowest.get(partition, offset))
+    return lowest
 
 
 class Shelf(Protocol):

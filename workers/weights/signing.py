@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 from schemas.errors import UsageError
 from schemas.weights import WeightManifest
 from schemas.wire import encode
-from workers.weights.layout import Refusal, VersionRefused
+from workers.weights.refusals import Refusal, VersionRefused
 
 _ADVICE = "`rose keys FILE` writes a private key to FILE and its public one to FILE.pub"
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from schemas.weights import TensorSpec
-from workers.weights.layout import DTYPE_BYTES, Box, WholeDigest, cut, digest_of
+from workers.weights.digests import WholeDigest, digest_of
+from workers.weights.geometry import DTYPE_BYTES, Box, cut
 from workers.weights.ownership import owned
 from workers.weights.tensors import Matrix, spec_of, take, words_of
 

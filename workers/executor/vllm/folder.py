@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.executor.vllm.types import ModelFolderError
-from workers.weights.layout import LayoutError, folder_shapes
+from workers.weights.model_folder import FolderError, folder_shapes
 
 VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 """Endings of the names of tensors that have one row per token id."""
@@ -23,7 +23,7 @@ def check_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
         raise ModelFolderError(f"{folder}/config.json names no architectures or vocab_size: is it a language model's?")
     try:
         shapes = folder_shapes(folder)
-    except LayoutError as error:
+    except FolderError as error:
         raise ModelFolderError(str(error)) from None
     _check_vocabulary(folder, shapes, vocabulary)
     return shapes, vocabulary

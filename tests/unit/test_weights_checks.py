@@ -1,7 +1,6 @@
-"""Weights on the log: slices tile every tensor, and a manifest or chunk that says anything else is refused."""
+"""A manifest or chunk that says anything else than the model and its publisher is refused."""
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -9,33 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from schemas.errors import RecordError
 from schemas.weights import ChunkRef, WeightChunk, WeightManifest
 from schemas.wire import decode, encode
-from tests.unit.weights_world import Shelf, Tensors, changed, covered, part, random_tensors, same_bits, with_slice
-from workers.weights import layout
-from workers.weights.layout import (
-    CHUNK_BYTES,
-    DTYPE_BYTES,
-    NO_BASE,
-    SLICE_ELEMENTS,
-    Box,
-    LayoutError,
-    Refusal,
-    VersionRefused,
-    box_of,
-    check_chunk,
-    check_manifest,
-    cut,
-    digest_of,
-    folder_shapes,
-    matrix,
-    whole,
-    whole_digest,
-)
-from workers.weights.tensors import TORCH_DTYPES, empty, put, spec_of, take, words_of
+from tests.unit.weights_world import Shelf, Tensors, changed, covered, random_tensors, with_slice
+from workers.weights import geometry
+from workers.weights.checks import check_chunk, check_manifest
+from workers.weights.digests import NO_BASE, digest_of, whole_digest
+from workers.weights.geometry import DTYPE_BYTES, box_of
+from workers.weights.refusals import Refusal, VersionRefused
+from workers.weights.shelves import CHUNK_BYTES
+from workers.weights.tensors import TORCH_DTYPES
 
 SMALL_SLICE_ELEMENTS = 16
 SHAPE = st.lists(st.integers(0, 12), max_size=3).map(tuple)
@@ -46,7 +30,7 @@ DTYPE = st.sampled_from(sorted(DTYPE_BYTES))
 @pytest.fixture(scope="module", autouse=True)
 def _small_slices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "SLICE_ELEMENTS", SMALL_SLICE_ELEMENTS)
+        patch.setattr(geometry, "SLICE_ELEMENTS", SMALL_SLICE_ELEMENTS)
         yield
 
 
@@ -62,43 +46,9 @@ def refusal_of(manifest: WeightManifest, shapes: Mapping[str, tuple[int, ...]]) 
     return None
 
 
-@given(st.integers(0, 9), st.integers(0, 40), st.integers(0, 9), st.integers(0, 60), st.integers(1, 70))
-def test_slices_tile_a_box_in_order(row: int, rows: int, column: int, columns: int, parts: int) -> None:
-    boxes = list(cut(Box(row, rows, column, columns), column_parts=parts))
-    times = covered((row + rows + 2, column + columns + 2), boxes)
-    assert (times[row : row + rows, column : column + columns] == 1).all()
-    assert times.sum() == rows * columns
-    assert boxes == sorted(boxes, key=lambda box: (box.row_start, box.column_start))
-    assert all(box.elements <= SMALL_SLICE_ELEMENTS or box.rows == 1 for box in boxes)
-    if rows > 1 and columns >= parts:
-        assert len({(box.column_start, box.columns) for box in boxes}) == parts
-    if rows == 1:
-        assert len(boxes) == (columns > 0)
-
-
-@pytest.mark.parametrize(
-    ("shape", "parts", "slices"), [((49_152, 576), 1, 28), ((49_152, 576), 2, 28), ((576, 1536), 4, 4), ((576,), 4, 1)]
-)
-def test_real_tensors_are_cut_into_few_slices(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], parts: int, slices: int
-) -> None:
-    monkeypatch.setattr(layout, "SLICE_ELEMENTS", SLICE_ELEMENTS)
-    assert len(list(cut(whole(shape), column_parts=parts))) == slices
-
-
 def test_the_largest_chunk_with_the_longest_names_is_a_record() -> None:
     chunk = WeightChunk(model_id="m" * 128, version=2**53, tensor="t" * 512, part=2**53, payload=bytes(CHUNK_BYTES))
     assert decode(WeightChunk, encode(chunk)) == chunk
-
-
-@given(st.integers(0, 4), st.integers(1, 4), st.integers(0, 4), st.integers(1, 4), st.data())
-def test_boxes_meet_where_they_have_an_element_in_common(
-    row: int, rows: int, column: int, columns: int, data: st.DataObject
-) -> None:
-    numbers = [data.draw(st.integers(low, 4)) for low in (0, 0, 0, 0)]
-    one, other = Box(row, rows, column, columns), Box(*numbers)
-    common = covered((10, 10), [one]) * covered((10, 10), [other])
-    assert one.meets(other) == other.meets(one) == bool(common.any())
 
 
 @settings(deadline=None)
@@ -341,59 +291,3 @@ def test_a_chunk_is_what_the_manifest_says_or_refused(change: dict[str, object],
     with pytest.raises(VersionRefused) as refused:
         check_chunk(msgspec.structs.replace(chunk, **change), ref, "a", manifest)
     assert refused.value.refusal is refusal
-
-
-@settings(deadline=None)
-@given(SHAPE, DTYPE, st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_a_tensor_survives_as_slices(shape: tuple[int, ...], dtype: str, parts: int, seed: int) -> None:
-    tensor = random_tensors({"t": shape}, TORCH_DTYPES[dtype], np.random.default_rng(seed))["t"]
-    spec = spec_of("t", tensor)
-    assert (spec.shape, spec.dtype) == (shape, dtype)
-    copy = empty(spec)
-    assert (copy.shape, copy.dtype) == (tensor.shape, tensor.dtype)
-    assert words_of(tensor).shape == matrix(shape)
-    assert words_of(tensor).itemsize == DTYPE_BYTES[dtype]
-    for box in cut(whole(shape), column_parts=parts):
-        flat = part(tensor, box)
-        assert flat.shape == (box.elements,)
-        put(words_of(copy), box, flat)
-    assert same_bits({"t": copy}, {"t": tensor})
-
-
-def test_words_are_the_tensors_own_memory_and_slices_lie_where_their_box_says() -> None:
-    tensor = torch.arange(24, dtype=torch.float32).reshape(4, 2, 3).requires_grad_()
-    words = words_of(tensor)
-    assert words.view(np.float32)[2].tolist() == [12, 13, 14, 15, 16, 17]
-    assert take(words, Box(1, 2, 4, 2)).view(np.float32).tolist() == [10, 11, 16, 17]
-    column = take(words, Box(0, 4, 5, 1))
-    assert column.view(np.float32).tolist() == [5, 11, 17, 23]
-    assert digest_of(column.data) == digest_of(column.tobytes())
-    assert np.shares_memory(take(words, Box(1, 2, 0, 6)), words)
-    put(words, Box(1, 2, 4, 2), np.zeros(4, dtype=np.uint32))
-    assert tensor.detach().reshape(4, 6)[1].tolist() == [6, 7, 8, 9, 0, 0]
-
-
-def test_a_tensor_that_is_no_contiguous_block_is_published_as_it_reads() -> None:
-    tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3).T
-    assert np.array_equal(words_of(tensor), words_of(tensor.contiguous()))
-
-
-def test_an_element_type_that_cannot_travel_is_an_error() -> None:
-    with pytest.raises(LayoutError, match="t is float64: only"):
-        spec_of("t", torch.zeros(1, dtype=torch.float64))
-
-
-def test_a_tensor_without_elements_has_no_slice() -> None:
-    manifest = Shelf().store({"a": torch.zeros(0, 3), "b": torch.zeros(2, 0), "c": torch.zeros(())}, 1)
-    assert [piece.tensor for piece in manifest.slices] == [2]
-    check_manifest(manifest, shapes_of(manifest))
-
-
-def test_the_shapes_of_a_model_folder(tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match="must say what its tensors are"):
-        folder_shapes(tmp_path)
-    save_file({"a": torch.zeros(2, 3), "b": torch.zeros(())}, tmp_path / "model.safetensors")
-    assert folder_shapes(tmp_path) == {"a": (2, 3), "b": ()}
-    (tmp_path / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(LayoutError, match="no readable"):
-        folder_shapes(tmp_path)

@@ -1,0 +1,38 @@
+"""Digests of chunks, slices and versions. Keeps true: what has the same digest is the same, name, place and bits."""
+
+from blake3 import blake3
+
+from schemas.weights import WeightManifest
+from workers.weights.geometry import Box, box_of
+
+DIGEST_BYTES = 16
+
+NO_BASE = bytes(DIGEST_BYTES)
+"""The base digest of a slice that builds on nothing."""
+
+
+def digest_of(data: bytes | memoryview) -> bytes:
+    """The digest that records carry: the first 16 bytes of BLAKE3 (six times as fast as BLAKE2b)."""
+    return blake3(memoryview(data).cast("B")).digest(length=DIGEST_BYTES)
+
+
+class WholeDigest:
+    """The digest of a version: of the coordinates and digests of all its slices, in the manifest's order."""
+
+    def __init__(self) -> None:
+        self._hash = blake3()
+
+    def add(self, name: str, box: Box, digest: bytes) -> None:
+        place = (len(name), box.row_start, box.rows, box.column_start, box.columns)
+        self._hash.update(b"".join(number.to_bytes(8, "little") for number in place) + name.encode() + digest)
+
+    def digest(self) -> bytes:
+        return self._hash.digest(length=DIGEST_BYTES)
+
+
+def whole_digest(manifest: WeightManifest) -> bytes:
+    """What the manifest must say as its digest."""
+    digest = WholeDigest()
+    for piece in manifest.slices:
+        digest.add(manifest.tensors[piece.tensor].name, box_of(piece), piece.digest)
+    return digest.digest()
