@@ -22,8 +22,13 @@ TENSORS = 65_536
 SLICES = 2**20
 """Slices of a model, at most."""
 
-TensorName = Annotated[str, Meta(min_length=1, max_length=512)]
+SIGNATURE_HEADER = "rose-signature"
+"""Beside a manifest: an Ed25519 signature, 64 bytes."""
 
+Order = tuple[int, int]
+"""A version's epoch and number."""
+
+TensorName = Annotated[str, Meta(min_length=1, max_length=512)]
 
 FileName = Annotated[str, Meta(pattern=r"^anchor-[A-Za-z0-9._:-]{1,190}\Z")]
 """In the store that a receiver's own configuration names; never a path."""
@@ -92,16 +97,23 @@ class WeightChunk(Record, frozen=True, kw_only=True):
 class WeightManifest(Record, frozen=True, kw_only=True):
     """Commits one policy version: every tensor, every slice of it, and every chunk by its place in the log.
 
-    A tensor's columns are the elements of one row, whatever its shape; a tensor of no axes is one row.
+    A tensor's columns are the elements of one row, whatever its shape; a tensor of no axes is one row. Where keys are
+    used, the header `SIGNATURE_HEADER` has the Ed25519 signature of the value's bytes as they travel.
     """
 
-    SCHEMA: ClassVar[str] = "weight-manifest/3"
+    SCHEMA: ClassVar[str] = "weight-manifest/4"
 
     model_id: Id
+    run: Id
+    """Whose versions these are; those of another run are strangers, whoever signed them."""
+    epoch: Count
+    """Rises when a run goes back: then the newest version is the newest of the highest epoch."""
     version: Count
+    """Names one policy of the model for ever. It comes again only where the same policy is stored whole again."""
     base_version: Version | None = None
-    """What the payloads build on. None: nothing, the version is an anchor."""
+    """What the payloads build on, of the same run and epoch. None: nothing, the version is an anchor."""
     step: Count
+    """Optimizer steps that made it; the version's number, unless the run went back."""
     tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=TENSORS)]
     slices: Annotated[tuple[SliceRef, ...], Meta(max_length=SLICES)]
     index: Annotated[tuple[ChunkRef, ...], Meta(max_length=256)] = ()
@@ -115,5 +127,8 @@ class WeightManifest(Record, frozen=True, kw_only=True):
     payload_bytes: Count = 0
     """Of the chunks of all slices."""
     published_at: float
-    signature: Annotated[bytes, Meta(max_length=64)] = b""
-    """Ed25519, of the manifest's bytes with this field empty; empty where no key is used."""
+
+    @property
+    def order(self) -> Order:
+        """Of two versions of a run the one for which this is higher is the newer one."""
+        return self.epoch, self.version

@@ -46,6 +46,8 @@ class Fetch:
     ) -> None:
         """`reader` reports ends of partitions and is used for nothing else meanwhile. `stopped` is asked often."""
         self.missing: list[tuple[Place, int]] = []
+        self.bytes_read = 0
+        """Of the values of all records that came, wanted or passed over."""
         self._reader = reader
         self._far = far
         self._stopped = stopped
@@ -80,6 +82,7 @@ class Fetch:
             elif monotonic() > deadline:
                 raise FetchStalled(sum(map(len, self._wanted.values())))
             for item in items:
+                self.bytes_read += 0 if isinstance(item, EndOfPartition) else len(item.raw.value or b"")
                 place = item.topic, item.partition
                 if place not in open_places:
                     continue

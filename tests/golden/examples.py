@@ -198,6 +198,8 @@ EXAMPLES: tuple[Record, ...] = (
     ),
     WeightManifest(
         model_id="policy",
+        run="team.:demo",
+        epoch=1,
         version=5,
         base_version=4,
         step=5,

@@ -3,18 +3,21 @@
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
+from typing import NoReturn
 
+import fsspec
 import msgspec
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import RecordError, UsageError
 from schemas.weights import ChunkRef, WeightChunk, WeightManifest
 from schemas.wire import decode, encode
-from tests.unit.weights_world import Shelf, Tensors, random_tensors
+from tests.unit.weights_world import RUN, Shelf, Tensors, random_tensors
 from workers.weights.anchor_store import AnchorStore, StoreError
 from workers.weights.checks import check_manifest
 from workers.weights.geometry import LayoutError
@@ -28,10 +31,10 @@ def some_tensors() -> Tensors:
 
 
 def put(
-    store: AnchorStore, payloads: Sequence[bytes], *, version: int = 1, model: str = "m"
+    store: AnchorStore, payloads: Sequence[bytes], *, version: int = 1, model: str = "m", run: str = RUN
 ) -> tuple[str, list[ChunkRef]]:
     """A file with these chunks; its name and where they lie."""
-    shelf = store.create(model, version)
+    shelf = store.create(model, run, version)
     stored = [
         shelf.put(WeightChunk(model_id=model, version=version, tensor="t", part=part, payload=payload))
         for part, payload in enumerate(payloads)
@@ -76,14 +79,44 @@ def test_a_fetch_ends_when_it_is_told_to(store: AnchorStore) -> None:
     assert list(store.fetch([name], refs, stop)) == []
 
 
-def test_files_of_versions_that_are_no_longer_needed_are_deleted(store: AnchorStore, tmp_path: Path) -> None:
-    old, again, kept, young = (put(store, [b"x"], version=version)[0] for version in (1, 1, 2, 3))
-    others = [put(store, [b"x"], version=0, model=model)[0] for model in ("m.1", "n")]
-    (tmp_path / "anchors" / "anchor-m.0.notes").write_bytes(b"mine")
-    store.release("m", before=2)
-    left = {file.name for file in (tmp_path / "anchors").iterdir()}
-    assert left == {kept, young, *others, "anchor-m.0.notes"}
-    assert not {old, again} & left
+def test_only_files_that_are_named_are_deleted(store: AnchorStore, tmp_path: Path) -> None:
+    """Also those of a run that has the same name on another broker stay."""
+    old, other, twin = (put(store, [b"x"], run=run)[0] for run in (RUN, "other.:run", RUN))
+    assert len({name.split(".")[1] for name in (old, other, twin)}) == 2, "a file's name tells runs apart"
+    store.delete([old, "anchor-m.0.gone"])
+    assert {file.name for file in (tmp_path / "anchors").iterdir()} == {other, twin}
+
+
+def test_a_name_of_the_longest_ids_is_one_that_a_manifest_may_name(store: AnchorStore) -> None:
+    name, _ = put(store, [b"x"], model="m" * 128, run="r" * 128, version=2**53)
+    manifest = msgspec.structs.replace(Shelf().store(some_tensors(), 1), files=(name,))
+    assert decode(WeightManifest, encode(manifest)) == manifest
+
+
+class Broken(LocalFileSystem):  # type: ignore[misc]
+    """A driver that raises what is no OSError, as those of clouds do."""
+
+    class Denied(Exception):
+        pass
+
+    def open(self, *_: object, **__: object) -> NoReturn:
+        raise self.Denied("access denied")
+
+    def rm_file(self, path: str) -> NoReturn:
+        raise self.Denied("access denied")
+
+
+def test_whatever_a_driver_raises_is_an_error_of_the_store(tmp_path: Path) -> None:
+    fsspec.register_implementation("broken", Broken, clobber=True)
+    store = AnchorStore(f"broken://{tmp_path}")
+    ref = ChunkRef(partition=0, offset=0, bytes=1, digest=bytes(16))
+    for deed in (
+        lambda: store.create("m", RUN, 1),
+        lambda: store.delete(["anchor-m"]),
+        lambda: list(store.fetch(["anchor-m"], [ref], OPEN)),
+    ):
+        with pytest.raises(StoreError, match="access denied"):
+            deed()
 
 
 def test_what_cannot_be_opened_or_written_is_one_sentence(tmp_path: Path) -> None:
@@ -91,13 +124,13 @@ def test_what_cannot_be_opened_or_written_is_one_sentence(tmp_path: Path) -> Non
         AnchorStore("nosuch://bucket/folder")
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match="cannot be written"):
-        AnchorStore(str(tmp_path / "file")).create("m", 1)
+        AnchorStore(str(tmp_path / "file")).create("m", RUN, 1)
 
 
 @pytest.mark.parametrize("name", ["../anchor-m", "anchor-/etc/passwd", "/anchor-m", "notes", "anchor-m\n", "anchor-"])
 def test_a_manifest_names_no_place_outside_the_store(name: str) -> None:
     manifest = Shelf().store(some_tensors(), 1)
-    forged = encode(msgspec.structs.replace(manifest, files=(name,)))
+    forged = msgspec.msgpack.encode(msgspec.structs.replace(manifest, files=(name,)))
     with pytest.raises(RecordError, match="files"):
         decode(WeightManifest, forged)
 

@@ -250,7 +250,7 @@ def test_a_manifest_beyond_the_bounds_of_a_record_is_not_decoded(change: dict[st
         anchor, slices=(msgspec.structs.replace(anchor.slices[0], **change), *anchor.slices[1:])
     )
     with pytest.raises(RecordError):
-        decode(WeightManifest, encode(broken))
+        decode(WeightManifest, msgspec.msgpack.encode(broken))
 
 
 def test_the_digest_of_a_version_tells_names_places_and_contents_apart() -> None:
@@ -291,3 +291,32 @@ def test_a_chunk_is_what_the_manifest_says_or_refused(change: dict[str, object],
     with pytest.raises(VersionRefused) as refused:
         check_chunk(msgspec.structs.replace(chunk, **change), ref, "a", manifest)
     assert refused.value.refusal is refusal
+
+
+@pytest.mark.parametrize(
+    ("wire", "engine", "held"),
+    [
+        ("float32", "float32", True),
+        ("bfloat16", "float32", True),
+        ("float16", "float32", True),
+        ("float32", "bfloat16", False),
+        ("float16", "bfloat16", False),
+        ("bfloat16", "float16", False),
+        ("bfloat16", "bfloat16", True),
+        ("float32", None, True),
+        ("float32", "auto", True),
+    ],
+)
+def test_what_the_engine_cannot_hold_is_refused_before_anything_is_fetched(
+    wire: str, engine: str | None, held: bool
+) -> None:
+    """`auto` is what the engine alone can tell."""
+    manifest = Shelf().store({"a": torch.zeros(4, dtype=TORCH_DTYPES[wire])}, 1)
+    if held:
+        check_manifest(manifest, {"a": (4,)}, engine_dtype=engine)
+        return
+    with pytest.raises(
+        VersionRefused, match=f"a is {wire}, which an engine in {engine} cannot hold exactly"
+    ) as refused:
+        check_manifest(manifest, {"a": (4,)}, engine_dtype=engine)
+    assert refused.value.refusal is Refusal.WRONG_DTYPE

@@ -16,7 +16,7 @@ from workers.weights.checks import check_manifest
 from workers.weights.digests import digest_of
 from workers.weights.geometry import DTYPE_BYTES, SLICE_ELEMENTS, Box, LayoutError, cut, matrix, whole
 from workers.weights.model_folder import FolderError, folder_shapes
-from workers.weights.tensors import TORCH_DTYPES, empty, put, spec_of, take, words_of
+from workers.weights.tensors import TORCH_DTYPES, as_it_travels, empty, put, spec_of, take, words_of
 
 SMALL_SLICE_ELEMENTS = 16
 SHAPE = st.lists(st.integers(0, 12), max_size=3).map(tuple)
@@ -102,6 +102,24 @@ def test_a_tensor_that_is_no_contiguous_block_is_published_as_it_reads() -> None
 def test_an_element_type_that_cannot_travel_is_an_error() -> None:
     with pytest.raises(LayoutError, match="t is float64: only"):
         spec_of("t", torch.zeros(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("own", "engine", "travels"),
+    [
+        ("float32", None, "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("float32", "float32", "float32"),
+        ("bfloat16", "float32", "bfloat16"),
+        ("bfloat16", "float16", "float16"),
+    ],
+)
+def test_a_tensor_is_rounded_only_where_it_is_finer(own: str, engine: str | None, travels: str) -> None:
+    """What an engine holds exactly travels as it is: in half the bytes, if it has half the bits."""
+    tensor = torch.linspace(-1, 1, 9).to(TORCH_DTYPES[own])
+    wired = as_it_travels(tensor, None if engine is None else TORCH_DTYPES[engine])
+    assert wired.dtype == TORCH_DTYPES[travels]
+    assert torch.equal(wired, tensor.to(TORCH_DTYPES[travels]))
 
 
 def test_a_tensor_without_elements_has_no_slice() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schemas.limits import RECORD_BYTES
 from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
 from schemas.wire import decode, encode
-from tests.unit.weights_world import Shelf, random_tensors
+from tests.unit.weights_world import RUN, Shelf, random_tensors
 from workers.weights import index, shelves
 from workers.weights.digests import NO_BASE, digest_of
 from workers.weights.index import INLINE_BYTES, opened, sealed
@@ -44,7 +44,15 @@ def large(slices: int) -> WeightManifest:
         for number in range(slices)
     )
     return WeightManifest(
-        model_id="m", version=1, step=1, tensors=tensors, slices=pieces, digest=DIGEST, published_at=0.0
+        model_id="m",
+        run=RUN,
+        epoch=0,
+        version=1,
+        step=1,
+        tensors=tensors,
+        slices=pieces,
+        digest=DIGEST,
+        published_at=0.0,
     )
 
 

@@ -1,50 +1,140 @@
-"""What may be deleted: nothing that a version from the last anchor but one on can need."""
+"""What may be deleted: nothing that a version from a run's last anchor but one on can need, whoever says otherwise."""
 
+import dataclasses
+
+import msgspec
 import pytest
 
 from schemas.weights import WeightManifest
+from tests.unit.test_trust import KEY, OTHER_KEY, TRUST, as_read
+from tests.unit.weights_world import RUN
+from topics.catalog import MANIFESTS
+from topics.records import Envelope, Raw
 from workers.weights.config import WeightsConfig
-from workers.weights.retention import live
+from workers.weights.lineage import Placed
+from workers.weights.manifests import manifest_key, signed
+from workers.weights.retention import OTHERS_KEPT_SECONDS, live, released
 from workers.weights.shelves import lowest_offsets
 
-DIGEST = bytes(16)
+OTHER = "other.:run"
 
 
-def manifest(version: int, base: int | None, *places: tuple[int, int]) -> WeightManifest:
+def manifest(
+    version: int,
+    base: int | None,
+    *places: tuple[int, int],
+    run: str = RUN,
+    files: tuple[str, ...] = (),
+    epoch: int = 0,
+) -> WeightManifest:
     return WeightManifest(
         model_id="m",
+        run=run,
+        epoch=epoch,
         version=version,
         base_version=base,
         step=version,
         tensors=(),
         slices=(),
-        digest=DIGEST,
+        digest=bytes(16),
+        files=files,
         first=places,
         published_at=0.0,
     )
 
 
 def versions(manifests: list[WeightManifest]) -> list[int]:
-    return [each.version for each in manifests]
+    placed = [Placed(each, offset) for offset, each in enumerate(manifests)]
+    return [each.manifest.version for each in live(placed)]
 
 
-def test_all_of_a_models_first_two_anchors_is_needed() -> None:
-    found = [manifest(0, None, (0, 0)), manifest(1, 0, (0, 1)), manifest(2, None, (0, 2))]
-    assert versions(live(found)) == [0, 1, 2]
+def honest(offset: int, each: WeightManifest, *, at: float = 0.0) -> Envelope:
+    return dataclasses.replace(as_read(signed(each, KEY), offset=offset), timestamp_seconds=at)
+
+
+def forged(offset: int, each: WeightManifest) -> Envelope:
+    return as_read(signed(each, OTHER_KEY), offset=offset)
+
+
+def tombstone(offset: int, each: WeightManifest) -> Envelope:
+    return Envelope(None, MANIFESTS, 0, offset, manifest_key(each), 0.0, Raw(None, None))
+
+
+def test_all_of_a_runs_first_two_anchors_is_needed() -> None:
+    assert versions([manifest(0, None), manifest(1, 0), manifest(2, None)]) == [0, 1, 2]
 
 
 def test_what_lies_before_the_last_anchor_but_one_is_not() -> None:
-    found = [manifest(version, None if version % 3 == 0 else version - 1, (0, version)) for version in range(11)]
-    assert versions(live(found)) == [6, 7, 8, 9, 10]
+    found = [manifest(version, None if version % 3 == 0 else version - 1) for version in range(11)]
+    assert versions(found) == [6, 7, 8, 9, 10]
+
+
+def test_a_version_that_was_stored_whole_again_is_an_anchor_of_its_own() -> None:
+    found = [manifest(0, None), manifest(1, 0), manifest(1, None), manifest(2, 1), manifest(2, None)]
+    assert versions(found) == [1, 2, 2]
+
+
+def test_an_older_epoch_is_older_whatever_its_numbers() -> None:
+    found = [manifest(8, None), manifest(9, 8), manifest(10, None, epoch=1), manifest(11, None, epoch=2)]
+    assert versions(found) == [10, 11]
 
 
 def test_without_an_anchor_nothing_is_given_up() -> None:
-    assert versions(live([manifest(4, 3, (0, 1)), manifest(5, 4, (0, 2))])) == [4, 5]
+    assert versions([manifest(4, 3), manifest(5, 4)]) == [4, 5]
 
 
 def test_the_first_needed_offset_is_that_of_the_oldest_chunk_of_each_partition() -> None:
     found = [manifest(3, None, (0, 30), (1, 12)), manifest(4, 3, (1, 11), (2, 5)), manifest(5, 4)]
     assert lowest_offsets(place for each in found for place in each.first) == {0: 30, 1: 11, 2: 5}
+
+
+CHAIN = [
+    manifest(0, None, (0, 0), files=("anchor-a",)),
+    manifest(1, 0, (0, 10)),
+    manifest(2, None, (0, 20), files=("anchor-b",)),
+    manifest(3, 2, (0, 30)),
+    manifest(4, None, (0, 40), files=("anchor-c",)),
+]
+
+
+def test_what_is_given_up_is_deleted_once() -> None:
+    found = [honest(offset, each) for offset, each in enumerate(CHAIN)]
+    gone = released(TRUST, found)
+    assert (gone.before, gone.files, gone.keys) == ({0: 20}, ["anchor-a"], ["m/:run/0", "m/:run/1"])
+    ended = [tombstone(5 + number, each) for number, each in enumerate(CHAIN[:2])]
+    assert released(TRUST, [*found, *ended]).keys == []
+
+
+def test_a_key_that_a_needed_manifest_has_is_never_ended() -> None:
+    found = [manifest(3, None), manifest(4, 3), manifest(4, None), manifest(5, None)]
+    assert released(TRUST, [honest(offset, each) for offset, each in enumerate(found)]).keys == ["m/:run/3"]
+
+
+@pytest.mark.parametrize("version", [5, 2**50])
+def test_forged_anchors_delete_nothing_of_what_is_honest(version: int) -> None:
+    """Two of them, which say that only what comes behind them is needed."""
+    found = [honest(offset, each) for offset, each in enumerate(CHAIN[:2])]
+    lies = [forged(5 + n, manifest(version + n, None, (0, 10**6), (1, 10**6))) for n in range(2)]
+    gone = released(TRUST, [*found, *lies])
+    assert (gone.before, gone.files, gone.keys) == ({0: 0}, [], [])
+
+
+def test_nothing_is_deleted_where_the_run_itself_needs_nothing() -> None:
+    """What lies there may be on its way: chunks come before their manifest."""
+    stranger = honest(9, manifest(0, None, (1, 50), run=OTHER))
+    assert released(TRUST, [*(honest(n, each) for n, each in enumerate(CHAIN)), stranger]).before == {0: 20}
+
+
+def test_what_other_runs_need_stays_until_they_have_been_silent_for_long() -> None:
+    """Of the same key or another, of this model or another."""
+    other = honest(7, manifest(0, None, (0, 3), run=OTHER, files=("anchor-d",)))
+    unknown = as_read(signed(msgspec.structs.replace(manifest(0, None, (0, 2)), model_id="n"), None), offset=8)
+    mine = [honest(offset, each) for offset, each in enumerate(CHAIN)]
+    assert released(TRUST, [*mine, other]).before == {0: 3}
+    assert released(TRUST, [*mine, other, unknown]).before == {0: 2}
+    assert released(TRUST, [*mine, other, unknown]).files == ["anchor-a"]
+    late = [honest(offset, each, at=OTHERS_KEPT_SECONDS + 1) for offset, each in enumerate(CHAIN)]
+    assert released(TRUST, [*late, other, unknown]).before == {0: 20}
 
 
 @pytest.mark.parametrize(

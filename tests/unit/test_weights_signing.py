@@ -1,12 +1,9 @@
-"""Signed manifests: only what the key's owner signed is taken, and key files that are none are one sentence."""
+"""Key files: a private key and its own public one, and files that are none are one sentence."""
 
 import stat
 from pathlib import Path
 
-import msgspec
-import numpy as np
 import pytest
-import torch
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
@@ -16,90 +13,14 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from schemas.errors import UsageError
-from schemas.weights import WeightManifest
-from schemas.wire import decode, encode
-from tests.unit.weights_world import Shelf, random_tensors, with_slice
-from workers.weights.publish import merge
-from workers.weights.refusals import Refusal, VersionRefused
-from workers.weights.signing import check_signature, make_keys, private_key, public_key, sign
+from topics.settings import BusSettings
+from topics.trust import Trust
+from workers.weights.config import WeightsConfig
+from workers.weights.signing import make_keys, private_key, public_key, signer_of, trust_of
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
-OTHER_KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
-
-
-def manifest() -> WeightManifest:
-    tensors = random_tensors({"a": (4, 4), "b": (3,)}, torch.bfloat16, np.random.default_rng(1))
-    return Shelf().store(tensors, 3)
-
-
-SIGNED = sign(manifest(), KEY)
-
-
-def is_taken(candidate: WeightManifest, key: Ed25519PrivateKey = KEY) -> bool:
-    try:
-        check_signature(candidate, key.public_key())
-    except VersionRefused as refused:
-        assert refused.refusal is Refusal.BAD_SIGNATURE
-        return False
-    return True
-
-
-def test_what_was_signed_is_taken_after_it_travelled() -> None:
-    assert is_taken(SIGNED)
-    assert is_taken(decode(WeightManifest, encode(SIGNED)))
-    assert is_taken(sign(SIGNED, KEY))
-    assert is_taken(sign(merge([manifest()]), KEY))
-    assert msgspec.structs.replace(SIGNED, signature=b"") == manifest()
-
-
-def test_another_key_or_none_is_refused_and_the_reason_says_which() -> None:
-    assert not is_taken(SIGNED, OTHER_KEY)
-    assert not is_taken(sign(manifest(), OTHER_KEY))
-    assert is_taken(sign(sign(manifest(), OTHER_KEY), KEY))
-    with pytest.raises(VersionRefused, match="signed by nobody"):
-        check_signature(manifest(), KEY.public_key())
-    with pytest.raises(VersionRefused, match="another key, or changed"):
-        check_signature(SIGNED, OTHER_KEY.public_key())
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        msgspec.structs.replace(SIGNED, model_id="n"),
-        msgspec.structs.replace(SIGNED, version=4),
-        msgspec.structs.replace(SIGNED, base_version=2),
-        msgspec.structs.replace(SIGNED, step=4),
-        msgspec.structs.replace(SIGNED, tensors=SIGNED.tensors[::-1]),
-        msgspec.structs.replace(SIGNED, slices=SIGNED.slices[1:]),
-        msgspec.structs.replace(SIGNED, digest=bytes(16)),
-        msgspec.structs.replace(SIGNED, published_at=1.0),
-        msgspec.structs.replace(SIGNED, files=("anchor-m.3.0",)),
-        with_slice(SIGNED, 0, digest=bytes(16)),
-        with_slice(SIGNED, 0, base_digest=bytes(15) + b"x"),
-        with_slice(SIGNED, 0, chunks=(msgspec.structs.replace(SIGNED.slices[0].chunks[0], offset=9),)),
-        with_slice(SIGNED, 0, chunks=(msgspec.structs.replace(SIGNED.slices[0].chunks[0], digest=bytes(16)),)),
-    ],
-)
-def test_a_change_of_any_field_is_refused(changed: WeightManifest) -> None:
-    assert changed != SIGNED
-    assert not is_taken(changed)
-
-
-@settings(max_examples=200)
-@given(st.binary(max_size=64).filter(lambda signature: signature != SIGNED.signature))
-def test_no_other_signature_is_taken(signature: bytes) -> None:
-    assert not is_taken(msgspec.structs.replace(SIGNED, signature=signature))
-
-
-@given(st.integers(0, 511))
-def test_a_signature_with_one_other_bit_is_refused(bit: int) -> None:
-    signature = bytearray(SIGNED.signature)
-    signature[bit // 8] ^= 1 << bit % 8
-    assert not is_taken(msgspec.structs.replace(SIGNED, signature=bytes(signature)))
 
 
 def test_keys_that_were_made_sign_and_check(tmp_path: Path) -> None:
@@ -107,7 +28,7 @@ def test_keys_that_were_made_sign_and_check(tmp_path: Path) -> None:
     public = make_keys(file)
     assert public == tmp_path / "trainer.pem.pub"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    check_signature(sign(manifest(), private_key(file)), public_key(public))
+    assert private_key(file).public_key() == public_key(public)
     assert b"PRIVATE" not in public.read_bytes()
 
 
@@ -116,12 +37,27 @@ def test_no_key_is_ever_overwritten(tmp_path: Path, there: str) -> None:
     (tmp_path / there).write_bytes(b"precious")
     with pytest.raises(UsageError, match="cannot write keys"):
         make_keys(tmp_path / "trainer.pem")
-    assert (tmp_path / there).read_bytes() == b"precious"
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [(there, b"precious")], (
+        "half a pair, or one that does not match, was left"
+    )
 
 
 def test_where_keys_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write keys"):
         make_keys(tmp_path / "no" / "folder" / "trainer.pem")
+
+
+def test_a_configuration_says_who_signs_and_whose_versions_are_taken(tmp_path: Path) -> None:
+    private, public = tmp_path / "a", make_keys(tmp_path / "a")
+    others = make_keys(tmp_path / "b")
+    signer = signer_of(WeightsConfig(signing_key=private, trusted_key=public))
+    assert signer is not None
+    trust = trust_of(BusSettings("", "team."), "m", WeightsConfig(run="r", trusted_key=public))
+    assert trust == Trust("m", "team.:r", signer.public_key())
+    assert signer_of(WeightsConfig()) is None
+    assert trust_of(BusSettings(""), "m", WeightsConfig()) == Trust("m", ":run", None)
+    with pytest.raises(UsageError, match="is not the public key of"):
+        signer_of(WeightsConfig(signing_key=private, trusted_key=others))
 
 
 PRIVATE_PEM = KEY.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -25,6 +25,9 @@ from workers.weights.tensors import put, spec_of, take, words_of
 Tensors = dict[str, Tensor]
 Place = tuple[int, int]
 
+RUN = ":run"
+"""What a run without a namespace is called that nobody names."""
+
 
 def random_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, random: np.random.Generator) -> Tensors:
     """Tensors of any bits: NaNs, infinities and subnormals among them."""
@@ -109,6 +112,8 @@ class Shelf:
         ]
         manifest = WeightManifest(
             model_id="m",
+            run=RUN,
+            epoch=0,
             version=version,
             base_version=None if base is None else base_version,
             step=version,

@@ -19,10 +19,10 @@ def run_executor(
     from workers.executor.vllm.types import EngineConfig
     from workers.weights.anchor_store import store_of
     from workers.weights.receive import WeightReceiver
-    from workers.weights.signing import public_key
+    from workers.weights.signing import trust_of
 
     weights = weights or WeightsConfig()
-    trusted_key = public_key(weights.trusted_key) if weights.trusted_key else None
+    trust = trust_of(settings, config.model_id, weights)
     store = store_of(weights)
     engine = Engine(
         EngineConfig(
@@ -35,7 +35,7 @@ def run_executor(
         )
     )
     receiver = WeightReceiver(
-        settings, config.model_id, shapes=engine.shapes, store=store, key=trusted_key, client_id=f"{name}-weights"
+        settings, trust, shapes=engine.shapes, store=store, engine_dtype=config.dtype, client_id=f"{name}-weights"
     )
     receiver.start()
     try:

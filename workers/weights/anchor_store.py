@@ -4,12 +4,15 @@ Keeps true
 - A receiver reads from the store of its own configuration alone: a manifest names files, never places.
 - What is read is believed chunk by chunk, by the digests of the manifest, as from the log.
 - A file is whole before a manifest names it, and is never written again.
+- Only files that are named are deleted: what else lies in the store is another run's, or somebody's.
+- Whatever a driver raises comes out as StoreError.
 """
 
-import re
+import hashlib
 import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Event
 from typing import Any
 
@@ -37,14 +40,13 @@ class AnchorStore:
             raise UsageError(f"the anchor store {url} cannot be opened: {error}") from None
         self.url = url
 
-    def create(self, model_id: str, version: int) -> "FileShelf":
-        """A new file for an anchor. Raises StoreError."""
-        name = f"anchor-{model_id}.{version}.{secrets.token_hex(8)}"
-        try:
+    def create(self, model_id: str, run: str, version: int) -> "FileShelf":
+        """A new file for an anchor; the name tells runs apart. Raises StoreError."""
+        of_run = hashlib.blake2b(run.encode(), digest_size=8).hexdigest()
+        name = f"anchor-{model_id}.{of_run}.{version}.{secrets.token_hex(8)}"
+        with _told(f"the anchor store {self.url} cannot be written"):
             self._files.makedirs(self._root, exist_ok=True)
             return FileShelf(name, self._files.open(self._path(name), "wb"))
-        except OSError as error:
-            raise StoreError(f"the anchor store {self.url} cannot be written: {error}") from None
 
     def fetch(self, files: Sequence[str], refs: Iterable[ChunkRef], stop: Event) -> Iterator[tuple[ChunkRef, bytes]]:
         """What lies at each place that is there, file by file; ends early on `stop`. Raises StoreError."""
@@ -53,28 +55,26 @@ class AnchorStore:
             if ref.partition < len(files):
                 by_file[files[ref.partition]].append(ref)
         for name, wanted in by_file.items():
-            try:
-                with self._files.open(self._path(name), "rb") as file:
+            with _told(f"the anchor store {self.url} cannot be read"):
+                try:
+                    file = self._files.open(self._path(name), "rb")
+                except FileNotFoundError:
+                    continue
+                with file:
                     for ref in wanted:
                         if stop.is_set():
                             return
                         file.seek(ref.offset)
                         yield ref, file.read(ref.bytes)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise StoreError(f"the anchor store {self.url} cannot be read: {error}") from None
 
-    def release(self, model_id: str, before: int) -> None:
-        """Delete the files of the model's versions `before` this one. Raises StoreError."""
-        own = re.compile(rf"anchor-{re.escape(model_id)}\.(\d+)\.[0-9a-f]{{16}}")
-        try:
-            for path in self._files.ls(self._root, detail=False):
-                match = own.fullmatch(path.rpartition("/")[2])
-                if match and int(match[1]) < before:
-                    self._files.rm_file(path)
-        except OSError as error:
-            raise StoreError(f"the anchor store {self.url} cannot be cleaned: {error}") from None
+    def delete(self, files: Iterable[str]) -> None:
+        """Delete these files; one that is not there is no failure. Raises StoreError."""
+        with _told(f"the anchor store {self.url} cannot be cleaned"):
+            for name in files:
+                try:
+                    self._files.rm_file(self._path(name))
+                except FileNotFoundError:
+                    continue
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -90,18 +90,22 @@ class FileShelf:
 
     def put(self, chunk: WeightChunk) -> Stored:
         stored = Stored(len(chunk.payload), digest_of(chunk.payload), partition=0, offset=self._size)
-        try:
+        with _told("an anchor cannot be written"):
             self._file.write(chunk.payload)
-        except OSError as error:
-            raise StoreError(f"an anchor cannot be written: {error}") from None
         self._size += stored.size
         return stored
 
     def close(self) -> None:
-        try:
+        with _told("an anchor cannot be written"):
             self._file.close()
-        except OSError as error:
-            raise StoreError(f"an anchor cannot be written: {error}") from None
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # each driver has exceptions of its own
+        raise StoreError(f"{what}: {error}") from error
 
 
 def store_of(config: WeightsConfig) -> AnchorStore | None:

@@ -37,8 +37,6 @@ class Assembled:
     digests: dict[tuple[str, Box], bytes] = field(default_factory=dict)
     """Of the slices as its last manifest cut them."""
     version: int = -1
-    bytes: int = 0
-    """Payload bytes that were fetched for it."""
 
     def copy(self) -> "Assembled":
         """One that can be changed: engines keep the tensors of a version that they serve."""
@@ -79,12 +77,11 @@ class Assembly:
             put(words[name], box, flat)
         base.digests = {(name, box_of(piece)): piece.digest for name, piece in pieces}
         base.version = manifest.version
-        base.bytes += sum(chunk.bytes for _, piece in changed for chunk in piece.chunks)
         self.done = base
 
     def _begin(self, manifest: WeightManifest) -> Assembled:
         wanted = {spec.name: spec for spec in manifest.tensors if self._wanted is None or spec.name in self._wanted}
-        return Assembled({name: empty(spec) for name, spec in wanted.items()}, bytes=self.done.bytes)
+        return Assembled({name: empty(spec) for name, spec in wanted.items()})
 
     def _wants(self, piece: SliceRef, names: Sequence[str]) -> bool:
         if self._wanted is None:
@@ -107,9 +104,9 @@ def _decode(base: Assembled, name: str, piece: SliceRef, payload: bytes, manifes
     try:
         new = codec.decode(old, payload, manifest.tensors[piece.tensor].dtype)
     except CodecError as error:
-        raise VersionRefused(Refusal.WRONG_CHUNK, f"a slice of {name} does not decode: {error}") from None
+        raise VersionRefused(Refusal.WRONG_RESULT, f"a slice of {name} does not decode: {error}") from None
     if digest_of(new.data) != piece.digest:
-        raise VersionRefused(Refusal.WRONG_DIGEST, f"a slice of {name} is not what was published")
+        raise VersionRefused(Refusal.WRONG_RESULT, f"a slice of {name} is not what was published")
     return new
 
 

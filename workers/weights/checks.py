@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
+from workers.weights.config import HOLDS
 from workers.weights.digests import digest_of, whole_digest
 from workers.weights.geometry import DTYPE_BYTES, matrix
 from workers.weights.refusals import Refusal, VersionRefused
@@ -16,12 +17,20 @@ PAYLOAD_HEAD_BYTES = 1
 """What a dense payload has before the elements."""
 
 
-def check_manifest(manifest: WeightManifest, expected: Mapping[str, Sequence[int]]) -> None:
-    """Believe a manifest, or raise VersionRefused. `expected` has the shape of every tensor of the model."""
+def check_manifest(
+    manifest: WeightManifest, expected: Mapping[str, Sequence[int]], *, engine_dtype: str | None = None
+) -> None:
+    """Believe a manifest, or raise VersionRefused.
+
+    `expected` has the shape of every tensor of the model. `engine_dtype`: what must hold its values exactly.
+    """
     if manifest.base_version is not None and not 0 <= manifest.base_version < manifest.version:
         raise VersionRefused(Refusal.WRONG_BASE, f"it builds on version {manifest.base_version}")
     for spec in manifest.tensors:
         _check_tensor(spec, expected)
+        if engine_dtype is not None and spec.dtype not in HOLDS.get(engine_dtype, DTYPE_BYTES):
+            how = f"{spec.name} is {spec.dtype}, which an engine in {engine_dtype} cannot hold exactly"
+            raise VersionRefused(Refusal.WRONG_DTYPE, f"{how}: set weights.dtype or executor.dtype")
     names = {spec.name for spec in manifest.tensors}
     if len(names) < len(manifest.tensors):
         raise VersionRefused(Refusal.BAD_SHAPE, "a tensor is named twice")

@@ -1,19 +1,32 @@
 """Settings of the weight transfer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-DTYPES = ("", "float32", "bfloat16", "float16")
+HOLDS: Mapping[str, tuple[str, ...]] = {
+    "float32": ("float32", "bfloat16", "float16"),
+    "bfloat16": ("bfloat16",),
+    "float16": ("float16",),
+}
+"""Of each element type those whose every value it has exactly."""
+
+DEFAULT_RUN = "run"
+"""What a publisher and its receivers call the run where nobody names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsConfig:
     """How policy versions travel. Raises ValueError for a value out of its range."""
 
+    run: str = DEFAULT_RUN
+    """Whose versions they are: executors take those of this run, in their own namespace, and of no other."""
     dtype: str = ""
-    """What the trainer's weights are rounded to on the wire: float32, bfloat16 or float16; empty: what they are."""
+    """What weights that are finer are rounded to on the wire: float32, bfloat16 or float16; empty: `executor.dtype`."""
     anchor_every: int = 20
     """After so many versions that build on the one before comes one that builds on nothing; sooner where cheaper."""
+    anchor_max_age_seconds: float = 21_600.0
+    """After so long the next version builds on nothing too: a joiner never needs what is much older."""
     column_parts: int = 1
     """Ranges into which the columns of matrices are cut, so that receivers sharded along columns fetch only theirs."""
     store: str = ""
@@ -28,8 +41,9 @@ class WeightsConfig:
 
     def __post_init__(self) -> None:
         in_range = {
-            f"dtype must be one of {', '.join(DTYPES[1:])}": self.dtype in DTYPES,
+            f"dtype must be one of {', '.join(HOLDS)}": self.dtype in ("", *HOLDS),
             "anchor_every must be at least 0": self.anchor_every >= 0,
+            "anchor_max_age_seconds must be at least 0": self.anchor_max_age_seconds >= 0,
             "column_parts must be at least 1": self.column_parts >= 1,
             "store_above_bytes must be at least 0": self.store_above_bytes >= 0,
         }

@@ -13,6 +13,9 @@ from topics.catalog import CHUNKS
 from topics.fetch import Fetch
 from topics.reader import Reader
 
+FAR = 8
+"""A gap of more chunks than this is jumped over: so much the bus client has fetched ahead already."""
+
 
 class ChunkFetch:
     """Iterate for `(ref, chunk)` of every chunk that is there, each partition in order; then see `missing`."""
@@ -25,7 +28,12 @@ class ChunkFetch:
         for partition, offset in self._refs:
             places[partition].append(offset)
         wanted = {(CHUNKS, partition): offsets for partition, offsets in places.items()}
-        self._fetch = Fetch(reader, wanted, stopped=stop.is_set)
+        self._fetch = Fetch(reader, wanted, far=FAR, stopped=stop.is_set)
+
+    @property
+    def bytes_read(self) -> int:
+        """Of all chunks that came, wanted or passed over."""
+        return self._fetch.bytes_read
 
     def __iter__(self) -> Iterator[tuple[ChunkRef, WeightChunk]]:
         """Ends early on `stop`. Raises BusError or FetchStalled."""

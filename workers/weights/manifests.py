@@ -1,99 +1,60 @@
-"""Manifests on the log: their keys, and the chain of versions that leads to the newest one of a model.
+"""Manifests on the log: their key and signature, and what a run has there.
 
-Keeps true: the newest is that of the highest version; of two for one version, the later.
+Keeps true
+- What is signed is what travels: the bytes are made once.
+- What a run has on the log is told by manifests that are believed, and by nothing else.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from schemas.weights import WeightManifest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from schemas.weights import SIGNATURE_HEADER, WeightManifest
+from schemas.wire import encode
 from topics.catalog import MANIFESTS
 from topics.log import read_back
-from topics.reader import Reader
 from topics.records import Envelope
 from topics.settings import BusSettings
-
-FIRST_LOOK = 32
-"""Offsets looked at from the end of the topic; then eight times as many, as long as something is missing."""
+from topics.trust import Trust
+from topics.writer import Writer
 
 PLACE = (MANIFESTS, 0)
 """Manifests lie in one partition, so versions have an order."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedManifest:
-    manifest: WeightManifest
-    offset: int
-
-
 def manifest_key(manifest: WeightManifest) -> str:
-    return f"{manifest.model_id}/{manifest.version}"
+    """Runs that share a topic do not replace each other's manifests."""
+    return f"{manifest.model_id}/{manifest.run}/{manifest.version}"
 
 
-@dataclass(slots=True)
-class Lineage:
-    """The manifests of one model that a follower knows, and how they build on each other."""
+@dataclass(frozen=True, slots=True)
+class SignedManifest:
+    """A manifest as it is to be written."""
 
-    model_id: str
-    versions: dict[int, PlacedManifest] = field(default_factory=dict)
+    manifest: WeightManifest
+    wire: bytes
+    headers: Mapping[str, bytes]
 
-    def learn(self, envelopes: Iterable[Envelope]) -> None:
-        """Take in what was read from the topic."""
-        for envelope in envelopes:
-            manifest = envelope.record
-            if not isinstance(manifest, WeightManifest) or manifest.model_id != self.model_id:
-                continue
-            known = self.versions.get(manifest.version)
-            if known is None or known.offset < envelope.offset:
-                self.versions[manifest.version] = PlacedManifest(manifest, envelope.offset)
-
-    @property
-    def newest(self) -> PlacedManifest | None:
-        return self.versions[max(self.versions)] if self.versions else None
-
-    def path(self, version: int, *, since: int | None = None) -> list[PlacedManifest] | None:
-        """The versions after `since`, or from an anchor on if it is None, that lead to `version`; None if one lacks."""
-        path: list[PlacedManifest] = []
-        at: int | None = version
-        while at is not None and at != since:
-            placed = self.versions.get(at)
-            if placed is None or (path and placed.manifest.version >= path[-1].manifest.version):
-                return None
-            path.append(placed)
-            at = placed.manifest.base_version
-        return path[::-1] if at == since else None
-
-    def forget_before(self, version: int) -> None:
-        """Drop what no path to `version` or a later one can need: all before its anchor."""
-        path = self.path(version)
-        if path:
-            anchor = path[0].manifest.version
-            self.versions = {number: placed for number, placed in self.versions.items() if number >= anchor}
+    def write(self, writer: Writer) -> None:
+        """Hand it to the writer, in whose transaction it may be."""
+        writer.write_encoded(
+            MANIFESTS, self.manifest, self.wire, key=manifest_key(self.manifest), partition=0, headers=self.headers
+        )
 
 
-def find_lineage(settings: BusSettings, model_id: str) -> tuple[Lineage, int]:
-    """The model's newest manifest on the log with all it builds on, as far as that is there; and the next offset.
-
-    Raises TopicMissing or BusError.
-    """
-    reader = Reader(settings, "rose-weights", group="weights")
-    try:
-        low, high = reader.watermarks(PLACE)
-    finally:
-        reader.close()
-    look = FIRST_LOOK
-    while True:
-        begin = max(low, high - look)
-        envelopes = list(read_back(settings, {PLACE: begin}, client_id="rose-weights"))
-        lineage = Lineage(model_id)
-        lineage.learn(envelopes)
-        newest = lineage.newest
-        if begin == low or (newest is not None and lineage.path(newest.manifest.version) is not None):
-            return lineage, max(high, envelopes[-1].offset + 1 if envelopes else 0)
-        look *= 8
+def signed(manifest: WeightManifest, key: Ed25519PrivateKey | None) -> SignedManifest:
+    """Signed over the bytes that will travel; without a key as it is. Raises RecordError."""
+    wire = encode(manifest)
+    return SignedManifest(manifest, wire, {} if key is None else {SIGNATURE_HEADER: key.sign(wire)})
 
 
-def newest_manifest(settings: BusSettings, model_id: str) -> WeightManifest | None:
-    """The model's newest manifest on the log. Raises TopicMissing or BusError."""
-    lineage, _ = find_lineage(settings, model_id)
-    return lineage.newest.manifest if lineage.newest else None
+def read_manifests(settings: BusSettings) -> Iterator[Envelope]:
+    """All that is on the topic, believed or not. Raises TopicMissing or BusError."""
+    yield from read_back(settings, {PLACE: 0}, client_id="rose-weights")
+
+
+def newest_manifest(settings: BusSettings, trust: Trust) -> WeightManifest | None:
+    """The newest manifest that is believed. Raises TopicMissing or BusError."""
+    found = filter(None, map(trust.believes, read_manifests(settings)))
+    return max(found, key=lambda manifest: manifest.order, default=None)

@@ -3,23 +3,27 @@
 Keeps true
 - A version is published once its manifest is on the log, and no chunk of it is stored after that.
 - Versions are committed in the order in which they were published; a failure ends the publisher.
-- After an anchor, what no version needs any more is deleted.
+- After an anchor, what no version needs any more is deleted; that this fails, or takes long, holds up nothing.
 - A rank publishes what it owns (of a DTensor its local shard, without gathering); nothing is published twice.
 - A version builds on the one that the same publisher made before, else on nothing: the first one is an anchor, and so
-  is one after every `anchor_every` versions, or sooner when the chain since the last has cost as much as an anchor.
+  is one after every `anchor_every` versions, or sooner when the chain since the last has cost as much as an anchor or
+  the last is `anchor_max_age_seconds` old.
 
 The whole contract of another trainer with the bus:
 
     with WeightPublisher(BusSettings("broker:9092"), "policy") as publisher:
-        for version in range(1, steps + 1):
+        publisher.publish(model.named_parameters())
+        for step in range(1, steps + 1):
             ...  # an optimizer step
-            publisher.publish(model.named_parameters(), version)
+            publisher.publish(model.named_parameters(), step=step)
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from time import perf_counter
+from functools import cached_property
+from time import monotonic, perf_counter
 from types import TracebackType
 from typing import Self
 
@@ -30,20 +34,22 @@ from prometheus_client import Counter, Histogram
 from torch import Tensor
 
 from schemas.weights import ChunkRef, SliceRef, WeightManifest
-from topics.catalog import CHUNKS, MANIFESTS
+from topics.catalog import CHUNKS
 from topics.reader import Reader
 from topics.settings import BusSettings
+from topics.trust import Trust, run_id
 from topics.writer import Writer
 from workers.weights import codec
 from workers.weights.anchor_store import AnchorStore, store_of
-from workers.weights.config import WeightsConfig
+from workers.weights.config import DEFAULT_RUN, WeightsConfig
 from workers.weights.digests import NO_BASE, whole_digest
 from workers.weights.geometry import Box, LayoutError, cut
 from workers.weights.index import sealed
-from workers.weights.manifests import manifest_key
-from workers.weights.retention import release_chunks
+from workers.weights.manifests import SignedManifest, read_manifests, signed
+from workers.weights.numbering import Numbering
+from workers.weights.retention import release
 from workers.weights.shelves import LogShelf, Shelf, Stored, put_payload
-from workers.weights.signing import private_key, sign
+from workers.weights.signing import signer_of
 from workers.weights.snapshot import Snapshot, snapshot_of
 from workers.weights.tensors import TORCH_DTYPES
 
@@ -64,23 +70,27 @@ class WeightPublisher:
         settings: BusSettings,
         model_id: str,
         *,
+        run: str = DEFAULT_RUN,
         dtype: torch.dtype | None = None,
         anchor_every: int = 20,
+        anchor_max_age_seconds: float = math.inf,
         column_parts: int = 1,
         store: AnchorStore | None = None,
         store_above_bytes: int = 0,
         key: Ed25519PrivateKey | None = None,
     ) -> None:
-        """Raises TopicMissing or BusError.
+        """Raises TopicMissing, BusError, or UsageError for a run without a proper name.
 
-        `dtype`: what floating-point weights are rounded to on the wire; None is as they are. `column_parts`: see
-        `geometry.cut`. Anchors of a model larger than `store_above_bytes` go to the `store`, if there is one. `key`
-        signs the manifests.
+        `run`: what the run is called in its namespace. `dtype`: what finer weights are rounded to on the wire; None is
+        as they are. `column_parts`: see `geometry.cut`. Anchors of a model larger than `store_above_bytes` go to the
+        `store`, if there is one. `key` signs the manifests.
         """
-        self.model_id = model_id
+        self.trust = Trust(model_id, run_id(settings.namespace, run), None if key is None else key.public_key())
+        """Whose manifests on the log count as this run's."""
         self._settings = settings
         self._dtype = dtype
         self._anchor_every = anchor_every
+        self._anchor_max_age_seconds = anchor_max_age_seconds
         self._column_parts = column_parts
         self._store = store
         self._store_above_bytes = store_above_bytes
@@ -95,9 +105,11 @@ class WeightPublisher:
         self._base: Snapshot | None = None
         self._base_version = -1
         self._chain_bytes = self._chain_versions = 0
+        self._anchored_at = -math.inf
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rose-publishes")
         self._publishing: Future[WeightManifest] | None = None
-        self._releasing: Future[None] | None = None
+        self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="rose-releases")
+        self._cleaning: Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -105,18 +117,59 @@ class WeightPublisher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def publish(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> Future[WeightManifest]:
+    @cached_property
+    def _numbering(self) -> Numbering:
+        """Read from the log when it is first asked for: by then an older publisher may have been fenced."""
+        numbering = Numbering()
+        numbering.learn(filter(None, map(self.trust.of_any_run, read_manifests(self._settings))), self.trust.run)
+        return numbering
+
+    @property
+    def newest(self) -> WeightManifest | None:
+        """The run's newest version on the log, as far as it is believed. Raises TopicMissing or BusError."""
+        return self._numbering.newest
+
+    @property
+    def epoch(self) -> int:
+        """Of the version that is published next. Raises TopicMissing or BusError."""
+        return self._numbering.epoch
+
+    @property
+    def next_version(self) -> int:
+        """The lowest number that no version has. Raises TopicMissing or BusError."""
+        return self._numbering.next_version
+
+    def begin_epoch(self) -> int:
+        """Go back: whatever is published from here on is newer than all before. Returns the lowest number that is free.
+
+        For who goes on from a policy that is older than the newest on the log, or another than it. The first version
+        of an epoch is an anchor. Raises TopicMissing or BusError.
+        """
+        self.settle()
+        self._base = None
+        return self._numbering.begin_epoch()
+
+    def publish(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None = None, *, step: int | None = None
+    ) -> Future[WeightManifest]:
         """Publish a version from a copy: training may go on when this returns. One process owns all tensors.
 
         Waits for the version before. The future's result is the manifest, once that is on the log. Names are Hugging
-        Face's. Raises, here or from the future: BusError, StoreError, LayoutError for an element type that cannot
-        travel. After that the publisher is of no more use.
+        Face's. `version` is the next free number unless told, `step` the version unless told. The newest version may be
+        published again under its number, to have it as an anchor. Raises, here or from the future: VersionTaken,
+        BusError, StoreError, LayoutError for an element type that cannot travel. After that the publisher is of no more
+        use.
         """
         self.settle()  # before the copy: there are two at most
-        return self.start(self.snapshot(named_tensors), version)
+        return self.start(self.snapshot(named_tensors), self.next_version if version is None else version, step=step)
 
     def start(
-        self, snapshot: Snapshot, version: int, commit: Callable[[WeightManifest], None] | None = None
+        self,
+        snapshot: Snapshot,
+        version: int,
+        commit: Callable[[SignedManifest], None] | None = None,
+        *,
+        step: int | None = None,
     ) -> Future[WeightManifest]:
         """`publish` of a copy that was made before.
 
@@ -124,15 +177,15 @@ class WeightPublisher:
         transaction. What the future returns has all slices, what is written may have them in an index.
         """
         self.settle()
-        self._publishing = self._thread.submit(self._publish, snapshot, version, commit or self._write)
+        self._numbering.check(version, snapshot.digest())
+        step = version if step is None else step
+        self._publishing = self._thread.submit(self._publish, snapshot, version, step, commit or self._write)
         return self._publishing
 
     def settle(self) -> None:
         """Wait until the last version is on the log. Raises what `publish` does."""
         if self._publishing is not None:
             self._publishing.result()
-        if self._releasing is not None:
-            self._releasing.result()
 
     def close(self) -> None:
         """`settle`, and end."""
@@ -140,22 +193,27 @@ class WeightPublisher:
             self.settle()
         finally:
             self._thread.shutdown()
+            self._cleaner.shutdown()
 
     def snapshot(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Snapshot:
         """A copy of what this process owns, as it travels. Raises LayoutError."""
         return snapshot_of(named_tensors, dtype=self._dtype, column_parts=self._column_parts)
 
-    def store(
+    def put(
         self, snapshot: Snapshot, version: int, *, step: int, published_at: float, anchor: bool | None = None
     ) -> WeightManifest:
-        """Store a version's chunks, on any thread; return the manifest that would commit them.
+        """Put a version's chunks where they belong, on any thread; return the manifest that would commit them.
 
         `anchor`: whether it builds on nothing; None is by the publisher's own rule. Ranks whose manifests are merged
         must all say the same. Whoever does not commit it must throw the publisher away: its next version builds on this
         one. Raises as `publish` does.
         """
         started = perf_counter()
-        base = None if (self._anchor_due(snapshot) if anchor is None else anchor) else self._fitting_base(snapshot)
+        base = (
+            None
+            if (self._anchor_due(snapshot) if anchor is None else anchor)
+            else self._fitting_base(snapshot, version)
+        )
         shelf = self._log if base is not None else self._shelf_of_anchor(snapshot, version)
         pending = [
             (number, name, box, self._put_slice(shelf, name, box, snapshot, base, version))
@@ -171,7 +229,9 @@ class WeightPublisher:
             for number, name, box, chunks in pending
         )
         manifest = WeightManifest(
-            model_id=self.model_id,
+            model_id=self.trust.model_id,
+            run=self.trust.run,
+            epoch=self._numbering.epoch,
             version=version,
             base_version=None if base is None else self._base_version,
             step=step,
@@ -186,6 +246,8 @@ class WeightPublisher:
         self._chain_versions, self._chain_bytes = (
             (0, 0) if base is None else (self._chain_versions + 1, self._chain_bytes + sent)
         )
+        if base is None:
+            self._anchored_at = monotonic()
         self._base, self._base_version = snapshot, version
         DENSE_BYTES.inc(snapshot.owned_bytes)
         PUBLISHED_BYTES.inc(sent)
@@ -193,40 +255,42 @@ class WeightPublisher:
         return manifest
 
     def commit(self, manifest: WeightManifest) -> None:
-        """Put a manifest of what the ranks have stored on the log, signed. Raises BusError."""
-        self._write(self._sealed(manifest))
-        self._release(manifest)
+        """Put a manifest of what the ranks have put on the log, signed. Raises VersionTaken, BusError."""
+        self._commit(manifest, self._write)
 
-    def _publish(self, snapshot: Snapshot, version: int, commit: Callable[[WeightManifest], None]) -> WeightManifest:
-        manifest = self.store(snapshot, version, step=version, published_at=time.time())
-        commit(self._sealed(manifest))
-        self._release(manifest)
+    def _publish(
+        self, snapshot: Snapshot, version: int, step: int, commit: Callable[[SignedManifest], None]
+    ) -> WeightManifest:
+        manifest = self.put(snapshot, version, step=step, published_at=time.time())
+        self._commit(manifest, commit)
         return manifest
 
-    def _sealed(self, manifest: WeightManifest) -> WeightManifest:
-        written = sealed(manifest, self._log)
-        return written if self._key is None else sign(written, self._key)
+    def _commit(self, manifest: WeightManifest, commit: Callable[[SignedManifest], None]) -> None:
+        self._numbering.take(manifest)
+        commit(signed(sealed(manifest, self._log), self._key))
+        if manifest.base_version is None and (self._cleaning is None or self._cleaning.done()):
+            self._cleaning = self._cleaner.submit(release, self._settings, self.trust, self._store)
 
-    def _write(self, manifest: WeightManifest) -> None:
-        self._writer.write(MANIFESTS, manifest, key=manifest_key(manifest))
+    def _write(self, manifest: SignedManifest) -> None:
+        manifest.write(self._writer)
         self._writer.flush()
 
-    def _release(self, manifest: WeightManifest) -> None:
-        if manifest.base_version is None:
-            self._releasing = self._thread.submit(release_chunks, self._settings, self._store)
-
     def _anchor_due(self, snapshot: Snapshot) -> bool:
-        return self._chain_versions >= self._anchor_every or self._chain_bytes >= snapshot.owned_bytes
+        return (
+            self._chain_versions >= self._anchor_every
+            or self._chain_bytes >= snapshot.owned_bytes
+            or monotonic() - self._anchored_at >= self._anchor_max_age_seconds
+        )
 
-    def _fitting_base(self, snapshot: Snapshot) -> Snapshot | None:
+    def _fitting_base(self, snapshot: Snapshot, version: int) -> Snapshot | None:
         base = self._base
         fits = base is not None and base.specs == snapshot.specs and base.boxes == snapshot.boxes
-        return base if fits else None
+        return base if fits and version > self._base_version else None
 
     def _shelf_of_anchor(self, snapshot: Snapshot, version: int) -> Shelf:
         if self._store is None or snapshot.model_bytes <= self._store_above_bytes:
             return self._log
-        return self._store.create(self.model_id, version)
+        return self._store.create(self.trust.model_id, self.trust.run, version)
 
     def _put_slice(
         self, shelf: Shelf, name: str, box: Box, now: Snapshot, base: Snapshot | None, version: int
@@ -239,7 +303,7 @@ class WeightPublisher:
             return []
         else:
             payload = codec.encode(base.within(name, box), new, now.specs[name].dtype)
-        return put_payload(shelf, payload, model_id=self.model_id, version=version, tensor=name)
+        return put_payload(shelf, payload, model_id=self.trust.model_id, version=version, tensor=name)
 
 
 def _slice_ref(number: int, box: Box, digest: bytes, base_digest: bytes, chunks: Sequence[Stored]) -> SliceRef:
@@ -256,12 +320,12 @@ def _slice_ref(number: int, box: Box, digest: bytes, base_digest: bytes, chunks:
 
 
 def merge(parts: Sequence[WeightManifest]) -> WeightManifest:
-    """One manifest of those that the ranks' `store` returned for the same version.
+    """One manifest of those that the ranks' `put` returned for the same version.
 
     Raises LayoutError if the parts are not of one version that builds on one other.
     """
-    if len({(part.version, part.base_version, part.tensors) for part in parts}) > 1:
-        raise LayoutError("the ranks' parts are not of one version: give `store` the same `version` and `anchor`")
+    if len({(part.order, part.base_version, part.tensors) for part in parts}) > 1:
+        raise LayoutError("the ranks' parts are not of one version: give `put` the same `version` and `anchor`")
     files = tuple(file for part in parts for file in part.files)
     slices = [piece for part in parts for piece in _in_files(part, files)]
     slices.sort(key=lambda piece: (piece.tensor, piece.row_start, piece.column_start))
@@ -287,18 +351,22 @@ def _at(chunk: ChunkRef, file: int) -> ChunkRef:
     return ChunkRef(partition=file, offset=chunk.offset, bytes=chunk.bytes, digest=chunk.digest)
 
 
-def publisher_of(settings: BusSettings, model_id: str, config: WeightsConfig) -> WeightPublisher:
-    """The publisher that a configuration describes.
+def publisher_of(
+    settings: BusSettings, model_id: str, config: WeightsConfig, *, run: str | None = None
+) -> WeightPublisher:
+    """The publisher that a configuration describes; `run` instead of the configuration's.
 
-    Raises UsageError for a broken key file or store; TopicMissing, BusError.
+    Raises UsageError for a broken key file or store, or a run without a proper name; TopicMissing, BusError.
     """
     return WeightPublisher(
         settings,
         model_id,
+        run=config.run if run is None else run,
         dtype=TORCH_DTYPES[config.dtype] if config.dtype else None,
         anchor_every=config.anchor_every,
+        anchor_max_age_seconds=config.anchor_max_age_seconds,
         column_parts=config.column_parts,
         store=store_of(config),
         store_above_bytes=config.store_above_bytes,
-        key=private_key(config.signing_key) if config.signing_key else None,
+        key=signer_of(config),
     )

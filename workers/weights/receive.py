@@ -1,12 +1,11 @@
 """Receiving policy versions: followed, fetched, decoded and verified on a thread of its own while the engine runs.
 
 Keeps true
+- Nothing is learned from a manifest that is not believed (`topics.trust`), and nothing is allocated before one was
+  checked against the model's own shapes.
 - What is staged is whole and verified: every slice that is wanted, its base, its chunks and its result by digest.
-- Nothing is allocated before a manifest was checked against the model's own shapes, and its signature if there is a
-  key.
 - Of several new versions only the newest is staged: what lies between is applied to host memory alone. Versions never
-  go back, whatever is on the log.
-- A joiner, and whoever cannot go on from what it has, begins at the newest anchor.
+  go back, whatever is on the log; which one is tried next is `workers.weights.lineage`'s to say.
 - Nothing is ever raised into the engine: a refused version is counted and logged, and the old one serves on.
 """
 
@@ -19,15 +18,16 @@ from time import perf_counter
 from typing import Any
 
 import structlog
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from confluent_kafka import OFFSET_BEGINNING
 from prometheus_client import Counter, Gauge, Histogram
 from torch import Tensor
 
 from schemas.errors import RoseError
 from schemas.weights import ChunkRef, WeightChunk, WeightManifest
 from topics.reader import Reader
-from topics.records import Envelope
+from topics.records import EndOfPartition, Envelope
 from topics.settings import BusSettings
+from topics.trust import Doubt, Trust
 from workers.weights import codec
 from workers.weights.anchor_store import AnchorStore
 from workers.weights.assembly import Assembled, Assembly, Stopped
@@ -35,9 +35,9 @@ from workers.weights.checks import check_manifest
 from workers.weights.fetch import ChunkFetch
 from workers.weights.geometry import Box
 from workers.weights.index import opened
-from workers.weights.manifests import PLACE, Lineage, PlacedManifest, find_lineage
+from workers.weights.lineage import Lineage, Path, Placed
+from workers.weights.manifests import PLACE
 from workers.weights.refusals import Refusal, VersionRefused
-from workers.weights.signing import check_signature
 
 LOOK_SECONDS = 0.2
 """How long one look for manifests lasts; also how soon `stop` is noticed."""
@@ -55,7 +55,20 @@ SMALL_FETCHES: dict[str, Any] = {"fetch.max.bytes": 4 * 2**20}
 """An answer hands out nothing before it is whole: over a slow link one of many megabytes looks like a broker that is
 gone."""
 
-RECEIVED_BYTES = Counter("rose_weights_received_bytes_total", "Payload bytes of the chunks of staged versions.")
+DOUBTS = {
+    Doubt.UNSIGNED: Refusal.UNSIGNED,
+    Doubt.FORGED: Refusal.FORGED,
+    Doubt.STRANGER: Refusal.STRANGER,
+}
+"""What becomes of manifests that are not believed."""
+
+DOUBT_SENTENCES = {
+    Refusal.UNSIGNED: "versions are signed by nobody, and weights.trusted_key is set: set the trainer's signing_key",
+    Refusal.FORGED: "versions are signed by another key than weights.trusted_key, or were changed since",
+    Refusal.STRANGER: "versions are of another run or namespace than {run}: set run.name to that of the trainer",
+}
+
+RECEIVED_BYTES = Counter("rose_weights_received_bytes_total", "Bytes that were read for staged versions.")
 RECEIVE_SECONDS = Histogram(
     "rose_weights_receive_seconds",
     "Fetching, decoding and verifying one version.",
@@ -76,48 +89,52 @@ class StagedVersion:
     tensors: dict[str, Tensor]
     """By Hugging Face name, in the element type in which it was published. Nobody writes to them any more."""
     bytes: int
-    """Payload bytes that were fetched for it."""
+    """Read for it, from the log and the store; what lay between its chunks and was passed over is among them."""
     manifest: WeightManifest
     seconds: float
     """Fetching, decoding and verifying."""
 
 
 class WeightReceiver:
-    """Follows the versions of one model: start it, poll `staged`, stop it."""
+    """Follows the versions of one run: start it, poll `staged`, stop it."""
 
     def __init__(
         self,
         settings: BusSettings,
-        model_id: str,
+        trust: Trust,
         *,
         shapes: Mapping[str, Sequence[int]],
         wanted: Mapping[str, Box] | None = None,
         store: AnchorStore | None = None,
-        key: Ed25519PublicKey | None = None,
+        engine_dtype: str | None = None,
         client_id: str = "rose-weights",
     ) -> None:
-        """`shapes`: of every tensor of the model, as `model_folder.folder_shapes` reads them.
+        """`trust`: whose versions are taken. `shapes`: of every tensor, as `model_folder.folder_shapes` reads them.
 
         `wanted`: the part of each tensor that this receiver's shard needs (`shards.wanted_by`); None is everything.
-        `store`: where the trainer puts large anchors. `key`: whose signature a version must bear; None takes unsigned
-        ones too.
+        `store`: where the trainer puts large anchors. `engine_dtype`: what must hold every value exactly, if given.
         """
         self.refusals: dict[Refusal, int] = dict.fromkeys(Refusal, 0)
         """Versions not taken, by reason."""
         self._settings = settings
-        self._model_id = model_id
+        self._trust = trust
         self._shapes = shapes
         self._wanted = wanted
         self._store = store
-        self._key = key
+        self._engine_dtype = engine_dtype
         self._client_id = client_id
         self._changed = Condition()
         self._staged: StagedVersion | None = None
         self._current: Assembled | None = None
-        self._refused: set[int] = set()
-        """Offsets of manifests that no path led to."""
-        self._blamed: set[int] = set()
-        """Offsets of manifests at which paths ended."""
+        self._refused_newest: tuple[int, str] | None = None
+        self._lineage = Lineage()
+        self._counted: set[int] = set()
+        """Offsets of manifests that were counted as refused."""
+        self._doubted: set[Refusal] = set()
+        """What was told of manifests that are not believed; it is told once."""
+        self._doubted_to = -1
+        """Offset of the last of them that was counted."""
+        self._fetched_bytes = 0
         self._stopping = Event()
         self._thread = Thread(target=self._run, name=client_id, daemon=True)
 
@@ -143,6 +160,24 @@ class WeightReceiver:
             self._changed.wait_for(lambda: self.refusals[refusal] > 0, timeout_seconds)
             return self.refusals[refusal]
 
+    @property
+    def refused_newest(self) -> tuple[int, str] | None:
+        """The newest version and why it is not taken; None if it is taken, or may still be.
+
+        The version is -1 where none is believed, and something is there that is not.
+        """
+        with self._changed:
+            return self._refused_newest
+
+    def refuse(self, version: int, reason: str) -> None:
+        """For an engine that does not take what was staged: `refused_newest` until another version is staged."""
+        self._tell(version, reason)
+
+    def _tell(self, version: int, reason: str) -> None:
+        with self._changed:
+            self._refused_newest = version, reason
+            self._changed.notify_all()
+
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
@@ -150,91 +185,113 @@ class WeightReceiver:
             except Stopped:
                 return
             except RoseError as error:
-                log.warning("fetching anew", model=self._model_id, reason=str(error))
+                log.warning("fetching anew", model=self._trust.model_id, reason=str(error))
             except Exception:  # whatever it is, the engine must go on serving and later versions must still arrive
-                log.exception("receiving failed", model=self._model_id)
+                log.exception("receiving failed", model=self._trust.model_id)
             if not self._stopping.is_set():
                 RETRIES.inc()
                 self._stopping.wait(RETRY_SECONDS)
 
     def _follow(self) -> None:
-        lineage, begin = find_lineage(self._settings, self._model_id)
         with (
-            closing(Reader(self._settings, self._client_id, group="weights")) as manifests,
+            closing(Reader(self._settings, self._client_id, group="weights", ends=True)) as manifests,
             closing(Reader(self._settings, self._client_id, group="weights", ends=True, **SMALL_FETCHES)) as chunks,
         ):
-            manifests.assign({PLACE: begin})
+            manifests.assign({PLACE: OFFSET_BEGINNING})
+            at_end = False
             while not self._stopping.is_set():
-                self._catch_up(lineage, chunks)
                 read = manifests.read(MANIFEST_BATCH, LOOK_SECONDS)
-                lineage.learn(item for item in read if isinstance(item, Envelope))
+                learned = [self._learn(item) for item in read if isinstance(item, Envelope)]
+                first_end = not at_end and any(isinstance(item, EndOfPartition) for item in read)
+                at_end = at_end or first_end
+                if first_end or (at_end and any(learned)):
+                    self._catch_up(chunks)
 
-    @property
-    def _version(self) -> int:
-        return -1 if self._current is None else self._current.version
+    def _learn(self, envelope: Envelope) -> bool:
+        """Whether a manifest is believed; then it is known from here on."""
+        judged = self._trust.judge(envelope)
+        if isinstance(judged, WeightManifest):
+            self._lineage.learn(judged, envelope.offset)
+            return True
+        if judged is not None and envelope.offset > self._doubted_to:
+            self._doubted_to = envelope.offset
+            self._doubt(DOUBTS[judged])
+        return False
 
-    def _catch_up(self, lineage: Lineage, chunks: Reader) -> None:
-        """Take the newest version that can be taken."""
-        newest = lineage.newest
-        if newest is None or newest.manifest.version <= self._version or newest.offset in self._refused:
-            return
-        version = newest.manifest.version
-        paths = [lineage.path(version, since=self._version)] if self._current is not None else []
-        paths.append(lineage.path(version))
-        failure = _Failure(newest, VersionRefused(Refusal.WRONG_BASE, "not all that it builds on is on the log"))
-        for path in sorted((path for path in paths if path is not None), key=_payload_bytes):
-            failed = self._take(path, chunks)
-            if failed is None:
-                lineage.forget_before(self._version)
-                return
-            failure = failed
-        self._refuse(newest, failure)
+    def _doubt(self, refusal: Refusal) -> None:
+        """Something is on the log that is not believed: counted, and told once. Nothing is learned from it."""
+        reason = DOUBT_SENTENCES[refusal].format(run=self._trust.run)
+        if refusal not in self._doubted:
+            self._doubted.add(refusal)
+            log.warning("version not believed", model=self._trust.model_id, reason=refusal.value, detail=reason)
+        self._count(refusal)
+        if self._lineage.newest is None:
+            self._tell(-1, reason)
 
-    def _take(self, path: list[PlacedManifest], chunks: Reader) -> "_Failure | None":
-        """Follow a path as far as it goes, and stage what that led to; None if it went to the end."""
-        started = perf_counter()
-        assembly = Assembly(None if path[0].manifest.base_version is None else self._current, self._wanted)
-        taken: WeightManifest | None = None
-        failure: _Failure | None = None
-        for placed in path:
-            manifest = placed.manifest
-            try:
-                if self._key is not None:
-                    check_signature(manifest, self._key)
-                manifest = opened(manifest, partial(self._fetch_from_log, chunks))
-                check_manifest(manifest, self._shapes)
-                assembly.add(manifest, partial(self._fetch, manifest, chunks))
-            except VersionRefused as refused:
-                failure = _Failure(placed, refused)
-                break
-            taken = manifest
-        if taken is not None and taken.version > self._version:
-            self._stage(assembly.done, taken, perf_counter() - started)
-        return failure
-
-    def _stage(self, done: Assembled, manifest: WeightManifest, seconds: float) -> None:
-        self._current = done
-        RECEIVED_BYTES.inc(done.bytes)
-        RECEIVE_SECONDS.observe(seconds)
-        STAGED_VERSION.set(done.version)
-        log.info("staged", model=self._model_id, version=done.version, bytes=done.bytes, seconds=seconds)
-        with self._changed:
-            self._staged = StagedVersion(done.version, done.tensors, done.bytes, manifest, seconds)
-            self._changed.notify_all()
-
-    def _refuse(self, newest: PlacedManifest, failure: "_Failure") -> None:
-        """No path leads to the newest version: not looked at again. Counted at the manifest which is to blame."""
-        self._refused.add(newest.offset)
-        if failure.placed.offset in self._blamed:
-            return
-        self._blamed.add(failure.placed.offset)
-        refusal, version = failure.refused.refusal, failure.placed.manifest.version
+    def _count(self, refusal: Refusal) -> None:
         REFUSED.labels(refusal.value).inc()
-        detail = str(failure.refused)
-        log.error("version refused", version=version, model=self._model_id, reason=refusal.value, detail=detail)
         with self._changed:
             self.refusals[refusal] += 1
             self._changed.notify_all()
+
+    def _catch_up(self, chunks: Reader) -> None:
+        """Take the newest version that can be taken, or as much of what leads there as can be."""
+        while (path := self._lineage.next_path()) is not None:
+            try:
+                self._take(path, chunks)
+            except RoseError as error:
+                self._tell(path[-1].manifest.version, str(error))
+                raise
+        blocked = self._lineage.blocked()
+        newest = self._lineage.newest
+        if blocked is None or newest is None:
+            return
+        placed, why = blocked
+        self._tell(newest.manifest.version, f"version {placed.manifest.version}: {why}")
+        if placed.offset not in self._counted:
+            self._refused(placed, why)
+
+    def _take(self, path: Path, chunks: Reader) -> None:
+        """Follow a path as far as it goes, and stage what that led to."""
+        started, fetched_before = perf_counter(), self._fetched_bytes
+        assembly = Assembly(None if path[0].manifest.base_version is None else self._current, self._wanted)
+        taken: tuple[Placed, WeightManifest] | None = None
+        failure: tuple[Placed, VersionRefused] | None = None
+        for placed in path:
+            try:
+                manifest = opened(placed.manifest, partial(self._fetch_from_log, chunks))
+                check_manifest(manifest, self._shapes, engine_dtype=self._engine_dtype)
+                assembly.add(manifest, partial(self._fetch, manifest, chunks))
+            except VersionRefused as refused:
+                failure = placed, refused
+                break
+            taken = placed, manifest
+        if taken is not None and (self._lineage.held is None or taken[0].order > self._lineage.held):
+            self._stage(assembly.done, taken[1], self._fetched_bytes - fetched_before, perf_counter() - started)
+            self._lineage.took(taken[0])
+        if failure is not None:
+            self._lineage.refuse(path, *failure)
+            self._refused(*failure)
+
+    def _stage(self, done: Assembled, manifest: WeightManifest, fetched_bytes: int, seconds: float) -> None:
+        self._current = done
+        RECEIVED_BYTES.inc(fetched_bytes)
+        RECEIVE_SECONDS.observe(seconds)
+        STAGED_VERSION.set(done.version)
+        log.info("staged", model=self._trust.model_id, version=done.version, bytes=fetched_bytes, seconds=seconds)
+        with self._changed:
+            self._staged = StagedVersion(done.version, done.tensors, fetched_bytes, manifest, seconds)
+            self._refused_newest = None
+            self._changed.notify_all()
+
+    def _refused(self, placed: Placed, why: VersionRefused) -> None:
+        """Counted and told once, at the manifest which is to blame."""
+        if placed.offset in self._counted:
+            return
+        self._counted.add(placed.offset)
+        version, model = placed.manifest.version, self._trust.model_id
+        log.error("version refused", version=version, model=model, reason=why.refusal.value, detail=str(why))
+        self._count(why.refusal)
 
     def _fetch(
         self, manifest: WeightManifest, chunks: Reader, refs: list[ChunkRef]
@@ -247,7 +304,9 @@ class WeightReceiver:
     def _fetch_from_store(self, manifest: WeightManifest, refs: list[ChunkRef]) -> Iterable[tuple[ChunkRef, bytes]]:
         if self._store is None:
             raise VersionRefused(Refusal.MISSING_CHUNK, "its chunks lie in an anchor store: set weights.store")
-        yield from self._store.fetch(manifest.files, refs, self._stopping)
+        for ref, payload in self._store.fetch(manifest.files, refs, self._stopping):
+            self._fetched_bytes += len(payload)
+            yield ref, payload
         if self._stopping.is_set():
             raise Stopped
 
@@ -257,7 +316,10 @@ class WeightReceiver:
             if attempt:
                 self._stopping.wait(RETRY_SECONDS)
             fetch = ChunkFetch(chunks, missing, self._stopping)
-            yield from fetch
+            try:
+                yield from fetch
+            finally:
+                self._fetched_bytes += fetch.bytes_read
             if self._stopping.is_set():
                 raise Stopped
             missing = fetch.missing
@@ -265,15 +327,3 @@ class WeightReceiver:
                 return
         where = f"partition {missing[0].partition} offset {missing[0].offset}"
         raise VersionRefused(Refusal.MISSING_CHUNK, f"{len(missing)} chunks are not there, the first at {where}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """Where a path ended."""
-
-    placed: PlacedManifest
-    refused: VersionRefused
-
-
-def _payload_bytes(path: list[PlacedManifest]) -> int:
-    return sum(placed.manifest.payload_bytes for placed in path)

@@ -1,60 +1,126 @@
-"""Chunks that no version needs any more are deleted, from the log and from the anchor store.
+"""What no version needs any more is deleted: chunks, manifests, and files of the anchor store.
 
-Keeps true: whatever a version from a model's last anchor but one on can need stays, for every model on the topic; a
-receiver that is in the middle of the older chain finishes it.
+Keeps true
+- Whatever a version from a run's last anchor but one on can need stays, for every model and run on the topic; a
+  receiver that is in the middle of the older chain finishes it.
+- Only what the run's own believed manifests have given up is deleted. A manifest that is not believed deletes nothing:
+  at worst it keeps something for a while.
+- No failure to delete ends anything.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import structlog
-from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka import KafkaException
 
+from schemas.errors import RoseError
 from schemas.weights import WeightManifest
-from topics.admin import reach
-from topics.catalog import CHUNKS, MANIFESTS
-from topics.errors import BusError
-from topics.log import read_back
+from topics.catalog import CHUNKS, KEPT_SECONDS
+from topics.records import Envelope
+from topics.retention import delete_before
 from topics.settings import BusSettings
-from workers.weights.anchor_store import AnchorStore, StoreError
+from topics.trust import Doubt, Trust
+from topics.writer import Writer
+from workers.weights.anchor_store import AnchorStore
+from workers.weights.lineage import Placed
+from workers.weights.manifests import PLACE, manifest_key, read_manifests
 from workers.weights.shelves import lowest_offsets
 
 ANCHORS_KEPT = 2
-"""Of each model: the newest, and the one before it."""
+"""Of each run: the newest, and the one before it."""
+
+OTHERS_KEPT_SECONDS = KEPT_SECONDS
+"""What other runs on the topic need stays for so long after their last manifest: they may have ended for good."""
+
+CLIENT = "rose-weights"
 
 log = structlog.get_logger("weights")
 
 
-def release_chunks(settings: BusSettings, store: AnchorStore | None = None) -> None:
-    """Delete what lies before the first chunk that is still needed, and the files of versions before.
+@dataclass(frozen=True, slots=True)
+class Released:
+    """What may be deleted."""
 
-    A broker or store that does not allow it is a warning: what retention it has itself deletes them later.
-    """
+    before: dict[int, int]
+    """Of partitions of the chunks topic the first offset that is needed."""
+    files: list[str]
+    keys: list[str]
+    """Of manifests."""
+
+
+def release(settings: BusSettings, trust: Trust, store: AnchorStore | None = None) -> None:
+    """Delete what the run's versions have given up. What cannot be deleted is told, and tried again the next time."""
+    with _told():
+        found = released(trust, read_manifests(settings))
+        before = {(CHUNKS, partition): offset for partition, offset in found.before.items()}
+        with _told():
+            delete_before(settings, before, keep_seconds=0, client_id=CLIENT)
+        with _told():
+            if store is not None:
+                store.delete(found.files)
+            _end(settings, found.keys)  # after the files: a manifest is the only place that names them
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """A failure inside ends nothing."""
     try:
-        _release(settings, store)
-    except (KafkaException, BusError, StoreError) as error:
+        yield
+    except (RoseError, KafkaException, OSError) as error:
         log.warning("not deleted", reason=str(error))
+    except Exception:  # whatever else a client or a driver raises: training goes on
+        log.exception("not deleted")
 
 
-def _release(settings: BusSettings, store: AnchorStore | None) -> None:
-    manifests: dict[str, list[WeightManifest]] = defaultdict(list)
-    for envelope in read_back(settings, {(MANIFESTS, 0): 0}, client_id="rose-weights"):
-        if isinstance(envelope.record, WeightManifest):
-            manifests[envelope.record.model_id].append(envelope.record)
-    alive = {model_id: live(found) for model_id, found in manifests.items()}
-    needed = lowest_offsets(place for found in alive.values() for manifest in found for place in manifest.first)
-    if needed:
-        name = settings.topic(CHUNKS)
-        places = [TopicPartition(name, partition, offset) for partition, offset in needed.items()]
-        admin = reach(settings)  # whose end would leave the futures waiting
-        for deleted in admin.delete_records(places).values():
-            deleted.result()
-    if store is not None:
-        for model_id, found in alive.items():
-            store.release(model_id, before=min(manifest.version for manifest in found))
+def _end(settings: BusSettings, keys: Iterable[str]) -> None:
+    writer = Writer(settings, CLIENT)
+    for key in keys:
+        writer.tombstone(PLACE[0], key=key, partition=PLACE[1])
+    writer.flush()
 
 
-def live(manifests: list[WeightManifest]) -> list[WeightManifest]:
-    """Those of one model that can still be needed."""
-    anchors = sorted(manifest.version for manifest in manifests if manifest.base_version is None)
-    oldest = anchors[-ANCHORS_KEPT:][0] if anchors else 0
-    return [manifest for manifest in manifests if manifest.version >= oldest]
+def released(trust: Trust, envelopes: Iterable[Envelope]) -> Released:
+    """What the run has given up, of all that its topic of manifests holds."""
+    own: dict[int, Placed] = {}
+    others: dict[tuple[str, str], list[Placed]] = defaultdict(list)
+    seen: dict[tuple[str, str], float] = {}
+    ended: dict[str, int] = {}
+    now = 0.0
+    for envelope in envelopes:
+        manifest, judged = envelope.record, trust.judge(envelope)
+        if not isinstance(manifest, WeightManifest):
+            ended[envelope.key] = envelope.offset
+        elif judged is manifest:
+            own[envelope.offset] = Placed(manifest, envelope.offset)
+            now = max(now, envelope.timestamp_seconds)
+        elif judged in (None, Doubt.STRANGER):
+            run = manifest.model_id, manifest.run
+            others[run].append(Placed(manifest, envelope.offset))
+            seen[run] = max(seen.get(run, 0.0), envelope.timestamp_seconds)
+    needed = live(own.values())
+    of_others = [
+        placed for run, found in others.items() if now - seen[run] < OTHERS_KEPT_SECONDS for placed in live(found)
+    ]
+    first = lowest_offsets(place for placed in needed for place in placed.manifest.first)
+    everybodys = lowest_offsets(place for placed in (*needed, *of_others) for place in placed.manifest.first)
+    kept = {placed.offset for placed in needed}
+    dead = [placed.manifest for offset, placed in own.items() if offset not in kept]
+    keys = {manifest_key(manifest) for manifest in dead} - {manifest_key(placed.manifest) for placed in needed}
+    last = {manifest_key(placed.manifest): offset for offset, placed in own.items()}
+    files = {file for manifest in dead for file in manifest.files}
+    files -= {file for placed in needed for file in placed.manifest.files}
+    return Released(
+        before={partition: everybodys[partition] for partition in first},
+        files=sorted(files),
+        keys=sorted(key for key in keys if ended.get(key, -1) < last[key]),
+    )
+
+
+def live(manifests: Iterable[Placed]) -> list[Placed]:
+    """Those of one run that can still be needed."""
+    found = sorted(manifests, key=lambda placed: (placed.order, placed.offset))
+    anchors = [number for number, placed in enumerate(found) if placed.manifest.base_version is None]
+    return found[anchors[-ANCHORS_KEPT:][0] :] if anchors else found

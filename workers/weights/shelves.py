@@ -17,6 +17,9 @@ from workers.weights.digests import digest_of
 CHUNK_BYTES = RECORD_BYTES - RECORD_OVERHEAD_BYTES
 """Largest payload of a chunk: with names and ids it stays within a record's limit."""
 
+WAITING_BYTES = 16 * 2**20
+"""Of chunks handed to the bus client and not stored yet, at most: an anchor over a slow uplink fills no memory."""
+
 
 @dataclass(slots=True)
 class Stored:
@@ -84,14 +87,18 @@ class LogShelf:
         self._writer = writer
         self._partitions = partitions
         self._written = 0
+        self._waiting_bytes = 0
 
     def put(self, chunk: WeightChunk) -> Stored:
         stored = Stored(len(chunk.payload), digest_of(chunk.payload))
         place = self._written % self._partitions
         self._written += 1
         self._writer.write(CHUNKS, chunk, key=chunk.tensor, partition=place, on_delivery=stored.at)
-        self._writer.poll()
+        self._waiting_bytes += stored.size
+        if self._waiting_bytes >= WAITING_BYTES:
+            self.close()
         return stored
 
     def close(self) -> None:
         self._writer.flush()
+        self._waiting_bytes = 0

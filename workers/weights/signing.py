@@ -1,14 +1,15 @@
-"""Who may publish: Ed25519 signatures of manifests.
+"""Who may publish: the key files of a configuration, and the run that it follows.
 
-Keeps true: once a receiver has a public key, nothing that is not signed by it is taken. A manifest names every chunk by
-its digest, so a signed manifest speaks for all bytes of a version.
+Keeps true
+- A private key is readable by its owner alone, and the public key beside it is its own.
+- A manifest names every chunk by its digest, so its signature speaks for all bytes of a version.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -20,25 +21,11 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from schemas.errors import UsageError
-from schemas.weights import WeightManifest
-from schemas.wire import encode
-from workers.weights.refusals import Refusal, VersionRefused
+from topics.settings import BusSettings
+from topics.trust import Trust, run_id
+from workers.weights.config import WeightsConfig
 
 _ADVICE = "`rose keys FILE` writes a private key to FILE and its public one to FILE.pub"
-
-
-def sign(manifest: WeightManifest, key: Ed25519PrivateKey) -> WeightManifest:
-    """The manifest with its signature."""
-    return msgspec.structs.replace(manifest, signature=key.sign(_signed_bytes(manifest)))
-
-
-def check_signature(manifest: WeightManifest, key: Ed25519PublicKey) -> None:
-    """Raises VersionRefused for a manifest that is not signed by the key's owner."""
-    try:
-        key.verify(manifest.signature, _signed_bytes(manifest))
-    except InvalidSignature:
-        how = "by another key, or changed since" if manifest.signature else "by nobody"
-        raise VersionRefused(Refusal.BAD_SIGNATURE, f"it was signed {how}") from None
 
 
 def private_key(file: Path) -> Ed25519PrivateKey:
@@ -69,21 +56,39 @@ def _load(file: Path, parse: Callable[[bytes], object], what: str) -> object:
 def make_keys(file: Path) -> Path:
     """Write a new private key to `file`, readable by its owner alone, and the public one to `file`.pub.
 
-    Returns the second. Raises UsageError when either is there already or cannot be written.
+    Returns the second. Raises UsageError when either is there already or cannot be written; then neither is left.
     """
     key = Ed25519PrivateKey.generate()
     public = file.with_name(f"{file.name}.pub")
     private_bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     public_bytes = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    try:
-        with public.open("xb") as opened:
-            opened.write(public_bytes)
-        file.touch(mode=0o600, exist_ok=False)
-        file.write_bytes(private_bytes)
-    except OSError as error:
-        raise UsageError(f"cannot write keys: {error}") from None
+    with ExitStack() as undo:
+        try:
+            _write_new(file, private_bytes, undo, mode=0o600)
+            _write_new(public, public_bytes, undo, mode=0o644)
+        except OSError as error:
+            raise UsageError(f"cannot write keys: {error}") from None
+        undo.pop_all()
     return public
 
 
-def _signed_bytes(manifest: WeightManifest) -> bytes:
-    return encode(msgspec.structs.replace(manifest, signature=b""))
+def _write_new(file: Path, content: bytes, undo: ExitStack, *, mode: int) -> None:
+    file.touch(mode=mode, exist_ok=False)
+    undo.callback(file.unlink, missing_ok=True)
+    file.write_bytes(content)
+
+
+def trust_of(settings: BusSettings, model_id: str, config: WeightsConfig) -> Trust:
+    """Whose versions a configuration takes. Raises UsageError for a broken key file or a run without a proper name."""
+    key = public_key(config.trusted_key) if config.trusted_key else None
+    return Trust(model_id, run_id(settings.namespace, config.run), key)
+
+
+def signer_of(config: WeightsConfig) -> Ed25519PrivateKey | None:
+    """The key with which a configuration signs. Raises UsageError for a broken one, or if it is not the trusted one."""
+    if config.signing_key is None:
+        return None
+    key = private_key(config.signing_key)
+    if config.trusted_key and public_key(config.trusted_key) != key.public_key():
+        raise UsageError(f"{config.trusted_key} is not the public key of {config.signing_key}: {_ADVICE}")
+    return key

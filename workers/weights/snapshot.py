@@ -14,7 +14,7 @@ from schemas.weights import TensorSpec
 from workers.weights.digests import WholeDigest, digest_of
 from workers.weights.geometry import DTYPE_BYTES, Box, cut
 from workers.weights.ownership import owned
-from workers.weights.tensors import Matrix, spec_of, take, words_of
+from workers.weights.tensors import Matrix, as_it_travels, spec_of, take, words_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class Snapshot:
 def snapshot_of(
     named_tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None, column_parts: int
 ) -> Snapshot:
-    """Raises LayoutError for an element type or a placement that cannot travel. `dtype`: what values are rounded to."""
+    """A copy, with finer values rounded to `dtype`. Raises LayoutError for a type or placement that cannot travel."""
     snapshot = Snapshot()
     for name, tensor in named_tensors:
-        wired = tensor.detach() if dtype is None else tensor.detach().to(dtype)
+        wired = as_it_travels(tensor.detach(), dtype)
         snapshot.specs[name] = spec_of(name, wired)
         local = owned(wired)
         if local is None:

@@ -29,6 +29,11 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype)
 
 
+def as_it_travels(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """In its own element type if `dtype` has all values of that exactly, else rounded to it."""
+    return tensor if dtype is None or torch.promote_types(tensor.dtype, dtype) == dtype else tensor.to(dtype)
+
+
 def words_of(tensor: Tensor) -> Matrix:
     """A tensor's bits as a matrix. A view if it is contiguous and in host memory; a copy otherwise."""
     flat = tensor.detach().to("cpu").contiguous().reshape(matrix(tensor.shape))

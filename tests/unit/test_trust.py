@@ -1,0 +1,117 @@
+"""Whose manifests are believed: the bytes as they travel, signed by the key's owner, for this run and model."""
+
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.errors import UsageError
+from schemas.record import Record
+from schemas.weights import SIGNATURE_HEADER, WeightChunk, WeightManifest
+from schemas.wire import decode, encode, headers_of
+from tests.unit.test_weights_numbering import manifest
+from tests.unit.weights_world import RUN
+from topics.catalog import MANIFESTS
+from topics.records import Envelope, Raw
+from topics.trust import Doubt, Trust, run_id
+from workers.weights.manifests import SignedManifest, manifest_key, signed
+
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+OTHER_KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
+TRUST = Trust("m", RUN, KEY.public_key())
+SIGNED = signed(manifest(7), KEY)
+
+
+def as_read(
+    written: SignedManifest, *, wire: bytes | None = None, signature: bytes | None = None, offset: int = 0
+) -> Envelope:
+    """As a reader hands it out; with other bytes or another signature than were written."""
+    wire = written.wire if wire is None else wire
+    headers = tuple(headers_of(written.manifest)) + tuple(written.headers.items())
+    if signature is not None:
+        headers = (*headers, (SIGNATURE_HEADER, signature))
+    record = decode(WeightManifest, wire, headers)
+    key = manifest_key(written.manifest)
+    return Envelope(record, MANIFESTS, 0, offset, key, 0.0, Raw(key.encode(), wire, headers))
+
+
+def plain(record: Record | None) -> Envelope:
+    wire = None if record is None else encode(record)
+    return Envelope(record, MANIFESTS, 0, 0, "key", 0.0, Raw(b"key", wire))
+
+
+def test_what_the_owner_of_the_key_signed_is_believed() -> None:
+    assert TRUST.judge(as_read(SIGNED)) == manifest(7)
+    assert TRUST.believes(as_read(SIGNED)) == manifest(7)
+    assert len(SIGNED.headers[SIGNATURE_HEADER]) == 64
+
+
+def test_nothing_else_is() -> None:
+    assert TRUST.judge(as_read(signed(manifest(7), None))) is Doubt.UNSIGNED
+    assert TRUST.judge(as_read(signed(manifest(7), OTHER_KEY))) is Doubt.FORGED
+    assert TRUST.believes(as_read(signed(manifest(2**50), None))) is None
+
+
+def test_another_runs_manifest_is_a_stranger_though_the_same_key_signed_it() -> None:
+    for run in ("", "run", "other.:run", ":run2"):
+        if run:
+            stranger = as_read(signed(manifest(9, run=run), KEY))
+            assert TRUST.judge(stranger) is Doubt.STRANGER
+            assert TRUST.of_any_run(stranger) == manifest(9, run=run)
+    assert TRUST.judge(as_read(signed(manifest(9, run="other.:run"), None))) is Doubt.UNSIGNED
+    assert TRUST.of_any_run(as_read(signed(manifest(9), OTHER_KEY))) is None
+
+
+def test_without_a_key_the_run_alone_decides() -> None:
+    anybody = Trust("m", RUN)
+    for key in (None, KEY, OTHER_KEY):
+        assert anybody.believes(as_read(signed(manifest(7), key))) == manifest(7)
+    assert anybody.judge(as_read(signed(manifest(7, run="x"), None))) is Doubt.STRANGER
+
+
+def test_what_is_of_another_model_or_no_manifest_is_nobodys_concern() -> None:
+    other = msgspec.structs.replace(manifest(7), model_id="n")
+    chunk = WeightChunk(model_id="m", version=9, tensor="a", part=0, payload=b"")
+    assert [TRUST.judge(each) for each in (as_read(signed(other, None)), plain(chunk), plain(None))] == [None] * 3
+
+
+def test_a_field_that_is_added_later_breaks_no_signature() -> None:
+    """A newer trainer signs what it writes; an older receiver ignores the field and checks the bytes."""
+    fields = msgspec.msgpack.decode(SIGNED.wire)
+    wire = msgspec.msgpack.encode({**fields, "field_from_the_future": [1, 2]})
+    newer = SignedManifest(SIGNED.manifest, wire, {SIGNATURE_HEADER: KEY.sign(wire)})
+    assert TRUST.believes(as_read(newer)) == manifest(7)
+
+
+@given(st.integers(0, 8 * len(SIGNED.wire) - 1))
+def test_a_manifest_with_one_other_bit_is_refused(bit: int) -> None:
+    wire = bytearray(SIGNED.wire)
+    wire[bit // 8] ^= 1 << bit % 8
+    # Whatever it decodes to, if it does: the signature is over the bytes.
+    raw = Raw(b"", bytes(wire), tuple(SIGNED.headers.items()))
+    assert TRUST.judge(Envelope(manifest(7), MANIFESTS, 0, 0, "", 0.0, raw)) is Doubt.FORGED
+
+
+@settings(max_examples=200)
+@given(st.binary(min_size=1, max_size=80).filter(lambda signature: signature != SIGNED.headers[SIGNATURE_HEADER]))
+def test_no_other_signature_is_taken(signature: bytes) -> None:
+    assert TRUST.judge(as_read(SIGNED, signature=signature)) is Doubt.FORGED
+
+
+def test_no_two_runs_have_the_same_name() -> None:
+    assert run_id("", "demo") == ":demo"
+    assert run_id("team.", "demo") == "team.:demo"
+    assert len({run_id("a", "b"), run_id("", "a:b"), run_id("", "b"), run_id("a:", "b")}) == 4
+
+
+@pytest.mark.parametrize("name", ["", "white space", "r" * 128, "a/b"])
+def test_a_run_that_manifests_cannot_name_is_one_sentence(name: str) -> None:
+    if name:
+        with pytest.raises(UsageError, match="together they may have 127 characters"):
+            run_id("", name)
+
+
+def test_the_key_of_a_manifest_tells_runs_apart() -> None:
+    assert manifest_key(manifest(7)) == "m/:run/7"
+    assert manifest_key(manifest(7)) != manifest_key(manifest(7, run="other.:run"))

@@ -1,0 +1,275 @@
+"""Which version is taken next: whatever is on the log, the best that can be proven, and a break costs one anchor."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.weights import Order, WeightManifest
+from tests.unit.weights_world import RUN
+from workers.weights.lineage import Lineage, Path, Placed
+from workers.weights.refusals import OF_THE_BASE, Refusal, VersionRefused
+
+ANCHOR_BYTES, DELTA_BYTES = 1000, 1
+
+
+def manifest(version: int, base: int | None = None, *, epoch: int = 0) -> WeightManifest:
+    return WeightManifest(
+        model_id="m",
+        run=RUN,
+        epoch=epoch,
+        version=version,
+        base_version=base,
+        step=version,
+        tensors=(),
+        slices=(),
+        digest=bytes(16),
+        payload_bytes=ANCHOR_BYTES if base is None else DELTA_BYTES,
+        published_at=0.0,
+    )
+
+
+def lineage_of(*links: tuple[int, int | None], held: int | None = None) -> Lineage:
+    """Of (version, base version), at offsets 0, 1, ..."""
+    lineage = Lineage(held=None if held is None else (0, held))
+    for offset, link in enumerate(links):
+        lineage.learn(manifest(*link), offset)
+    return lineage
+
+
+def versions(path: Path | None) -> list[int] | None:
+    return None if path is None else [placed.manifest.version for placed in path]
+
+
+def follow(lineage: Lineage, broken: dict[int, Refusal], *, upon_held_only: bool = False) -> list[list[int]]:
+    """Try what the lineage says until there is nothing left; the versions of each path that was tried.
+
+    `broken`: versions that are refused, and how; with `upon_held_only` not from an anchor.
+    """
+    tried = []
+    while (path := lineage.next_path()) is not None:
+        tried.append([placed.manifest.version for placed in path])
+        assert len(tried) < 100, "it never comes to an end"
+        whole = path[0].manifest.base_version is None
+        taken: Placed | None = None
+        for placed in path:
+            refusal = broken.get(placed.manifest.version)
+            if refusal is not None and not (whole and upon_held_only):
+                break
+            taken = placed
+        if taken is not None and (lineage.held is None or taken.order > lineage.held):
+            lineage.took(taken)
+        if taken is not path[-1]:
+            failed = path[0 if taken is None else list(path).index(taken) + 1]
+            lineage.refuse(path, failed, VersionRefused(broken[failed.manifest.version], "broken"))
+    return tried
+
+
+CHAIN = ((1, None), (2, 1), (3, 2), (5, None), (6, 5), (8, 6))
+
+
+@pytest.mark.parametrize(
+    ("held", "path"),
+    [(None, [5, 6, 8]), (3, [5, 6, 8]), (5, [6, 8]), (6, [8]), (8, None), (9, None), (7, [5, 6, 8])],
+)
+def test_the_newest_is_reached_from_what_is_held_or_from_an_anchor(held: int | None, path: list[int] | None) -> None:
+    assert versions(lineage_of(*CHAIN, held=held).next_path()) == path
+    assert versions(lineage_of(*CHAIN[::-1], held=held).next_path()) == path
+
+
+def test_the_cheaper_of_two_ways_is_tried_first() -> None:
+    lineage = lineage_of((1, None), (2, 1), (3, 2), held=1)
+    assert versions(lineage.next_path()) == [2, 3]
+    lineage.learn(manifest(3), 9)
+    assert versions(lineage.next_path()) == [2, 3]
+    dear = lineage_of((1, None), (4, None), held=1)
+    assert versions(dear.next_path()) == [4]
+
+
+def test_without_a_link_the_next_best_is_taken() -> None:
+    lineage = lineage_of((1, None), (2, 1), (4, 3), (5, 4))
+    assert versions(lineage.next_path()) == [1, 2]
+    assert follow(lineage, {}) == [[1, 2]]
+    blocked = lineage.blocked()
+    assert blocked is not None
+    assert (blocked[0].manifest.version, blocked[1].refusal) == (4, Refusal.WRONG_BASE)
+
+
+@pytest.mark.parametrize("links", [((1, 1),), ((1, 2), (2, 1)), ((1, 3), (2, 1), (3, 2))])
+def test_versions_that_build_on_each_other_in_a_circle_lead_nowhere(links: tuple[tuple[int, int | None], ...]) -> None:
+    assert lineage_of(*links).next_path() is None
+
+
+def test_a_later_epoch_is_newer_whatever_the_number_and_builds_on_its_own() -> None:
+    lineage = lineage_of((9, None), (10, 9), held=10)
+    lineage.learn(manifest(12, 10, epoch=1), 5)
+    assert lineage.next_path() is None, "what it builds on is of another epoch"
+    lineage.learn(manifest(11, epoch=1), 6)
+    assert versions(lineage.next_path()) == [11]
+    lineage.took(Placed(manifest(11, epoch=1), 6))
+    lineage.learn(manifest(13), 7)
+    assert lineage.next_path() is None, "of an older epoch, so older"
+
+
+def test_a_broken_delta_costs_no_anchor_until_the_next_one() -> None:
+    """A chunk of it is missing: no other way to it can be better."""
+    lineage = lineage_of((0, None), (1, 0), (2, 1), held=2)
+    tried = []
+    for offset, version in enumerate(range(3, 9), start=10):
+        lineage.learn(manifest(version, version - 1), offset)
+        tried += follow(lineage, {3: Refusal.MISSING_CHUNK})
+    assert tried == [[3]]
+    lineage.learn(manifest(9), 20)
+    lineage.learn(manifest(10, 9), 21)
+    assert follow(lineage, {}) == [[9, 10]]
+
+
+def test_a_delta_that_does_not_fit_what_is_held_costs_one_anchor() -> None:
+    """What is held may be to blame: the way from the anchor is tried once, not at every version."""
+    lineage = lineage_of((0, None), (1, 0), (2, 1), held=2)
+    tried = []
+    for offset, version in enumerate(range(3, 9), start=10):
+        lineage.learn(manifest(version, version - 1), offset)
+        tried += follow(lineage, {3: Refusal.WRONG_BASE})
+    assert tried == [[3], [0, 1, 2, 3]]
+
+
+def test_if_what_is_held_was_to_blame_the_anchor_mends_it() -> None:
+    lineage = lineage_of((0, None), (1, 0), (2, 1), (3, 2), held=2)
+    tried = follow(lineage, {3: Refusal.WRONG_RESULT}, upon_held_only=True)
+    assert tried == [[3], [0, 1, 2, 3]]
+    assert lineage.held == (0, 3)
+    lineage.learn(manifest(4, 3), 9)
+    assert follow(lineage, {}) == [[4]]
+
+
+def test_of_a_path_that_ends_early_what_was_reached_is_held() -> None:
+    lineage = lineage_of((0, None), (1, 0), (2, 1), (3, 2))
+    assert follow(lineage, {2: Refusal.WRONG_CHUNK}) == [[0, 1, 2, 3]]
+    assert lineage.held == (0, 1)
+
+
+def test_a_broken_anchor_gives_way_to_the_one_before() -> None:
+    lineage = lineage_of((0, None), (1, 0), (2, None), (3, 2))
+    assert follow(lineage, {2: Refusal.MISSING_CHUNK}) == [[2, 3], [0, 1]]
+    assert lineage.held == (0, 1)
+
+
+def test_a_version_that_is_stored_whole_again_is_not_taken_twice_and_may_be_joined_from() -> None:
+    lineage = lineage_of((0, None), (1, 0), (1, None), held=1)
+    assert lineage.next_path() is None
+    lineage.learn(manifest(2, 1), 9)
+    assert versions(lineage.next_path()) == [2]
+    joiner = lineage_of((1, 0), (1, None), (2, 1))
+    assert versions(joiner.next_path()) == [1, 2]
+
+
+def test_what_no_later_path_can_need_is_forgotten() -> None:
+    lineage = lineage_of(*CHAIN)
+    lineage.took(Placed(manifest(6, 5), 4))
+    assert sorted(lineage.versions) == [(0, 5), (0, 6), (0, 8)]
+    lineage.took(Placed(manifest(8, 6), 5))
+    assert sorted(lineage.versions) == [(0, 5), (0, 6), (0, 8)]
+
+
+@dataclass
+class World:
+    """A log of manifests that are believed, each whole or broken in some way, and a receiver that follows it."""
+
+    lineage: Lineage = field(default_factory=Lineage)
+    faults: dict[int, Refusal] = field(default_factory=dict)
+    """By offset."""
+    all: list[Placed] = field(default_factory=list)
+    anchors_in_vain: int = 0
+    tried: set[tuple[int, ...]] = field(default_factory=set)
+
+    def write(self, manifest: WeightManifest, fault: Refusal | None) -> None:
+        offset = len(self.all)
+        self.all.append(Placed(manifest, offset))
+        if fault is not None:
+            self.faults[offset] = fault
+        self.lineage.learn(manifest, offset)
+
+    def catch_up(self) -> None:
+        while (path := self.lineage.next_path()) is not None:
+            assert self.lineage.held is None or path[-1].order > self.lineage.held
+            tried = tuple(placed.offset for placed in path)
+            assert tried not in self.tried, "a path is tried twice"
+            self.tried.add(tried)
+            self._try(path)
+
+    def _try(self, path: Path) -> None:
+        taken: Placed | None = None
+        for placed in path:
+            if placed.offset in self.faults:
+                self.anchors_in_vain += path[0].manifest.base_version is None
+                break
+            taken = placed
+        if taken is not None and (self.lineage.held is None or taken.order > self.lineage.held):
+            self.lineage.took(taken)
+        if taken is not path[-1]:
+            failed = path[0 if taken is None else list(path).index(taken) + 1]
+            self.lineage.refuse(path, failed, VersionRefused(self.faults[failed.offset], "broken"))
+
+    def best(self) -> Order | None:
+        """The newest version to which a whole path leads from an anchor on."""
+        whole: set[Order] = set()
+        for placed in sorted(self.all, key=lambda placed: placed.order):
+            base = placed.manifest.base_version
+            if placed.offset not in self.faults and (base is None or (placed.manifest.epoch, base) in whole):
+                whole.add(placed.order)
+        return max(whole, default=None)
+
+
+LINKS = st.tuples(
+    st.integers(0, 12),
+    st.one_of(st.none(), st.none(), st.integers(1, 3)),
+    st.integers(0, 1),
+    st.one_of(st.none(), st.none(), st.sampled_from([Refusal.MISSING_CHUNK, Refusal.WRONG_BASE])),
+)
+"""A version, how far below it its base is, its epoch, and how it is broken, if it is."""
+
+
+@given(st.lists(LINKS, max_size=25), st.lists(st.booleans(), max_size=25))
+def test_whatever_the_log_the_best_version_that_can_be_proven_is_held(
+    links: list[tuple[int, int | None, int, Refusal | None]], looks: list[bool]
+) -> None:
+    world = World()
+    for number, (version, below, epoch, fault) in enumerate(links):
+        base = None if below is None else max(0, version - below)
+        world.write(manifest(version, base, epoch=epoch), fault)
+        if number < len(looks) and looks[number]:
+            world.catch_up()
+    world.catch_up()
+    best, held = world.best(), world.lineage.held
+    # What came before it may be forgotten by then: a version below what is held is of no use.
+    assert held == best
+    assert world.anchors_in_vain <= len(world.faults), "an anchor was fetched twice for one break"
+
+
+@given(st.integers(1, 30), st.integers(1, 6), st.sampled_from(sorted(OF_THE_BASE | {Refusal.MISSING_CHUNK}, key=str)))
+def test_one_break_in_an_honest_chain_costs_one_anchor_at_most(at: int, anchor_every: int, fault: Refusal) -> None:
+    """Whoever follows version by version: besides the anchors that are due, one more at most."""
+    world = World()
+    for version in range(40):
+        base = None if version % anchor_every == 0 else version - 1
+        world.write(manifest(version, base), fault if version == at else None)
+        world.catch_up()
+    assert world.anchors_in_vain <= 1
+    assert world.lineage.held == world.best()
+
+
+def test_what_is_newest_and_why_it_is_not_taken() -> None:
+    lineage = lineage_of((0, None), (1, 0), (2, 1))
+    assert lineage.newest is not None
+    assert lineage.newest.manifest.version == 2
+    assert lineage.blocked() is None
+    follow(lineage, {1: Refusal.MISSING_CHUNK})
+    blocked = lineage.blocked()
+    assert blocked is not None
+    assert (blocked[0].manifest.version, blocked[1].refusal) == (1, Refusal.MISSING_CHUNK)
+    lineage.learn(manifest(3), 9)
+    assert lineage.blocked() is None
+    assert Lineage().newest is None
+    assert Lineage().blocked() is None
