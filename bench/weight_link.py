@@ -32,8 +32,10 @@ from schemas.errors import RoseError
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.settings import BusSettings
+from workers.weights.config import WeightsConfig
 from workers.weights.publish import WeightPublisher
 from workers.weights.receive import WeightReceiver
+from workers.weights.signing import trust_of
 
 RATES = (20, 100, 1000)
 """Mbit/s."""
@@ -170,7 +172,8 @@ def receive(folder: Path, settings: BusSettings) -> None:
 
 def _follow(number: int, settings: BusSettings, shapes: Mapping[str, Sequence[int]]) -> None:
     resident = {name: torch.zeros(tuple(shape), dtype=torch.bfloat16) for name, shape in shapes.items()}
-    receiver = WeightReceiver(settings, MODEL, shapes=shapes, client_id=f"receiver-{number}")
+    trust = trust_of(settings, MODEL, WeightsConfig())
+    receiver = WeightReceiver(settings, trust, shapes=shapes, client_id=f"receiver-{number}")
     receiver.start()
     while (staged := receiver.staged(PATIENCE_SECONDS)) is not None:
         for name, tensor in staged.tensors.items():

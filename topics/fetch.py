@@ -42,14 +42,19 @@ class Fetch:
         wanted: Mapping[Place, Sequence[int]],
         *,
         far: int = FAR,
+        batch: int = BATCH,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`reader` reports ends of partitions and is used for nothing else meanwhile. `stopped` is asked often."""
+        """`reader` reports ends of partitions and is used for nothing else meanwhile. `stopped` is asked often.
+
+        `batch`: records taken from the bus client at once.
+        """
         self.missing: list[tuple[Place, int]] = []
         self.bytes_read = 0
         """Of the values of all records that came, wanted or passed over."""
         self._reader = reader
         self._far = far
+        self._batch = batch
         self._stopped = stopped
         self._wanted = {place: sorted(set(offsets), reverse=True) for place, offsets in wanted.items()}
 
@@ -76,7 +81,7 @@ class Fetch:
         self._reader.assign({place: offsets[-1] for place, offsets in self._wanted.items()})
         deadline = monotonic() + STALL_SECONDS
         while open_places and not self._stopped():
-            items = self._reader.read(BATCH, LOOK_SECONDS)
+            items = self._reader.read(self._batch, LOOK_SECONDS)
             if items:
                 deadline = monotonic() + STALL_SECONDS
             elif monotonic() > deadline:
@@ -97,6 +102,7 @@ class Fetch:
                         self.missing.append((place, item.offset))
                 if place not in self._wanted or self._wanted[place][-1] - item.offset > self._far:
                     open_places.discard(place)
+                    self._reader.pause([place])  # what lies beyond is not fetched while others are read
 
     def _was_wanted(self, place: Place, offset: int) -> bool:
         """Whether this offset was asked for; what was asked for before it is missing."""

@@ -23,9 +23,11 @@ from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.settings import BusSettings
 from workers.weights.anchor_store import AnchorStore
+from workers.weights.config import WeightsConfig
 from workers.weights.manifests import newest_manifest
 from workers.weights.publish import WeightPublisher
 from workers.weights.receive import WeightReceiver
+from workers.weights.signing import trust_of
 
 MODEL = "policy"
 LAST = 14
@@ -54,16 +56,16 @@ def store_in(folder: str, seed: int) -> AnchorStore | None:
 
 def publish(settings: BusSettings, folder: str, seed: int, last: int, said: Connection) -> None:
     """Go on from the newest version on the log to `last`."""
-    newest = newest_manifest(settings, MODEL)
     publisher = WeightPublisher(settings, MODEL, anchor_every=ANCHOR_EVERY, store=store_in(folder, seed))
-    for version in range(0 if newest is None else newest.version + 1, last + 1):
+    for version in range(publisher.next_version, last + 1):
         publisher.publish(tensors_at(seed, version).items(), version).result()
         said.send(version)
 
 
 def receive(settings: BusSettings, folder: str, seed: int, said: Connection) -> None:
     """Say of every staged version whether it is what it must be, until the last."""
-    receiver = WeightReceiver(settings, MODEL, shapes=SHAPES, store=store_in(folder, seed))
+    trust = trust_of(settings, MODEL, WeightsConfig())
+    receiver = WeightReceiver(settings, trust, shapes=SHAPES, store=store_in(folder, seed))
     receiver.start()
     version = -1
     while version < LAST:
@@ -151,7 +153,7 @@ def test_whoever_is_left_stands_at_the_last_version(
             for message in publisher.messages():
                 assert isinstance(message, int)
             publisher.process.join(WAIT_SECONDS)
-            newest = newest_manifest(settings, MODEL)
+            newest = newest_manifest(settings, trust_of(settings, MODEL, WeightsConfig()))
             assert newest is not None and newest.version == LAST
             late = Child(receive, *arguments)
             with children(late):

@@ -16,8 +16,10 @@ from tests.integration.test_weights import WAIT_SECONDS
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from workers.weights.anchor_store import AnchorStore
-from workers.weights.manifests import find_lineage
+from workers.weights.config import WeightsConfig
+from workers.weights.manifests import read_manifests
 from workers.weights.receive import WeightReceiver
+from workers.weights.signing import trust_of
 
 MODEL = "policy"
 START_SECONDS = 180.0
@@ -46,7 +48,7 @@ store = AnchorStore(sys.argv[2])
 publisher = WeightPublisher(BusSettings(**json.loads(sys.argv[1])), MODEL, dtype=torch.bfloat16, store=store)
 for version in range(2):
     snapshot = publisher.snapshot(module.named_parameters())
-    part = publisher.store(snapshot, version, step=version, published_at=time.time(), anchor=version == 0)
+    part = publisher.put(snapshot, version, step=version, published_at=time.time(), anchor=version == 0)
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, msgspec.msgpack.encode(part))
     if dist.get_rank() == 0:
@@ -94,7 +96,8 @@ def test_two_ranks_publish_one_version(broker: AnyBroker, namespace: str, tmp_pa
     with torch.no_grad():
         expected = {name: (tensor * 1.001).bfloat16() for name, tensor in model().named_parameters()}
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    receiver = WeightReceiver(settings, MODEL, shapes=shapes, store=AnchorStore(str(tmp_path)))
+    trust = trust_of(settings, MODEL, WeightsConfig())
+    receiver = WeightReceiver(settings, trust, shapes=shapes, store=AnchorStore(str(tmp_path)))
     receiver.start()
     try:
         staged = receiver.staged(WAIT_SECONDS)
@@ -102,7 +105,7 @@ def test_two_ranks_publish_one_version(broker: AnyBroker, namespace: str, tmp_pa
         receiver.stop()
     assert staged is not None
     assert (staged.version, staged.manifest.base_version, staged.manifest.files) == (1, 0, ())
-    anchor = find_lineage(settings, MODEL)[0].versions[0].manifest
+    anchor = next(filter(None, map(trust.believes, read_manifests(settings))))
     assert sorted(anchor.files) == sorted(file.name for file in tmp_path.iterdir())
     assert len(anchor.files) == 2
     assert len(staged.manifest.slices) > len(expected)

@@ -13,9 +13,11 @@ from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.settings import BusSettings
 from workers.weights.anchor_store import AnchorStore
+from workers.weights.config import WeightsConfig
 from workers.weights.publish import WeightPublisher
 from workers.weights.receive import WeightReceiver
 from workers.weights.refusals import Refusal
+from workers.weights.signing import trust_of
 
 MODEL_BYTES = sum(tensor.nbytes for tensor in tensors_of(0).values())
 
@@ -34,7 +36,7 @@ def store(tmp_path: Path) -> AnchorStore:
 
 @contextmanager
 def receiving(settings: BusSettings, store: AnchorStore | None) -> Iterator[WeightReceiver]:
-    receiver = WeightReceiver(settings, MODEL, shapes=SHAPES, store=store)
+    receiver = WeightReceiver(settings, trust_of(settings, MODEL, WeightsConfig()), shapes=SHAPES, store=store)
     receiver.start()
     try:
         yield receiver

@@ -16,6 +16,9 @@ from topics.reader import Reader
 FAR = 8
 """A gap of more chunks than this is jumped over: so much the bus client has fetched ahead already."""
 
+BATCH = 8
+"""Chunks taken from the bus client at once: under 8 MB."""
+
 
 class ChunkFetch:
     """Iterate for `(ref, chunk)` of every chunk that is there, each partition in order; then see `missing`."""
@@ -28,7 +31,7 @@ class ChunkFetch:
         for partition, offset in self._refs:
             places[partition].append(offset)
         wanted = {(CHUNKS, partition): offsets for partition, offsets in places.items()}
-        self._fetch = Fetch(reader, wanted, far=FAR, stopped=stop.is_set)
+        self._fetch = Fetch(reader, wanted, far=FAR, batch=BATCH, stopped=stop.is_set)
 
     @property
     def bytes_read(self) -> int:

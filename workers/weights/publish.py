@@ -268,7 +268,8 @@ class WeightPublisher:
     def _commit(self, manifest: WeightManifest, commit: Callable[[SignedManifest], None]) -> None:
         self._numbering.take(manifest)
         commit(signed(sealed(manifest, self._log), self._key))
-        if manifest.base_version is None and (self._cleaning is None or self._cleaning.done()):
+        waits = self._cleaning is not None and not self._cleaning.running() and not self._cleaning.done()
+        if manifest.base_version is None and not waits:
             self._cleaning = self._cleaner.submit(release, self._settings, self.trust, self._store)
 
     def _write(self, manifest: SignedManifest) -> None:

@@ -51,9 +51,9 @@ RETRY_SECONDS = 0.5
 MANIFEST_BATCH = 16
 """Manifests taken from librdkafka at once."""
 
-SMALL_FETCHES: dict[str, Any] = {"fetch.max.bytes": 4 * 2**20}
+SMALL_FETCHES: dict[str, Any] = {"fetch.max.bytes": 4 * 2**20, "queued.max.messages.kbytes": 8 * 2**10}
 """An answer hands out nothing before it is whole: over a slow link one of many megabytes looks like a broker that is
-gone."""
+gone. And a shard that wants a part of the chunks should not have all of them fetched ahead."""
 
 DOUBTS = {
     Doubt.UNSIGNED: Refusal.UNSIGNED,
@@ -168,6 +168,11 @@ class WeightReceiver:
         """
         with self._changed:
             return self._refused_newest
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Read so far, of versions that were staged and of those that were not."""
+        return self._fetched_bytes
 
     def refuse(self, version: int, reason: str) -> None:
         """For an engine that does not take what was staged: `refused_newest` until another version is staged."""

@@ -57,7 +57,8 @@ def release(settings: BusSettings, trust: Trust, store: AnchorStore | None = Non
         found = released(trust, read_manifests(settings))
         before = {(CHUNKS, partition): offset for partition, offset in found.before.items()}
         with _told():
-            delete_before(settings, before, keep_seconds=0, client_id=CLIENT)
+            if before:
+                delete_before(settings, before, keep_seconds=0, client_id=CLIENT)
         with _told():
             if store is not None:
                 store.delete(found.files)
@@ -75,7 +76,9 @@ def _told() -> Iterator[None]:
         log.exception("not deleted")
 
 
-def _end(settings: BusSettings, keys: Iterable[str]) -> None:
+def _end(settings: BusSettings, keys: list[str]) -> None:
+    if not keys:
+        return
     writer = Writer(settings, CLIENT)
     for key in keys:
         writer.tombstone(PLACE[0], key=key, partition=PLACE[1])
