@@ -37,7 +37,7 @@ from workers.environments.config import EnvironmentConfig
 from workers.environments.registry import BUILT_IN
 from workers.executor.config import ExecutorConfig
 from workers.trainer.config import TrainerConfig
-from workers.weights.config import WeightsConfig
+from workers.weights.config import HOLDS, WeightsConfig
 
 PREFIX = "ROSE_"
 DELIMITER = "__"
@@ -56,6 +56,7 @@ SHARED: Mapping[str, tuple[str, ...]] = {
     "trainer.model_id": ("model.id",),
     "trainer.run_folder": ("run.folder", "run.name"),
     "trainer.seed": ("run.seed",),
+    "weights.run": ("run.name",),
 }
 """Fields of roles that follow from other sections: from one field, or as a path from several."""
 
@@ -118,6 +119,12 @@ class Config:
     def environments(self) -> tuple[str, ...]:
         """Names that a prompt may give: the built-in environments and those that the workers are told of."""
         return (*BUILT_IN, *self.settings.environment.environments)
+
+    @property
+    def weights(self) -> WeightsConfig:
+        """How versions travel in this run: unless told, in what the engines hold."""
+        weights = self.settings.weights
+        return dataclasses.replace(weights, dtype=weights.dtype or self.settings.executor.dtype)
 
     def bus(self) -> BusSettings:
         """How to reach the broker. Raises UsageError when none is named."""
@@ -259,8 +266,11 @@ def _validate(merged: Values, origins: Mapping[str, str]) -> Settings:
 def _check_together(settings: Settings) -> None:
     """What no section can check alone. Raises UsageError."""
     run, topics, environment, trainer = settings.run, settings.topics, settings.environment, settings.trainer
-    executor = settings.executor
+    executor, held = settings.executor, HOLDS.get(settings.executor.dtype, ())
     fits = {
+        f"executor.dtype ({executor.dtype}) must be one of {', '.join(HOLDS)}": bool(held),
+        f"weights.dtype ({settings.weights.dtype}) cannot be held exactly by engines in executor.dtype "
+        f"({executor.dtype}): leave weights.dtype out": (settings.weights.dtype or executor.dtype) in held,
         f"environment.window_groups ({environment.window_groups}) is less than trainer.groups_per_step "
         f"({trainer.groups_per_step}): the trainer would wait for groups that may not open": (
             environment.window_groups * run.environment_workers >= trainer.groups_per_step

@@ -25,7 +25,7 @@ def run_executor_role(common: Common) -> None:
     config = load(common)
     slot = config.settings.executor.slot
     settings, stop = _begin(config, config.settings.metrics.executor, slot)
-    run_executor(settings, config.settings.executor, f"executor-{slot}", stop, weights=config.settings.weights)
+    run_executor(settings, config.settings.executor, f"executor-{slot}", stop, weights=config.weights)
 
 
 def run_router_role(common: Common) -> None:
@@ -43,7 +43,7 @@ def run_trainer_role(common: Common) -> None:
 
     config = load(common)
     settings, stop = _begin(config, config.settings.metrics.trainer)
-    run_trainer(settings, config.settings.trainer, stop, weights=config.settings.weights)
+    run_trainer(settings, config.settings.trainer, stop, weights=config.weights)
 
 
 def _begin(config: Config, metrics_port: int, number: int = 0) -> tuple[BusSettings, Event]:

@@ -18,14 +18,14 @@ from schemas.turns import PlacementCost, TurnDispatch, TurnOutcome, TurnRequest,
 from tests.brokers import AnyBroker
 from tests.integration.policies import logprobs_of, new_policy, save_policy, tensors_of
 from topics.admin import create_topics
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, MANIFESTS, Partitions
+from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, Partitions
 from topics.reader import Reader
 from topics.records import Envelope
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.executor.config import ExecutorConfig
 from workers.executor.main import run_executor
-from workers.weights.manifests import manifest_key
+from workers.weights.manifests import signed
 from workers.weights.publish import WeightPublisher
 
 pytestmark = pytest.mark.slow
@@ -51,11 +51,11 @@ class Router:
 
     def publish(self, model: Any, version: int, *, digest: bytes | None = None) -> None:
         named = tensors_of(model).items()
-        manifest = self.publisher.store(self.publisher.snapshot(named), version, step=version, published_at=time.time())
+        manifest = self.publisher.put(self.publisher.snapshot(named), version, step=version, published_at=time.time())
         if digest is not None:
             manifest = msgspec.structs.replace(manifest, digest=digest)
             self.publisher = WeightPublisher(self.settings, "policy")  # the next one builds on nothing that was forged
-        self.writer.write(MANIFESTS, manifest, key=manifest_key(manifest))
+        signed(manifest, None).write(self.writer)
         self.writer.flush()
 
     def dispatch(self, name: str, context: list[int], *, incarnation: int | None = None, max_tokens: int = 8) -> None:

@@ -60,6 +60,13 @@ def staged_at(receiver: WeightReceiver, version: int) -> StagedVersion:
     return found
 
 
+def wait_until_refused(receiver: WeightReceiver, version: int) -> None:
+    """Until it has given up on this version, or rather on what it builds on."""
+    with receiver._changed:
+        met = receiver._changed.wait_for(lambda: (receiver._refused_newest or (-1, ""))[0] == version, WAIT_SECONDS)
+    assert met, f"version {version} was neither taken nor refused"
+
+
 def begins(settings: BusSettings) -> Iterator[int]:
     """The first chunk that each partition still has."""
     reader = Reader(settings, "test", group="test")
@@ -216,6 +223,7 @@ def test_a_break_in_a_chain_costs_one_anchor_and_not_one_a_version(settings: Bus
         deltas = [step(publisher, version) for version in range(2, 8)]
         for delta in deltas:
             write(settings, delta)
+            wait_until_refused(receiver, delta.version)
         last = WeightPublisher(settings, MODEL)
         write(settings, step(last, 8))
         assert staged(receiver).version == 8

@@ -111,6 +111,16 @@ def test_sections_that_do_not_fit_together_are_refused() -> None:
     assert "max_model_len" in refusal(Common(settings=["environment.max_context_tokens=2048"]))
 
 
+@pytest.mark.parametrize("engine", ["float32", "bfloat16", "float16"])
+def test_versions_travel_in_what_the_engines_hold(engine: str) -> None:
+    assert load(Common(settings=[f"executor.dtype={engine}"])).weights.dtype == engine
+    assert load(Common(settings=["weights.dtype=bfloat16"])).weights.dtype == "bfloat16"
+    assert load(Common(settings=["run.name=mine"])).weights.run == "mine"
+    refused = refusal(Common(settings=["executor.dtype=bfloat16", "weights.dtype=float32"]))
+    assert refused.startswith("weights.dtype (float32) cannot be held exactly by engines in executor.dtype (bfloat16)")
+    assert "executor.dtype (int8) must be one of" in refusal(Common(settings=["executor.dtype=int8"]))
+
+
 def test_every_field_has_a_sentence() -> None:
     for section, declared_by in section_types().items():
         sentences = field_sentences(declared_by)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from schemas.weights import WeightManifest
-from tests.unit.test_trust import KEY, OTHER_KEY, TRUST, as_read
+from tests.unit.test_weights_trust import KEY, OTHER_KEY, TRUST, as_read
 from tests.unit.weights_world import RUN
 from topics.catalog import MANIFESTS
 from topics.records import Envelope, Raw

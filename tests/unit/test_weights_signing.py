@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives.serialization import (
 
 from schemas.errors import UsageError
 from topics.settings import BusSettings
-from topics.trust import Trust
 from workers.weights.config import WeightsConfig
 from workers.weights.signing import make_keys, private_key, public_key, signer_of, trust_of
+from workers.weights.trust import Trust
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 

@@ -16,8 +16,8 @@ from topics.catalog import MANIFESTS
 from topics.log import read_back
 from topics.records import Envelope
 from topics.settings import BusSettings
-from topics.trust import Trust
 from topics.writer import Writer
+from workers.weights.trust import Trust
 
 PLACE = (MANIFESTS, 0)
 """Manifests lie in one partition, so versions have an order."""

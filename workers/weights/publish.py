@@ -37,7 +37,6 @@ from schemas.weights import ChunkRef, SliceRef, WeightManifest
 from topics.catalog import CHUNKS
 from topics.reader import Reader
 from topics.settings import BusSettings
-from topics.trust import Trust, run_id
 from topics.writer import Writer
 from workers.weights import codec
 from workers.weights.anchor_store import AnchorStore, store_of
@@ -52,6 +51,7 @@ from workers.weights.shelves import LogShelf, Shelf, Stored, put_payload
 from workers.weights.signing import signer_of
 from workers.weights.snapshot import Snapshot, snapshot_of
 from workers.weights.tensors import TORCH_DTYPES
+from workers.weights.trust import Trust, run_id
 
 PUBLISHED_BYTES = Counter("rose_weights_published_bytes_total", "Payload bytes of the chunks that were published.")
 DENSE_BYTES = Counter("rose_weights_dense_bytes_total", "Bytes of the weights that the published chunks stand for.")

@@ -1,8 +1,8 @@
 """Receiving policy versions: followed, fetched, decoded and verified on a thread of its own while the engine runs.
 
 Keeps true
-- Nothing is learned from a manifest that is not believed (`topics.trust`), and nothing is allocated before one was
-  checked against the model's own shapes.
+- Nothing is learned from a manifest that is not believed (`workers.weights.trust`), and nothing is allocated before one
+  was checked against the model's own shapes.
 - What is staged is whole and verified: every slice that is wanted, its base, its chunks and its result by digest.
 - Of several new versions only the newest is staged: what lies between is applied to host memory alone. Versions never
   go back, whatever is on the log; which one is tried next is `workers.weights.lineage`'s to say.
@@ -27,7 +27,6 @@ from schemas.weights import ChunkRef, WeightChunk, WeightManifest
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope
 from topics.settings import BusSettings
-from topics.trust import Doubt, Trust
 from workers.weights import codec
 from workers.weights.anchor_store import AnchorStore
 from workers.weights.assembly import Assembled, Assembly, Stopped
@@ -38,6 +37,7 @@ from workers.weights.index import opened
 from workers.weights.lineage import Lineage, Path, Placed
 from workers.weights.manifests import PLACE
 from workers.weights.refusals import Refusal, VersionRefused
+from workers.weights.trust import Doubt, Trust
 
 LOOK_SECONDS = 0.2
 """How long one look for manifests lasts; also how soon `stop` is noticed."""

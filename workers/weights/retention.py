@@ -22,12 +22,12 @@ from topics.catalog import CHUNKS, KEPT_SECONDS
 from topics.records import Envelope
 from topics.retention import delete_before
 from topics.settings import BusSettings
-from topics.trust import Doubt, Trust
 from topics.writer import Writer
 from workers.weights.anchor_store import AnchorStore
 from workers.weights.lineage import Placed
 from workers.weights.manifests import PLACE, manifest_key, read_manifests
 from workers.weights.shelves import lowest_offsets
+from workers.weights.trust import Doubt, Trust
 
 ANCHORS_KEPT = 2
 """Of each run: the newest, and the one before it."""

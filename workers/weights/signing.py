@@ -22,8 +22,8 @@ from cryptography.hazmat.primitives.serialization import (
 
 from schemas.errors import UsageError
 from topics.settings import BusSettings
-from topics.trust import Trust, run_id
 from workers.weights.config import WeightsConfig
+from workers.weights.trust import Trust, run_id
 
 _ADVICE = "`rose keys FILE` writes a private key to FILE and its public one to FILE.pub"
 

@@ -14,8 +14,8 @@ from tests.unit.test_weights_numbering import manifest
 from tests.unit.weights_world import RUN
 from topics.catalog import MANIFESTS
 from topics.records import Envelope, Raw
-from topics.trust import Doubt, Trust, run_id
 from workers.weights.manifests import SignedManifest, manifest_key, signed
+from workers.weights.trust import Doubt, Trust, run_id
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER_KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))

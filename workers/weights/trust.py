@@ -1,4 +1,4 @@
-"""Whose weight manifests are believed: the router, executors and the trainer ask here before they learn anything.
+"""Whose manifests are believed: receivers, retention and the trainer ask here before they learn anything.
 
 Keeps true
 - Where a key is set, nothing is learned from a manifest that its owner did not sign: the signature is over the value's
