@@ -19,7 +19,7 @@ from topics.catalog import CHUNKS, Partitions
 from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
-from workers.weights import retention
+from workers.weights import receive, retention
 from workers.weights.anchor_store import AnchorStore
 from workers.weights.config import WeightsConfig
 from workers.weights.digests import whole_digest
@@ -273,10 +273,8 @@ def test_a_store_that_cannot_be_cleaned_ends_nothing(settings: BusSettings, tmp_
     assert named == {file.name for file in tmp_path.iterdir()}, "what still lies there is still named"
 
 
-def test_a_broker_that_is_gone_when_chunks_should_go_ends_nothing(
-    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nowhere = BusSettings("127.0.0.1:1", settings.namespace, settings.properties, settings.embedded)
+def test_chunks_that_cannot_be_deleted_end_nothing(settings: BusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = BusSettings(settings.bootstrap, "nowhere.", settings.properties, settings.embedded)
     release = retention.delete_before
     monkeypatch.setattr(retention, "delete_before", lambda _, *needed, **options: release(nowhere, *needed, **options))
     with WeightPublisher(settings, MODEL, anchor_every=0) as publisher:
@@ -284,6 +282,26 @@ def test_a_broker_that_is_gone_when_chunks_should_go_ends_nothing(
             publish(publisher, version)
     with receiving(settings) as receiver:
         assert_equal(staged(receiver), tensors_of(2))
+
+
+def test_a_version_at_which_anything_at_all_is_raised_gives_way_to_the_next_best(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = receive.check_manifest
+
+    def raises(manifest: WeightManifest, *arguments: object, **options: object) -> None:
+        if manifest.version == 3:
+            raise MemoryError("of all versions this one")
+        check(manifest, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(receive, "check_manifest", raises)
+    with receiving(settings) as receiver, WeightPublisher(settings, MODEL) as publisher:
+        for version in range(4):
+            publish(publisher, version)
+        assert receiver.refused(Refusal.UNREADABLE, WAIT_SECONDS) == 1
+        assert_equal(staged_at(receiver, 2), tensors_of(2))
+        assert receiver.refused_newest is not None
+        assert receiver.refused_newest[0] == 3
 
 
 def test_what_an_engine_cannot_hold_is_refused_unfetched_with_the_reason(settings: BusSettings) -> None:

@@ -12,6 +12,8 @@ Pure.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from schemas.errors import RoseError
 from schemas.weights import WeightManifest
 
@@ -34,7 +36,7 @@ class Numbering:
     """Of one run, as its publisher keeps it."""
 
     newest: WeightManifest | None = None
-    """Of the run on the log, and since then as published."""
+    """Of the run on the log, and since then as published, without what it says of tensors and slices."""
     highest: int = -1
     """Of all runs of the model."""
     epoch: int = 0
@@ -66,7 +68,7 @@ class Numbering:
         """Publish it; raises VersionTaken if its number is not free."""
         self.check(manifest.version, manifest.digest)
         self.highest = max(self.highest, manifest.version)
-        self.newest = manifest
+        self.newest = msgspec.structs.replace(manifest, tensors=(), slices=())  # of a large model they are many
 
     def check(self, version: int, digest: bytes) -> None:
         """Raises VersionTaken unless the number is free, or that of the newest version, which is the same policy."""

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from schemas.weights import ChunkRef, SliceRef, WeightManifest
 from topics.catalog import CHUNKS
+from topics.log import await_decided
 from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -44,7 +45,7 @@ from workers.weights.config import DEFAULT_RUN, WeightsConfig
 from workers.weights.digests import NO_BASE, whole_digest
 from workers.weights.geometry import Box, LayoutError, cut
 from workers.weights.index import sealed
-from workers.weights.manifests import SignedManifest, read_manifests, signed
+from workers.weights.manifests import PLACE, SignedManifest, read_manifests, signed
 from workers.weights.numbering import Numbering
 from workers.weights.retention import release
 from workers.weights.shelves import LogShelf, Shelf, Stored, put_payload
@@ -121,6 +122,7 @@ class WeightPublisher:
     def _numbering(self) -> Numbering:
         """Read from the log when it is first asked for: by then an older publisher may have been fenced."""
         numbering = Numbering()
+        await_decided(self._settings, [PLACE], client_id="rose-weights")
         numbering.learn(filter(None, map(self.trust.of_any_run, read_manifests(self._settings))), self.trust.run)
         return numbering
 

@@ -191,7 +191,7 @@ class WeightReceiver:
                 return
             except RoseError as error:
                 log.warning("fetching anew", model=self._trust.model_id, reason=str(error))
-            except Exception:  # whatever it is, the engine must go on serving and later versions must still arrive
+            except Exception:  # whatever it is, the engine goes on serving and later versions arrive
                 log.exception("receiving failed", model=self._trust.model_id)
             if not self._stopping.is_set():
                 RETRIES.inc()
@@ -269,6 +269,14 @@ class WeightReceiver:
                 assembly.add(manifest, partial(self._fetch, manifest, chunks))
             except VersionRefused as refused:
                 failure = placed, refused
+                break
+            except (Stopped, RoseError):
+                raise
+            except (
+                Exception
+            ) as error:  # whatever it is, it would be so again: the versions beside this one must be tried
+                log.exception("a version cannot be read", version=placed.manifest.version)
+                failure = placed, VersionRefused(Refusal.UNREADABLE, f"{type(error).__name__}: {error}")
                 break
             taken = placed, manifest
         if taken is not None and (self._lineage.held is None or taken[0].order > self._lineage.held):
