@@ -189,6 +189,7 @@ def test_a_strangers_versions_are_not_taken_though_the_same_key_signed_them(sett
         stranger.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", ["its chunks are gone", "it builds on other bytes"])
 def test_a_break_in_a_chain_costs_one_anchor_and_not_one_a_version(settings: BusSettings, harm: str) -> None:
     """Versions of fine steps, so that a delta is a small part of an anchor."""

@@ -3,15 +3,19 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from schemas.weights import WeightManifest
+from schemas.record import Record
+from schemas.weights import WeightChunk, WeightManifest
 from tests.brokers import AnyBroker
 from tests.integration.test_weights import MODEL, SHAPES, WAIT_SECONDS, assert_equal, staged, tensors_of
 from topics.admin import create_topics
-from topics.catalog import Partitions
+from topics.catalog import Partitions, Topic
 from topics.settings import BusSettings
+from topics.writer import Writer
+from workers.weights import shelves
 from workers.weights.anchor_store import AnchorStore
 from workers.weights.config import WeightsConfig
 from workers.weights.publish import WeightPublisher
@@ -103,3 +107,35 @@ def test_tensors_may_change_while_their_version_is_published(settings: BusSettin
         published.result()
     with receiving(settings, store) as receiver:
         assert_equal(staged(receiver), tensors_of(0))
+
+
+class CountingWriter(Writer):
+    """Keeps the most bytes of chunks that ever were on their way to the broker."""
+
+    on_their_way = 0
+    most = 0
+
+    def write(self, topic: Topic, record: Record, **options: Any) -> None:
+        assert isinstance(record, WeightChunk)
+        size, tell = len(record.payload), options.pop("on_delivery")
+
+        def delivered(partition: int, offset: int) -> None:
+            self.on_their_way -= size
+            tell(partition, offset)
+
+        self.on_their_way += size
+        self.most = max(self.most, self.on_their_way)
+        super().write(topic, record, on_delivery=delivered, **options)
+
+
+def test_an_anchor_waits_for_a_slow_uplink_instead_of_filling_memory(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelves, "WAITING_BYTES", 4 * shelves.CHUNK_BYTES)
+    writer = CountingWriter(settings, "test")
+    shelf = shelves.LogShelf(writer, 2)
+    payload = bytes(20 * shelves.CHUNK_BYTES)
+    stored = shelves.put_payload(shelf, payload, model_id=MODEL, version=1, tensor="embed")
+    shelf.close()
+    assert sorted((each.partition, each.offset) for each in stored) == [(p, o) for p in range(2) for o in range(10)]
+    assert writer.most <= 4 * shelves.CHUNK_BYTES

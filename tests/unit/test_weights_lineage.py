@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.weights import Order, WeightManifest
-from tests.unit.weights_world import RUN
+from tests.unit.weights_world import bare
 from workers.weights.lineage import Lineage, Path, Placed
 from workers.weights.refusals import OF_THE_BASE, Refusal, VersionRefused
 
@@ -15,19 +15,7 @@ ANCHOR_BYTES, DELTA_BYTES = 1000, 1
 
 
 def manifest(version: int, base: int | None = None, *, epoch: int = 0) -> WeightManifest:
-    return WeightManifest(
-        model_id="m",
-        run=RUN,
-        epoch=epoch,
-        version=version,
-        base_version=base,
-        step=version,
-        tensors=(),
-        slices=(),
-        digest=bytes(16),
-        payload_bytes=ANCHOR_BYTES if base is None else DELTA_BYTES,
-        published_at=0.0,
-    )
+    return bare(version, base, epoch=epoch, payload_bytes=ANCHOR_BYTES if base is None else DELTA_BYTES)
 
 
 def lineage_of(*links: tuple[int, int | None], held: int | None = None) -> Lineage:
@@ -112,27 +100,25 @@ def test_a_later_epoch_is_newer_whatever_the_number_and_builds_on_its_own() -> N
     assert lineage.next_path() is None, "of an older epoch, so older"
 
 
-def test_a_broken_delta_costs_no_anchor_until_the_next_one() -> None:
-    """A chunk of it is missing: no other way to it can be better."""
+@pytest.mark.parametrize(
+    ("refusal", "expected"),
+    [
+        (Refusal.MISSING_CHUNK, [[3]]),
+        (Refusal.WRONG_BASE, [[3], [0, 1, 2, 3]]),
+        (Refusal.WRONG_RESULT, [[3], [0, 1, 2, 3]]),
+    ],
+)
+def test_a_broken_delta_costs_one_anchor_at_most_until_the_next(refusal: Refusal, expected: list[list[int]]) -> None:
+    """None where no other way to it can be better; one where what is held may be to blame, and not one at a version."""
     lineage = lineage_of((0, None), (1, 0), (2, 1), held=2)
     tried = []
     for offset, version in enumerate(range(3, 9), start=10):
         lineage.learn(manifest(version, version - 1), offset)
-        tried += follow(lineage, {3: Refusal.MISSING_CHUNK})
-    assert tried == [[3]]
+        tried += follow(lineage, {3: refusal})
+    assert tried == expected
     lineage.learn(manifest(9), 20)
     lineage.learn(manifest(10, 9), 21)
     assert follow(lineage, {}) == [[9, 10]]
-
-
-def test_a_delta_that_does_not_fit_what_is_held_costs_one_anchor() -> None:
-    """What is held may be to blame: the way from the anchor is tried once, not at every version."""
-    lineage = lineage_of((0, None), (1, 0), (2, 1), held=2)
-    tried = []
-    for offset, version in enumerate(range(3, 9), start=10):
-        lineage.learn(manifest(version, version - 1), offset)
-        tried += follow(lineage, {3: Refusal.WRONG_BASE})
-    assert tried == [[3], [0, 1, 2, 3]]
 
 
 def test_if_what_is_held_was_to_blame_the_anchor_mends_it() -> None:

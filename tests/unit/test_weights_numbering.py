@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from schemas.limits import Count
 from schemas.weights import WeightManifest
-from tests.unit.weights_world import RUN
+from tests.unit.weights_world import RUN, bare
 from workers.weights.numbering import COUNTABLE, Numbering, VersionTaken
 
 OTHER = "other.:run"
@@ -15,17 +15,7 @@ assert str(MOST) in str(Count)
 
 
 def manifest(version: int, *, epoch: int = 0, run: str = RUN, digest: int = 0) -> WeightManifest:
-    return WeightManifest(
-        model_id="m",
-        run=run,
-        epoch=epoch,
-        version=version,
-        step=version,
-        tensors=(),
-        slices=(),
-        digest=bytes([digest]) * 16,
-        published_at=0.0,
-    )
+    return bare(version, epoch=epoch, run=run, digest=bytes([digest]) * 16)
 
 
 def numbering_of(*manifests: WeightManifest) -> Numbering:

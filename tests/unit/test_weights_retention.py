@@ -7,7 +7,7 @@ import pytest
 
 from schemas.weights import WeightManifest
 from tests.unit.test_weights_trust import KEY, OTHER_KEY, TRUST, as_read
-from tests.unit.weights_world import RUN
+from tests.unit.weights_world import bare
 from topics.catalog import MANIFESTS
 from topics.records import Envelope, Raw
 from workers.weights.config import WeightsConfig
@@ -19,28 +19,8 @@ from workers.weights.shelves import lowest_offsets
 OTHER = "other.:run"
 
 
-def manifest(
-    version: int,
-    base: int | None,
-    *places: tuple[int, int],
-    run: str = RUN,
-    files: tuple[str, ...] = (),
-    epoch: int = 0,
-) -> WeightManifest:
-    return WeightManifest(
-        model_id="m",
-        run=run,
-        epoch=epoch,
-        version=version,
-        base_version=base,
-        step=version,
-        tensors=(),
-        slices=(),
-        digest=bytes(16),
-        files=files,
-        first=places,
-        published_at=0.0,
-    )
+def manifest(version: int, base: int | None, *places: tuple[int, int], **fields: object) -> WeightManifest:
+    return bare(version, base, first=places, **fields)
 
 
 def versions(manifests: list[WeightManifest]) -> list[int]:

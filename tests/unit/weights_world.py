@@ -29,6 +29,13 @@ RUN = ":run"
 """What a run without a namespace is called that nobody names."""
 
 
+def bare(version: int, base: int | None = None, **fields: Any) -> WeightManifest:
+    """A manifest of no tensors at all."""
+    standard: dict[str, Any] = {"model_id": "m", "run": RUN, "epoch": 0, "step": version, "tensors": (), "slices": ()}
+    standard |= {"digest": NO_BASE, "published_at": 0.0}
+    return WeightManifest(version=version, base_version=base, **(standard | fields))
+
+
 def random_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, random: np.random.Generator) -> Tensors:
     """Tensors of any bits: NaNs, infinities and subnormals among them."""
     tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
