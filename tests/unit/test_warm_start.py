@@ -10,11 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.environments.calculator import Calculator
-from workers.environments.turn_format import TurnFormat, TurnFormatError
-from workers.trainer.policy import load_policy
-from workers.trainer.sampler import Task, sample_trajectories
-from workers.trainer.warm_start import (
+from bench.plain_engine import Task, sample_trajectories
+from bench.warm_start import (
     CHARACTERS,
     FIRST_HELD_OUT_SEED,
     SPECIALS,
@@ -25,6 +22,9 @@ from workers.trainer.warm_start import (
     held_out_success,
     save,
 )
+from workers.environments.calculator import Calculator
+from workers.environments.turn_format import TurnFormat, TurnFormatError
+from workers.trainer.policy import load_policy
 
 SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 TEXT = st.text(alphabet=CHARACTERS, max_size=40)

@@ -1,6 +1,6 @@
-"""The warm start: a small character model, pre-trained on noisy demonstrations of the calculator task.
+"""The warm start of the demo's policy: a small character model, fitted to noisy demonstrations of the calculator.
 
-    python -m workers.trainer.warm_start FOLDER
+    python -m bench.warm_start FOLDER
 
 Keeps true
 - The folder it writes is an ordinary Hugging Face model folder plus `turn_format.json`; transformers and vLLM load it.
@@ -24,11 +24,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from bench.plain_engine import Task, sample_trajectories
 from workers.environments.calculator import MALFORMED, Calculator
 from workers.environments.protocol import JsonValue
 from workers.environments.turn_format import Frame, TurnFormat
 from workers.trainer.policy import load_policy, microbatches, padded, token_logprobs
-from workers.trainer.sampler import Task, sample_trajectories
 
 FIRST_HELD_OUT_SEED = 10**9
 """Tasks of seeds from here on are for measuring only; training draws below."""
