@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bench.plain_engine import Played, Task, sample_trajectories
 from pipeline.command.config import Settings
 from pipeline.command.tasks import training_prompts
 from schemas.prompts import Prompt
@@ -20,7 +21,6 @@ from workers.environments.registry import load_environment
 from workers.environments.turn_format import TurnFormat
 from workers.trainer.loop import step_settings
 from workers.trainer.policy import load_policy
-from workers.trainer.sampler import Task, Trajectory, sample_trajectories
 from workers.trainer.step import TrainingSample, make_optimizer, train_step
 
 HELD_OUT_EVERY_STEPS = 10
@@ -88,7 +88,11 @@ class Reference:
         sampled = time.perf_counter()
         samples = [
             TrainingSample(
-                tokens=one.tokens, loss_mask=one.loss_mask, behaviour_logprobs=one.logprobs, reward=one.reward
+                tokens=one.tokens,
+                loss_mask=one.loss_mask,
+                behaviour_logprobs=one.logprobs,
+                temperatures=[1.0] * len(one.tokens),
+                reward=one.reward,
             )
             for one in played
         ]
@@ -109,7 +113,7 @@ class Reference:
             training_seconds=time.perf_counter() - sampled,
         )
 
-    def _play(self, model: Any, seeds: Sequence[int], generator: torch.Generator) -> list[Trajectory]:
+    def _play(self, model: Any, seeds: Sequence[int], generator: torch.Generator) -> list[Played]:
         arguments = self._settings.tasks.arguments
         return sample_trajectories(
             model,

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from vllm.model_executor.layers import utils as layer_utils
 
+from schemas.arrays import pack_logprobs
 from schemas.prompts import Sampling
 from schemas.turns import VersionSpan
 from tests.integration.engine_rig import (
@@ -22,6 +24,7 @@ from tests.integration.engine_rig import (
     folder_config,
 )
 from tests.integration.policies import VOCABULARY, new_policy, save_policy, tensors_of
+from tests.unit.samples import sample, turns_of
 from workers.executor.vllm.engine import (
     Engine,
     EngineBroken,
@@ -29,6 +32,9 @@ from workers.executor.vllm.engine import (
     EngineStartError,
     SwapRefused,
 )
+from workers.trainer.policy import token_logprobs
+from workers.trainer.step import TrainingSample
+from workers.trainer.verdicts import Rules, sample_flaw
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +84,36 @@ def test_logprobs_are_those_of_transformers_before_and_after_swaps(rig: Rig) -> 
     for seed in (2, 3):
         rig.swap()
         assert rig.check(seed) < TOLERANCE
+
+
+@pytest.mark.parametrize("temperatures", [[0.7, 0.7], [1.3, 1.3], [0.7, 1.3]])
+def test_on_policy_the_trainer_weighs_what_the_engine_drew_at_one(rig: Rig, temperatures: list[float]) -> None:
+    """Through a sample, its turns' sampling and the logits of the loss: mean |log ratio| under 1e-3 in float32."""
+    rig.swap()
+    rng, log_ratios = random.Random(4), list[float]()
+    for number in range(12):
+        tokens, turns = contexts_of(rng, rng.randint(5, 40)), []
+        mask, logprobs = [0] * len(tokens), [0.0] * len(tokens)
+        for temperature in temperatures:
+            sampling = Sampling(temperature=temperature, max_tokens=rng.randint(2, 30), seed=number)
+            done = rig.run(tokens, **msgspec.structs.asdict(sampling))
+            drawn = [0] * len(mask) + [1] * len(done.tokens)
+            turns += turns_of(drawn, sampling)
+            observed = contexts_of(rng, 3)
+            tokens = [*tokens, *done.tokens, *observed]
+            mask += [1] * len(done.tokens) + [0] * len(observed)
+            logprobs += [*done.logprobs.tolist(), *[0.0] * len(observed)]
+        made = sample(tokens=tokens, mask=mask)
+        made = msgspec.structs.replace(made, turns=tuple(turns), logprobs=pack_logprobs(logprobs))
+        rules = Rules(max_staleness=0, vocabulary=VOCABULARY, context_tokens=MAX_MODEL_LEN)
+        assert sample_flaw(made, rules=rules) == ""
+        one = TrainingSample.of(made)
+        with torch.no_grad():
+            row = torch.tensor([one.tokens])
+            priced = token_logprobs(rig.model, row, temperatures=torch.tensor([one.temperatures]))
+        log_ratios += (priced[0] - torch.tensor(one.behaviour_logprobs))[torch.tensor(mask).bool()].abs().tolist()
+    assert len(log_ratios) > 100
+    assert sum(log_ratios) / len(log_ratios) < 1e-3
 
 
 def test_a_failed_later_swap_leaves_the_version_before_it_serving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

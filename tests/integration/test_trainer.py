@@ -2,7 +2,7 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Event
 
@@ -12,8 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.accounting.audit import audit_log
+from schemas.arrays import pack_tokens
 from schemas.errors import UsageError
-from schemas.samples import Outcome
+from schemas.samples import Outcome, Sample
+from schemas.turns import VersionSpan
+from schemas.weights import WeightManifest
 from tests.brokers import AnyBroker
 from tests.integration.trainer_kit import (
     GROUP_SIZE,
@@ -31,13 +34,13 @@ from tests.integration.trainer_kit import (
     write_samples,
 )
 from topics.admin import create_topics
-from topics.catalog import Partitions
+from topics.catalog import MANIFESTS, Partitions
+from topics.log import read_topics
 from topics.settings import BusSettings
 from workers.trainer.checkpoint import CheckpointRefused
 from workers.trainer.loop import Trainer, TrainerFenced
 from workers.trainer.main import run_trainer
 from workers.trainer.step_log import NAME, read_step_log
-from workers.trainer.stream import WrongLog
 from workers.weights.config import WeightsConfig
 
 pytestmark = pytest.mark.slow
@@ -138,16 +141,9 @@ def without_tensors(checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [cut_short, rotten_tensors, without_tensors])
-@pytest.mark.parametrize("partitions", [1, 3])
-def test_a_broken_checkpoint_falls_back_and_its_step_is_made_again(
-    broker: AnyBroker,
-    namespace: str,
-    model_folder: Path,
-    tmp_path: Path,
-    harm: Callable[[Path], None],
-    partitions: int,
+def test_a_trainer_whose_newest_checkpoint_is_broken_goes_back_under_a_new_number(
+    settings: BusSettings, model_folder: Path, tmp_path: Path, harm: Callable[[Path], None]
 ) -> None:
-    settings = log_with_samples(broker, namespace, partitions=partitions)
     config = config_of(model_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
     before, lines = result_of(settings), read_step_log(config.run_folder)
@@ -155,12 +151,62 @@ def test_a_broken_checkpoint_falls_back_and_its_step_is_made_again(
     harm(config.checkpoints)
     again = Trainer(settings, config, WeightsConfig(), Event())
     again.run()
-    assert result_of(settings) == before
+    after = result_of(settings)
+    assert after.outcomes == before.outcomes
+    assert after.digests == before.digests | {STEPS + 1: before.digests[STEPS - 1]}
+    assert newest_of(settings).order == (1, STEPS + 1)
     assert read_step_log(config.run_folder) == lines
     exported = load_file(config.run_folder / "model" / "model.safetensors")
     parameters = dict(again._model.named_parameters())
     assert all(torch.equal(exported[name], parameter) for name, parameter in parameters.items())
-    assert again._publisher.snapshot(parameters.items()).digest() == before.digests[STEPS]
+
+
+def newest_of(settings: BusSettings) -> WeightManifest:
+    records = [envelope.record for envelope in read_topics(settings, [MANIFESTS])]
+    return max((one for one in records if isinstance(one, WeightManifest)), key=lambda manifest: manifest.order)
+
+
+def of_version(samples: Iterable[Sample], version: int) -> list[Sample]:
+    return [
+        msgspec.structs.replace(one, spans=tuple(VersionSpan(span.start, span.end, version) for span in one.spans))
+        for one in samples
+    ]
+
+
+def test_what_versions_sampled_that_the_run_went_back_behind_is_superseded(
+    settings: BusSettings, model_folder: Path, tmp_path: Path
+) -> None:
+    """Also after one more restart, and every number stands for one policy."""
+    config = config_of(model_folder, tmp_path / "run")
+    run_trainer(settings, config, Event())
+    cut_short(config.checkpoints)
+    run_trainer(settings, config, Event())  # from version 3, which is version 5 now
+    lost, kept = make_samples(7, groups=[20]), make_samples(7, groups=[21, 22])
+    write_samples(settings, [*of_version(lost, STEPS), *of_version(kept, STEPS - 1)])
+    run_trainer(settings, config_of(model_folder, config.run_folder, total_groups=GROUPS + 3), Event())
+    result = result_of(settings)
+    assert {name for name, outcome, _ in result.outcomes if outcome is Outcome.SUPERSEDED} == {
+        one.trajectory_id for one in lost
+    }
+    assert len(result.outcomes) == len({name for name, _, _ in result.outcomes}) == (GROUPS + 3) * GROUP_SIZE
+    assert sorted(result.digests) == [0, 1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in read_step_log(config.run_folder)] == [1, 2, 3, 4, 6]
+
+
+def test_a_trainer_that_is_killed_while_it_goes_back_goes_back_once(
+    settings: BusSettings, model_folder: Path, tmp_path: Path
+) -> None:
+    config = config_of(model_folder, tmp_path / "run")
+    run_trainer(settings, config, Event())
+    before = result_of(settings)
+    cut_short(config.checkpoints)
+    killed = train_in_a_process_that_is_killed(
+        settings, model_folder, config.run_folder, point="after_checkpoint", version=STEPS + 1
+    )
+    assert killed == -9
+    run_trainer(settings, config, Event())
+    assert result_of(settings).digests == before.digests | {STEPS + 1: before.digests[STEPS - 1]}
+    assert newest_of(settings).order == (1, STEPS + 1)
 
 
 def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
@@ -173,11 +219,64 @@ def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
     before = result_of(settings)
     with torch.no_grad():
         next(trainer._model.parameters()).add_(1.0)
-    trainer._checkpoints.save(trainer._progress(trainer._snapshot(), (), None), trainer._model, trainer._optimizer)
+    assert trainer._progress is not None
+    strange = msgspec.structs.replace(trainer._progress, weights_digest=trainer._snapshot().digest())
+    trainer._checkpoints.save(strange, trainer._model, trainer._optimizer)
     again = Trainer(settings, config, WeightsConfig(), Event())
     again.run()
-    assert result_of(settings) == before
-    assert next(again._checkpoints.newest_first()).weights_digest == before.digests[STEPS]
+    assert result_of(settings).digests == before.digests | {STEPS + 1: before.digests[STEPS - 1]}
+    assert result_of(settings).outcomes == before.outcomes
+
+
+def raise_on(trainer: Trainer, tokens: Iterable[bytes], error: Exception) -> None:
+    """The policy cannot compute a batch with one of these token sequences."""
+
+    def look(_module: torch.nn.Module, _arguments: object, given: dict[str, torch.Tensor]) -> None:
+        rows = [pack_tokens(row.tolist()) for row in given["input_ids"]]
+        if any(row.startswith(one[:-4]) for row in rows for one in tokens):
+            raise error
+
+    trainer._model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def test_a_group_that_no_step_can_compute_is_settled_and_the_trainer_goes_on(
+    settings: BusSettings, model_folder: Path, tmp_path: Path
+) -> None:
+    trainer = Trainer(settings, config_of(model_folder, tmp_path / "run"), WeightsConfig(), Event())
+    raise_on(trainer, [one.tokens for one in make_samples() if one.group_id == "g04"], ValueError("no such row"))
+    trainer.run()
+    result = result_of(settings)
+    failed = {name for name, outcome, _ in result.outcomes if outcome is Outcome.INFRA_FAILED}
+    assert failed == {f"g04:{index}" for index in range(GROUP_SIZE)} | {"g05:0"}
+    assert sorted(result.digests) == list(range(STEPS + 1)) and len(set(result.digests.values())) == STEPS + 1
+    assert audit_log(settings).clean
+
+
+@pytest.mark.parametrize("error", [ValueError("the device is gone"), MemoryError()])
+def test_what_every_group_raises_or_a_lack_of_memory_is_no_groups_fault(
+    settings: BusSettings, model_folder: Path, tmp_path: Path, error: Exception
+) -> None:
+    config = config_of(model_folder, tmp_path / "run")
+    trainer = Trainer(settings, config, WeightsConfig(), Event())
+    raise_on(trainer, [one.tokens for one in make_samples()], error)
+    with pytest.raises(type(error)):
+        trainer.run()
+    assert result_of(settings).outcomes == []
+    run_trainer(settings, config, Event())
+    assert result_of(settings).counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1
+
+
+def test_every_start_stores_the_present_version_whole(
+    settings: BusSettings, model_folder: Path, tmp_path: Path
+) -> None:
+    """A log that was quiet for long has an anchor again: a fresh executor need not look back."""
+    config = config_of(model_folder, tmp_path / "run")
+    run_trainer(settings, config, Event())
+    before = newest_of(settings)
+    run_trainer(settings, config, Event())
+    records = [envelope.record for envelope in read_topics(settings, [MANIFESTS])]
+    again = [one for one in records if isinstance(one, WeightManifest)][-1]
+    assert (again.order, again.digest, again.base_version) == (before.order, before.digest, None)
 
 
 def test_a_run_that_is_complete_is_not_trained_again(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
@@ -236,20 +335,6 @@ def test_a_checkpoint_of_another_model_is_refused(settings: BusSettings, model_f
     Qwen3ForCausalLM(shape).save_pretrained(other)
     with pytest.raises(CheckpointRefused, match="other tensors"):
         run_trainer(settings, config_of(other, config.run_folder), Event())
-
-
-def test_a_log_that_ends_before_the_checkpoint_is_refused(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
-) -> None:
-    config = config_of(model_folder, tmp_path / "run", total_groups=GROUPS + 1)
-    trainer = Trainer(settings, config, WeightsConfig(), Event())
-    trainer._recover()
-    trainer._publisher.settle()
-    trainer._version = 1
-    trainer._offsets = {0: 10**6}
-    trainer._checkpoints.save(trainer._progress(trainer._snapshot(), (), None), trainer._model, trainer._optimizer)
-    with pytest.raises(WrongLog, match="offset 1000000 of partition 0"):
-        run_trainer(settings, config, Event())
 
 
 def test_a_stop_ends_the_trainer_and_it_goes_on_later(

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.prompts import Prompt, trajectory_id
+from schemas.prompts import Prompt, Sampling, trajectory_id
 from schemas.samples import Outcome, Sample, SampleOutcome
 from schemas.turns import VersionSpan
 from schemas.weights import WeightManifest
+from tests.unit.samples import turns_of
 from topics.catalog import MANIFESTS, OUTCOMES, PROMPTS, SAMPLES
 from topics.log import read_topics
 from topics.settings import BusSettings
@@ -33,13 +34,13 @@ FILTERED_GROUP, FAILED_GROUP = 2, 5
 POINTS = ("before_checkpoint", "after_checkpoint", "in_transaction", "after_transaction")
 
 
-def make_policy(folder: Path) -> Path:
+def make_policy(folder: Path, *, vocabulary: int = VOCABULARY) -> Path:
     """A model folder with a random Qwen3 of some thousand parameters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(11)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -61,15 +62,17 @@ def group_name(number: int) -> str:
     return f"g{number:02d}"
 
 
-def make_samples(seed: int = 5, *, groups: Iterable[int] = range(GROUPS)) -> list[Sample]:
+def make_samples(
+    seed: int = 5, *, groups: Iterable[int] = range(GROUPS), sampling: Sampling | None = None
+) -> list[Sample]:
     """Complete groups in a shuffled order, one of equal rewards and one with a failed member."""
     source = random.Random(seed)
-    samples = [_sample(source, number, index) for number in groups for index in range(GROUP_SIZE)]
+    samples = [_sample(source, number, index, sampling) for number in groups for index in range(GROUP_SIZE)]
     source.shuffle(samples)
     return samples
 
 
-def _sample(source: random.Random, number: int, index: int) -> Sample:
+def _sample(source: random.Random, number: int, index: int, sampling: Sampling | None) -> Sample:
     length = source.randint(6, 20)
     mask = [0, 0, *(source.randint(0, 1) for _ in range(length - 3)), 1]
     failed = number == FAILED_GROUP and index == 0
@@ -78,13 +81,14 @@ def _sample(source: random.Random, number: int, index: int) -> Sample:
         trajectory_id=trajectory_id(group_name(number), index),
         group_id=group_name(number),
         group_size=GROUP_SIZE,
+        model_id="policy",
         environment="calculator",
         seed=number,
         tokens=pack_tokens([source.randrange(VOCABULARY) for _ in range(length)]),
         loss_mask=bytes(mask),
         logprobs=pack_logprobs([on * source.uniform(-4.0, -3.5) for on in mask]),
         spans=(VersionSpan(2, length, 0),),
-        turns=(),
+        turns=turns_of(mask, sampling),
         reward=None if failed else reward,
         success=reward == 1.0 and not failed,
         failure="the environment broke" if failed else "",
@@ -129,9 +133,10 @@ class Result:
 def result_of(settings: BusSettings) -> Result:
     records = [envelope.record for envelope in read_topics(settings, [MANIFESTS, OUTCOMES])]
     manifests = [record for record in records if isinstance(record, WeightManifest)]
-    assert len({manifest.version for manifest in manifests}) == len(manifests), "a version was published twice"
+    digests = {manifest.version: manifest.digest for manifest in manifests}
+    assert all(digests[one.version] == one.digest for one in manifests), "a version number stands for two policies"
     return Result(
-        {manifest.version: manifest.digest for manifest in manifests},
+        digests,
         [(r.trajectory_id, r.outcome, r.step) for r in records if isinstance(r, SampleOutcome)],
     )
 

@@ -12,7 +12,7 @@ from workers.trainer.loss import LossBounds, group_advantages, grpo_loss
 REWARDS = st.lists(st.sampled_from([0.0, 0.25, 1.0, -1.0]), min_size=1, max_size=16)
 LOGPROBS = st.floats(min_value=-8, max_value=0)
 TOKENS = st.tuples(LOGPROBS, LOGPROBS, st.sampled_from([-1.5, 0.0, 0.7]), st.sampled_from([0.0, 1.0]))
-BOUNDS = LossBounds()
+BOUNDS = LossBounds(clip_low=0.8, clip_high=1.28, importance_cap=2.0)
 
 
 def naive(tokens: list[tuple[float, float, float, float]], bounds: LossBounds) -> tuple[float, list[float]]:
@@ -94,4 +94,15 @@ def test_advantages_compare_within_the_group_alone(rewards: list[float], scale: 
     if max(rewards) == min(rewards):
         assert not any(advantages)
     elif scale:
-        assert sum(a * a for a in advantages) == pytest.approx(len(rewards))
+        assert sum(a * a for a in advantages) == pytest.approx(len(rewards), rel=1e-2)
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_what_sums_of_floats_leave_is_no_advantage(scale: bool) -> None:
+    assert group_advantages([0.1 + 0.2, 0.3, 0.3, 0.3], scale_by_deviation=scale) == [0.0] * 4
+
+
+def test_a_hair_between_rewards_is_no_lesson_of_full_weight() -> None:
+    hair = group_advantages([0.3, 0.3, 0.3, 0.3 + 1e-5], scale_by_deviation=True)
+    whole = group_advantages([0.3, 0.3, 0.3, 1.0], scale_by_deviation=True)
+    assert max(hair) < 0.1 < 1.7 < max(whole)

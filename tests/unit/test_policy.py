@@ -4,6 +4,7 @@ import copy
 import math
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from bench.plain_engine import Task, sample_trajectories
 from workers.environments.calculator import Calculator
 from workers.environments.turn_format import TurnFormat
+from workers.trainer.config import TrainerConfig
+from workers.trainer.loop import step_settings
 from workers.trainer.policy import ModelFolderError, load_policy, microbatches, padded, token_logprobs
-from workers.trainer.sampler import Task, sample_trajectories
-from workers.trainer.step import StepSettings, TrainingSample, make_optimizer, train_step
+from workers.trainer.step import StepSettings, TrainingSample, make_optimizer, train_step, try_group
 
 SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
-ONE_UPDATE = StepSettings(minibatches=1)
+STANDARD = step_settings(TrainerConfig(model_folder=SHIPPED, run_folder=Path("run")))
+ONE_UPDATE = replace(STANDARD, minibatches=1)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,13 @@ def groups(policy: Any) -> list[list[TrainingSample]]:
         policy, TurnFormat(SHIPPED), tasks, generator=torch.Generator().manual_seed(3), max_tokens=16
     )
     samples = [
-        TrainingSample(tokens=one.tokens, loss_mask=one.loss_mask, behaviour_logprobs=one.logprobs, reward=index % 4)
+        TrainingSample(
+            tokens=one.tokens,
+            loss_mask=one.loss_mask,
+            behaviour_logprobs=one.logprobs,
+            temperatures=[1.0] * len(one.tokens),
+            reward=index % 4,
+        )
         for index, one in enumerate(played)
     ]
     return [samples[first : first + 4] for first in range(0, 16, 4)]
@@ -94,41 +104,61 @@ def test_a_step_makes_what_was_rewarded_likelier(policy: Any, groups: list[list[
 
 
 def test_packing_changes_nothing(policy: Any, groups: list[list[TrainingSample]]) -> None:
-    small = updated(policy, groups, StepSettings(minibatches=2, microbatch_tokens=128))
-    large = updated(policy, groups, StepSettings(minibatches=2, microbatch_tokens=100_000))
+    small = updated(policy, groups, replace(STANDARD, microbatch_tokens=128))
+    large = updated(policy, groups, replace(STANDARD, microbatch_tokens=100_000))
     assert (small - parameters_of(policy)).abs().max() > 1e-3
     torch.testing.assert_close(small, large, atol=1e-5, rtol=0)
 
 
 def test_groups_without_a_difference_change_nothing(policy: Any, groups: list[list[TrainingSample]]) -> None:
-    alike = [
-        TrainingSample(
-            tokens=sample.tokens, loss_mask=sample.loss_mask, behaviour_logprobs=sample.behaviour_logprobs, reward=1.0
-        )
-        for sample in groups[0]
-    ]
+    alike = [replace(sample, reward=1.0) for sample in groups[0]]
     assert torch.equal(updated(policy, [alike], ONE_UPDATE), parameters_of(policy))
     assert torch.equal(updated(policy, [groups[1], alike], ONE_UPDATE), updated(policy, [groups[1]], ONE_UPDATE))
 
 
 def test_a_gradient_that_is_not_finite_is_not_applied(policy: Any, groups: list[list[TrainingSample]]) -> None:
     model = copy.deepcopy(policy)
-    broken = [
-        TrainingSample(
-            tokens=sample.tokens,
-            loss_mask=sample.loss_mask,
-            behaviour_logprobs=[math.nan] * len(sample.tokens),
-            reward=sample.reward,
-        )
-        for sample in groups[0]
-    ]
+    broken = [replace(sample, behaviour_logprobs=[math.nan] * len(sample.tokens)) for sample in groups[0]]
     metrics = train_step(model, make_optimizer(model, learning_rate=1.0), [broken], settings=ONE_UPDATE)
     assert metrics.skipped_minibatches == 1
     assert torch.equal(parameters_of(model), parameters_of(policy))
 
 
+def test_tokens_are_weighed_at_the_temperatures_they_were_drawn_at(
+    policy: Any, groups: list[list[TrainingSample]]
+) -> None:
+    """Each of them, also where the turns of a trajectory differ; what is padded beside it changes nothing."""
+    mixed, short = groups[0][0], replace(groups[0][1], tokens=groups[0][1].tokens[:9])
+    temperatures = [0.7 if at % 2 else 1.3 for at in range(len(mixed.tokens))]
+    tokens = padded([mixed.tokens, short.tokens], dtype=torch.long)
+    drawn_at = padded([temperatures, [0.7] * 9], dtype=torch.float32, filling=1.0)
+    with torch.no_grad():
+        logits = policy(input_ids=tokens).logits
+        found = token_logprobs(policy, tokens, temperatures=drawn_at)
+    assert found.isfinite().all()
+    for at in range(1, len(mixed.tokens)):
+        expected = torch.log_softmax(logits[0, at - 1] / temperatures[at], -1)[mixed.tokens[at]]
+        assert found[0, at].item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_a_sample_of_one_token_is_no_crash(policy: Any, groups: list[list[TrainingSample]]) -> None:
+    one = TrainingSample(tokens=[3], loss_mask=[0], behaviour_logprobs=[0.0], temperatures=[1.0], reward=7.0)
+    changed = updated(policy, [[one, *groups[0]], [one, replace(one, reward=0.0)]], STANDARD)
+    assert changed.isfinite().all() and not torch.equal(changed, parameters_of(policy))
+
+
+def test_to_try_a_group_raises_what_a_step_would_and_changes_no_weight(
+    policy: Any, groups: list[list[TrainingSample]]
+) -> None:
+    model = copy.deepcopy(policy)
+    try_group(model, groups[0], settings=STANDARD)
+    with pytest.raises(IndexError):
+        try_group(model, [replace(groups[0][0], tokens=[10**6] * len(groups[0][0].tokens))], settings=STANDARD)
+    assert torch.equal(parameters_of(model), parameters_of(policy))
+
+
 def test_a_step_repeats_to_the_bit(policy: Any, groups: list[list[TrainingSample]]) -> None:
-    assert torch.equal(updated(policy, groups, StepSettings()), updated(policy, groups, StepSettings()))
+    assert torch.equal(updated(policy, groups, STANDARD), updated(policy, groups, STANDARD))
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The trainer's configuration: it learns by default as the step does by default, and refuses what makes no sense."""
+"""The trainer's configuration refuses what makes no sense."""
 
 from pathlib import Path
 from typing import Any
@@ -6,16 +6,10 @@ from typing import Any
 import pytest
 
 from workers.trainer.config import TrainerConfig
-from workers.trainer.loop import step_settings
-from workers.trainer.step import StepSettings
 
 
 def config(**change: Any) -> TrainerConfig:
     return TrainerConfig(model_folder=Path("model"), run_folder=Path("runs/demo"), **change)
-
-
-def test_the_defaults_are_those_of_the_step() -> None:
-    assert step_settings(config()) == StepSettings()
 
 
 def test_checkpoints_lie_in_the_run_unless_said_otherwise() -> None:

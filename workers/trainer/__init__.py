@@ -1,1 +1,1 @@
-"""The trainer: token-level GRPO in plain PyTorch, its policy model and its warm start."""
+"""The trainer: token-level GRPO in plain PyTorch, its policy model and its checkpoints."""

@@ -1,4 +1,4 @@
-"""Checkpoints: all that a trainer must not forget, on disk before anything of it is on the log.
+"""Checkpoints: what a trainer must not forget and the log does not say, on disk before anything of it is on the log.
 
 Keeps true
 - A checkpoint is whole or it is none: tensors first, then the progress file that names their digest, each written
@@ -50,25 +50,21 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the trainer stood after a step, beside its tensors."""
+    """What the trainer was after a step, beside its tensors. Where it stood in the samples is on the log."""
 
     identity: Identity
     version: int
     """Of the policy; also the number of the step that made it."""
+    epoch: int
+    """Of the version: how often the run has gone back."""
     weights_digest: bytes
     """What the manifest of the version says as its digest."""
-    offsets: dict[int, int]
-    """The next sample to read of each partition."""
-    held: tuple[bytes, ...]
-    """Samples read and not settled, as records, in the order of reading."""
-    settled: tuple[str, ...]
-    """Groups whose samples are to be dropped if they come again, oldest first."""
-    settled_groups: int
-    """How many groups count towards the run's total."""
+    abandoned: tuple[tuple[int, int], ...]
+    """First and last of the versions that the run has gone back behind, as far as a sample may still have them."""
     outcomes: tuple[bytes, ...]
     """Of the step, as records."""
     step_line: bytes
-    """What the step adds to `metrics.jsonl`, as JSON; empty for version 0."""
+    """What the step adds to `metrics.jsonl`, as JSON; empty if no step made the version."""
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):

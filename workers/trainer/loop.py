@@ -1,53 +1,64 @@
-"""The trainer's loop: samples in, steps, policy versions and outcomes out.
+"""The trainer's loop: groups in, steps, policy versions and outcomes out.
 
 Keeps true
 - Every sample is trained once and has one outcome, however often the trainer is killed: the checkpoint of a step is on
   disk before its outcomes and manifest are on the log, and those two are one transaction.
-- After a restart the newest checkpoint decides. If the log lacks its transaction, that is made again; if the log is
-  further (the newest checkpoint was lost), the steps in between are made again from the same groups and not written.
+- After a restart the newest checkpoint decides. If the log lacks its transaction, that is made again. If the log is
+  further, the run goes back: what is settled stays settled, the checkpoint's policy is published under a number above
+  all, in a new epoch, and samples of the versions in between settle as SUPERSEDED.
+- A version number stands for one policy, and the policy on the log and that in the checkpoint have the same digest.
 - One trainer a model: a newer one fences the older, which then cannot settle or publish anything.
 - A version is published while the next is trained, one at a time: no checkpoint is two versions ahead of the log.
-- The policy that is on the log and the policy in the checkpoint have the same digest.
+- A group that no step can compute is settled with the reason, and the trainer goes on.
 """
 
 import time
-from collections import Counter
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from threading import Event
 from time import perf_counter
 
 import structlog
 import torch
 
-from pipeline.accounting.groups import AssembledGroup, GroupAssembly, GroupRules, Taken, staleness
-from schemas.arrays import unpack_logprobs, unpack_tokens
 from schemas.errors import RoseError
-from schemas.samples import Outcome, Sample, SampleOutcome
+from schemas.limits import CONTEXT_TOKENS
+from schemas.samples import SampleOutcome
 from schemas.weights import WeightManifest
 from schemas.wire import decode, encode
-from topics.catalog import MANIFESTS, OUTCOMES
 from topics.errors import BusError
 from topics.settings import BusSettings
-from topics.writer import Writer
 from workers.trainer import metrics
 from workers.trainer.checkpoint import CheckpointRefused, Checkpoints, Identity, Progress
 from workers.trainer.config import TrainerConfig
 from workers.trainer.export import export_policy
-from workers.trainer.history import History
+from workers.trainer.groups import CompleteGroup
 from workers.trainer.loss import LossBounds
 from workers.trainer.policy import load_policy
-from workers.trainer.step import StepSettings, TrainingSample, make_optimizer, train_step
+from workers.trainer.step import (
+    StepMetrics,
+    StepSettings,
+    TrainingSample,
+    make_optimizer,
+    train_step,
+    try_group,
+)
 from workers.trainer.step_log import StepLine, StepLog, decoded, encoded
-from workers.trainer.stream import SampleStream
+from workers.trainer.stream import SampleStream, Settlement
+from workers.trainer.verdicts import JudgedGroup, Rules, failed, judge, outcomes_of
 from workers.weights.config import WeightsConfig
-from workers.weights.manifests import manifest_key, newest_manifest
 from workers.weights.publish import publisher_of
 from workers.weights.snapshot import Snapshot
 
 EXPORTED = "model"
 """Folder of the final policy in the run's folder."""
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+"""No sample's fault: with less at once it would have gone."""
+
+NO_MEMORY_ON_CPU = "DefaultCPUAllocator"
+"""What torch's RuntimeError names when the machine's own memory is not enough."""
 
 log = structlog.get_logger("trainer")
 
@@ -64,194 +75,170 @@ class Trainer:
 
     def __init__(self, settings: BusSettings, config: TrainerConfig, weights: WeightsConfig, stop: Event) -> None:
         """`stop` ends `run` after the present step. Raises UsageError for a broken folder, BusError or TopicMissing."""
-        self._settings = settings
         self._config = config
+        self._stop = stop
         self._model = load_policy(config.model_folder)
         self._optimizer = make_optimizer(self._model, learning_rate=config.learning_rate)
         self._step_settings = step_settings(config)
-        self._rules = GroupRules(
-            groups_per_step=config.groups_per_step,
-            total_groups=config.total_groups,
+        self._rules = Rules(
             max_staleness=config.max_staleness,
             vocabulary=self._model.get_input_embeddings().num_embeddings,
+            context_tokens=getattr(self._model.config, "max_position_embeddings", None) or CONTEXT_TOKENS,
         )
         self._identity = Identity(
             run=config.run_folder.resolve().name, namespace=settings.namespace, model_id=config.model_id
         )
         self._checkpoints = Checkpoints(config.checkpoints, self._identity)
         self._step_log = StepLog(config.run_folder)
-        self._writer = Writer(settings, "trainer", transactional_id=f"trainer-{config.model_id}")
-        self._publisher = publisher_of(settings, config.model_id, weights)
-        self._assembly = GroupAssembly(self._rules)
+        self._stream = SampleStream(settings, config.model_id, total_groups=config.total_groups, stop=stop)
+        self._publisher = publisher_of(settings, config.model_id, weights, run=self._identity.run)
         self._version = 0
-        self._offsets: dict[int, int] = {}
-        self._on_log: WeightManifest | None = None
-        self._history: History | None = None
+        self._abandoned: tuple[tuple[int, int], ...] = ()
+        self._progress: Progress | None = None
+        """Of the present version, as it is on disk."""
         self._waiting_since = perf_counter()
-        self._stop = stop
 
     def run(self) -> None:
-        """Train until the run's groups are settled, then export the policy; or until `stop`, after the present step.
+        """Train until the run's groups have ended, then export the policy; or until `stop`, after the present step.
 
         Raises RoseError: a checkpoint or log that is not this run's, a broker that refuses, another trainer.
         """
         try:
             self._recover()
-            self._train()
+            self._waiting_since = perf_counter()
+            while groups := self._stream.take(self._config.groups_per_step):
+                self._step(groups)
             self._publisher.close()
         except BusError as error:
             if error.fenced:
                 raise TrainerFenced(self._config.model_id) from error
             raise
-        if not self._assembly.step_size:
+        finally:
+            self._stream.close()
+        if self._stream.ended:
             export_policy(self._model, self._config.model_folder, self._config.run_folder / EXPORTED)
-            log.info("run complete", version=self._version, groups=self._assembly.settled_groups)
+            log.info("run complete", version=self._version, groups=self._config.total_groups)
 
     def _recover(self) -> None:
         """Begin anew, or stand where the newest checkpoint stood, with its transaction on the log."""
-        self._on_log = newest_manifest(self._settings, self._config.model_id)
-        progress = next(filter(self._is_on_log_or_next, self._checkpoints.newest_first()), None)
+        newest = self._publisher.newest
+        progress = next((one for one in self._checkpoints.newest_first() if _may_be_of(one, newest)), None)
         if progress is None:
             self._begin_anew()
         else:
-            self._go_on_from(progress)
+            self._go_on_from(progress, newest)
         metrics.POLICY_VERSION.set(self._version)
 
-    def _is_on_log_or_next(self, progress: Progress) -> bool:
-        """Whether the log agrees with the checkpoint: a fenced trainer may have left one that was never settled."""
-        manifest = self._on_log
-        if manifest is None or manifest.version != progress.version or manifest.digest == progress.weights_digest:
-            return True
-        log.warning("checkpoint is of another policy than the log's, trying the one before", version=progress.version)
-        return False
-
     def _begin_anew(self) -> None:
-        if self._on_log is not None:
+        taken = self._publisher.next_version - 1
+        if taken >= 0:
             raise CheckpointRefused(
-                f"the log holds version {self._on_log.version} of model {self._config.model_id}, and "
-                f"{self._config.checkpoints} no checkpoint of it: name that run's folder, or take another --namespace"
+                f"the log holds version {taken} of model {self._config.model_id}, and {self._config.checkpoints} no "
+                "checkpoint of it: name that run's folder, or take another --namespace"
             )
         torch.manual_seed(self._config.seed)
-        self._assembly = GroupAssembly(self._rules, settled=History(self._settings).settled_groups)
-        snapshot = self._snapshot()
-        self._checkpoints.save(self._progress(snapshot, (), None), self._model, self._optimizer)
-        self._publish(snapshot, ())
+        self._version = 0
+        self._save_and_publish(self._stream.settlement(()), line=None)
 
-    def _go_on_from(self, progress: Progress) -> None:
+    def _go_on_from(self, progress: Progress, newest: WeightManifest | None) -> None:
         self._checkpoints.restore(progress, self._model, self._optimizer)
-        self._version, self._offsets = progress.version, dict(progress.offsets)
-        self._assembly = GroupAssembly(self._rules, settled=progress.settled, settled_groups=progress.settled_groups)
-        for wire in progress.held:
-            self._assembly.offer(decode(Sample, wire))
-        log.info("going on", version=self._version, held=len(progress.held))
-        if self._on_log is None or self._on_log.version < self._version:
-            history = History(self._settings)
-            outcomes = [decode(SampleOutcome, wire) for wire in progress.outcomes]
-            self._publish(self._snapshot(), [outcome for outcome in outcomes if not history.has(outcome)])
-        elif self._on_log.version > self._version:
-            self._history = History(self._settings)
+        settlement = self._stream.settlement([decode(SampleOutcome, wire) for wire in progress.outcomes])
+        self._progress, self._version, self._abandoned = progress, progress.version, progress.abandoned
+        level = newest is not None and (newest.epoch, newest.version) == (progress.epoch, progress.version)
+        ahead = progress.version >= self._publisher.next_version and progress.epoch == self._publisher.epoch
+        if level or ahead:
+            log.info("going on", version=self._version)
+            self._publish(self._snapshot(), settlement)  # whole, so that who joins now need not look far back
+        else:
+            self._version = self._publisher.begin_epoch()
+            if self._version > progress.version + 1:
+                self._abandoned += ((progress.version + 1, self._version - 1),)
+            log.warning("the log is further than the checkpoint: going back", to=progress.version, now=self._version)
+            self._save_and_publish(settlement, line=None)
         if progress.step_line:
             self._step_log.append(decoded(progress.step_line))
 
-    def _train(self) -> None:
-        stream = SampleStream(self._settings, stop=self._stop, offsets=self._offsets)
-        self._offsets = stream.offsets
-        self._waiting_since = perf_counter()
-        try:
-            self._take_steps()
-            for placed in stream if self._assembly.step_size else ():
-                taken = self._assembly.offer(placed.sample)
-                metrics.SAMPLES.labels(taken.value).inc()
-                if taken is not Taken.HELD:
-                    log.warning("sample dropped", trajectory=placed.sample.trajectory_id, reason=taken.value)
-                self._take_steps()
-                if not self._assembly.step_size:
-                    break
-        finally:
-            stream.close()
-
-    def _take_steps(self) -> None:
-        while not self._stop.is_set():
-            groups = self._assembly.take(self._version, self._made_before())
-            if groups is None:
-                break
-            self._step(groups)
-        metrics.HELD_SAMPLES.set(self._assembly.held_samples)
-
-    def _made_before(self) -> list[str] | None:
-        """The groups of the next step, if the log has that step already."""
-        if self._on_log is None or self._history is None or self._version >= self._on_log.version:
-            return None
-        groups = self._history.groups_of(self._version + 1)
-        if not groups:
-            raise CheckpointRefused(
-                f"the log is at version {self._on_log.version}, the newest whole checkpoint at {self._version}, and "
-                f"the outcomes of step {self._version + 1} are no longer on the log: start a run with another name"
-            )
-        return groups
-
-    def _step(self, groups: Sequence[AssembledGroup]) -> None:
+    def _step(self, groups: Sequence[CompleteGroup]) -> None:
         waited = perf_counter() - self._waiting_since
         began = perf_counter()
-        line = _line_of(groups, self._version)
-        trained = [_training_group(group) for group in groups if group.trained]
-        if trained:
-            done = train_step(self._model, self._optimizer, trained, settings=self._step_settings)
-            line.tokens, line.loss, line.gradient_norm = done.tokens, done.loss, done.gradient_norm
-            line.importance_mean, line.kl_behaviour = done.importance_mean, done.kl_behaviour
-            line.clipped_share, line.skipped_minibatches = done.clipped_share, done.skipped_minibatches
-        now = time.time()
-        line.waiting_seconds, line.training_seconds, line.ended_at = waited, perf_counter() - began, now
-        outcomes = self._outcomes(groups, now)
-        began = perf_counter()
+        judged = [judge(group, self._version, rules=self._rules, abandoned=self._abandoned) for group in groups]
+        judged, done = self._learn(judged)
+        trained, now = perf_counter(), time.time()
         self._publisher.settle()  # no checkpoint is two versions ahead of the log
-        self._version += 1
-        snapshot = self._snapshot()
-        line.publishing_seconds = perf_counter() - began
-        began = perf_counter()
-        self._checkpoints.save(self._progress(snapshot, outcomes, line), self._model, self._optimizer)
-        line.checkpoint_seconds = perf_counter() - began
-        if self._on_log is None or self._version > self._on_log.version:
-            self._publish(snapshot, outcomes)
-        else:
-            self._compare_with_log(snapshot)
+        before, self._version = self._version, self._publisher.next_version
+        line = StepLine.of(judged, done, before=before, version=self._version)
+        line.waiting_seconds, line.training_seconds, line.ended_at = waited, trained - began, now
+        outcomes = outcomes_of(judged, step=self._version, policy_version=before, now=now)
+        self._save_and_publish(self._stream.settlement(outcomes), line=line, trained=trained)
         self._step_log.append(line)
         metrics.observe(line)
         log.info("step", step=line.step, reward=line.reward_mean, success=line.success_rate, groups=line.groups)
         self._waiting_since = perf_counter()
 
-    def _outcomes(self, groups: Sequence[AssembledGroup], now: float) -> list[SampleOutcome]:
-        return [
-            SampleOutcome(
-                trajectory_id=end.trajectory_id,
-                group_id=end.group_id,
-                outcome=end.outcome,
-                step=self._version + 1,
-                policy_version=self._version,
-                reason=end.reason,
-                recorded_at=now,
-            )
-            for group in groups
-            for end in group.settled
-        ]
+    def _learn(self, groups: list[JudgedGroup]) -> tuple[list[JudgedGroup], StepMetrics]:
+        """Train on these groups; those on which that raises are judged anew, as failed, and left out."""
+        try:
+            return groups, self._train_on(groups)
+        except Exception as error:  # a model, its kernels and autograd raise whatever they like
+            if _out_of_memory(error) or isinstance(error, RoseError):
+                raise
+            log.error("a step raised: looking for the group", version=self._version, error=traceback.format_exc())
+            self._restore()
+            judged = [self._tried(group) for group in groups]
+            left = [group for group in judged if group.trained]
+            if not left and sum(bool(group.trained) for group in groups) > 1:
+                raise  # all of several: that is no group's fault
+        self._restore()
+        return judged, self._train_on(judged)
+
+    def _train_on(self, groups: Sequence[JudgedGroup]) -> StepMetrics:
+        trained = [[TrainingSample.of(sample) for sample in group.trained] for group in groups if group.trained]
+        return train_step(self._model, self._optimizer, trained, settings=self._step_settings)
+
+    def _tried(self, group: JudgedGroup) -> JudgedGroup:
+        try:
+            samples = [TrainingSample.of(sample) for sample in group.trained]
+            try_group(self._model, samples, settings=self._step_settings)
+        except Exception as error:  # as above
+            if _out_of_memory(error):
+                raise
+            log.error("group left out", group=group.group_id, error=repr(error))
+            return failed(group, error)
+        return group
+
+    def _restore(self) -> None:
+        """To the present version as it is on disk, whatever a step has done to it."""
+        assert self._progress is not None
+        self._checkpoints.restore(self._progress, self._model, self._optimizer)
+
+    def _save_and_publish(self, settlement: Settlement, *, line: StepLine | None, trained: float = 0.0) -> None:
+        """Put the present version on disk, then begin to put it and what it was made of on the log.
+
+        `trained`: when the step of the line had computed.
+        """
+        snapshot = self._snapshot()
+        saving = perf_counter()
+        if line is not None:
+            line.publishing_seconds = saving - trained
+        self._abandoned = tuple(one for one in self._abandoned if one[1] >= self._version - self._rules.max_staleness)
+        self._progress = Progress(
+            identity=self._identity,
+            version=self._version,
+            epoch=self._publisher.epoch,
+            weights_digest=snapshot.digest(),
+            abandoned=self._abandoned,
+            outcomes=tuple(encode(outcome) for outcome in settlement.outcomes),
+            step_line=b"" if line is None else encoded(line),
+        )
+        self._checkpoints.save(self._progress, self._model, self._optimizer)
+        if line is not None:
+            line.checkpoint_seconds = perf_counter() - saving
+        self._publish(snapshot, settlement)
 
     def _snapshot(self) -> Snapshot:
         return self._publisher.snapshot(self._model.named_parameters())
 
-    def _progress(self, snapshot: Snapshot, outcomes: Sequence[SampleOutcome], line: StepLine | None) -> Progress:
-        return Progress(
-            identity=self._identity,
-            version=self._version,
-            weights_digest=snapshot.digest(),
-            offsets=dict(self._offsets),
-            held=tuple(encode(sample) for sample in self._assembly.held),
-            settled=tuple(self._assembly.settled),
-            settled_groups=self._assembly.settled_groups,
-            outcomes=tuple(encode(outcome) for outcome in outcomes),
-            step_line=b"" if line is None else encoded(line),
-        )
-
-    def _publish(self, snapshot: Snapshot, outcomes: Sequence[SampleOutcome]) -> None:
+    def _publish(self, snapshot: Snapshot, settlement: Settlement) -> None:
         """Begin to publish the present version; training goes on meanwhile. A failure ends the run."""
         began = perf_counter()
 
@@ -262,24 +249,8 @@ class Trainer:
                 metrics.PUBLISHING_SECONDS.observe(perf_counter() - began)
                 metrics.POLICY_VERSION.set(done.result().version)
 
-        publishing = self._publisher.start(snapshot, self._version, partial(self._commit, outcomes))
+        publishing = self._publisher.start(snapshot, self._version, settlement.commit)
         publishing.add_done_callback(published)
-
-    def _commit(self, outcomes: Sequence[SampleOutcome], manifest: WeightManifest) -> None:
-        """Settle a step's samples and put its version on the log in one transaction."""
-        self._writer.begin()
-        for outcome in outcomes:
-            name = outcome.trajectory_id
-            self._writer.write(OUTCOMES, outcome, key=name, trajectory_id=name)
-        self._writer.write(MANIFESTS, manifest, key=manifest_key(manifest))
-        self._writer.commit()
-
-    def _compare_with_log(self, snapshot: Snapshot) -> None:
-        """A step that was made again should have made the same policy."""
-        assert self._on_log is not None
-        if self._version == self._on_log.version:
-            same = snapshot.digest() == self._on_log.digest
-            (log.info if same else log.warning)("caught up with the log", version=self._version, same_policy=same)
 
 
 def step_settings(config: TrainerConfig) -> StepSettings:
@@ -294,37 +265,13 @@ def step_settings(config: TrainerConfig) -> StepSettings:
     )
 
 
-def _training_group(group: AssembledGroup) -> list[TrainingSample]:
-    return [
-        TrainingSample(
-            tokens=unpack_tokens(sample.tokens),
-            loss_mask=list(sample.loss_mask),
-            behaviour_logprobs=unpack_logprobs(sample.logprobs).tolist(),
-            reward=sample.reward,
-        )
-        for sample in group.trained
-        if sample.reward is not None
-    ]
+def _may_be_of(progress: Progress, newest: WeightManifest | None) -> bool:
+    """Whether the log agrees with the checkpoint: a fenced trainer may have left one that was never settled."""
+    if newest is None or newest.version != progress.version or newest.digest == progress.weights_digest:
+        return True
+    log.warning("checkpoint is of another policy than the log's, trying the one before", version=progress.version)
+    return False
 
 
-def _line_of(groups: Sequence[AssembledGroup], version: int) -> StepLine:
-    settled = [
-        (sample, end.outcome) for group in groups for sample, end in zip(group.samples, group.settled, strict=True)
-    ]
-    rewarded = [sample for sample, outcome in settled if outcome is not Outcome.INFRA_FAILED]
-    ages = [staleness(sample, version) for sample, outcome in settled if outcome is Outcome.TRAINED]
-    return StepLine(
-        step=version + 1,
-        version=version + 1,
-        groups=len(groups),
-        groups_filtered=sum(not group.trained for group in groups),
-        outcomes=dict(Counter(outcome.value for _, outcome in settled)),
-        reward_mean=_mean([sample.reward for sample in rewarded if sample.reward is not None]),
-        success_rate=_mean([sample.success for sample in rewarded]),
-        staleness_mean=_mean(ages),
-        staleness_max=max(ages, default=None),
-    )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, OUT_OF_MEMORY) or NO_MEMORY_ON_CPU in str(error)

@@ -1,7 +1,7 @@
 """Token-level GRPO: what a group of rewards says about each sampled token.
 
 Keeps true
-- A group whose rewards are all equal has no advantage, and so no gradient.
+- A group whose rewards are all equal, but for what sums of floats leave, has no advantage, and so no gradient.
 - Where the loss mask is 0 nothing counts, whatever the numbers there are.
 - A token weighs by the ratio of the policy to the one that sampled it, which may be versions older and ran in another
   engine. That weight is truncated (truncated importance sampling, as TRL's `vllm_importance_sampling_cap`), and the
@@ -16,16 +16,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.trainer.verdicts import rewards_differ
+
+DEVIATION_EPSILON = 1e-4
+"""Added to a group's standard deviation, so that a hair's breadth between rewards is no lesson of full weight."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossBounds:
     """How far one update may follow a sample."""
 
-    clip_low: float = 0.8
+    clip_low: float
     """Lowest ratio at which a token of negative advantage is still pulled down."""
-    clip_high: float = 1.28
+    clip_high: float
     """Highest ratio at which a token of positive advantage is still pushed up."""
-    importance_cap: float = 2.0
+    importance_cap: float
     """Largest weight of a token; without it a token of negative advantage could weigh without bound."""
 
 
@@ -34,14 +39,14 @@ def group_advantages(rewards: Sequence[float], *, scale_by_deviation: bool) -> l
 
     All zeros for a group of equal rewards.
     """
+    if not rewards_differ(rewards):
+        return [0.0] * len(rewards)
     mean = sum(rewards) / len(rewards)
     centred = [reward - mean for reward in rewards]
-    if max(rewards) == min(rewards):
-        return [0.0] * len(rewards)
     if not scale_by_deviation:
         return centred
     deviation = (sum(c * c for c in centred) / len(centred)) ** 0.5
-    return [c / deviation for c in centred]
+    return [c / (deviation + DEVIATION_EPSILON) for c in centred]
 
 
 def beyond_clip(ratio: Tensor, advantages: Tensor, bounds: LossBounds) -> Tensor:

@@ -2,6 +2,7 @@
 
 Keeps true
 - Weights and arithmetic are float32: the engine's recorded logprobs and the trainer's agree to about 1e-6.
+- A token's logprob is that of the distribution it was drawn from: of the logits over the temperature of its turn.
 - A folder that does not load gives one sentence, never a half-loaded model.
 - Padding is on the right and attention is causal, so a token's logprob does not depend on its batch.
 """
@@ -42,9 +43,14 @@ def load_policy(folder: Path) -> Any:
     return model.train()
 
 
-def token_logprobs(model: Any, tokens: Tensor) -> Tensor:
-    """Logprob of every token given those before it; the first has none and gets 0. (rows, tokens) in and out."""
+def token_logprobs(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> Tensor:
+    """Logprob of every token given those before it; the first has none and gets 0. (rows, tokens) in and out.
+
+    `temperatures`: at which each token was drawn, above 0, of the same shape; None is 1 everywhere.
+    """
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    if temperatures is not None:
+        logits = logits / temperatures[:, 1:, None]
     picked = torch.log_softmax(logits, dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)
     return torch.nn.functional.pad(picked, (1, 0))
 
@@ -61,7 +67,7 @@ def microbatches(lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
-def padded(rows: Sequence[Sequence[float]], *, dtype: torch.dtype) -> Tensor:
-    """Rows of unequal length as one tensor, zeros on the right."""
+def padded(rows: Sequence[Sequence[float]], *, dtype: torch.dtype, filling: float = 0) -> Tensor:
+    """Rows of unequal length as one tensor, `filling` on the right."""
     width = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype)
+    return torch.tensor([[*row, *[filling] * (width - len(row))] for row in rows], dtype=dtype)

@@ -2,47 +2,68 @@
 
 Keeps true
 - The step is a function of model, optimizer and groups: no clock, no randomness, no I/O.
-- Samples of a group without advantage are not computed: their gradient is exactly zero, and they dilute no mean.
+- Samples of a group without advantage, or without a sampled token, are not computed: their gradient is exactly zero,
+  and they dilute no mean.
 - How sequences are packed into passes changes nothing but time and memory.
 - A minibatch whose gradient is not finite changes nothing; the metrics count it.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from schemas.arrays import unpack_logprobs, unpack_tokens
+from schemas.samples import Sample
 from workers.trainer.loss import LossBounds, beyond_clip, group_advantages, grpo_loss
 from workers.trainer.policy import microbatches, padded, token_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One trajectory; the three lists are of equal length."""
+    """One trajectory; the lists are of equal length."""
 
     tokens: Sequence[int]
     loss_mask: Sequence[int]
     """1 where the policy sampled the token."""
     behaviour_logprobs: Sequence[float]
     """As the engine recorded them; ignored where the mask is 0."""
+    temperatures: Sequence[float]
+    """At which each token was drawn; above 0, and without meaning where the mask is 0."""
     reward: float
+
+    @classmethod
+    def of(cls, sample: Sample) -> Self:
+        """A sample of the bus that `verdicts.judge` found fit to learn from."""
+        assert sample.reward is not None
+        tokens = unpack_tokens(sample.tokens)
+        temperatures = [1.0] * len(tokens)
+        for turn in sample.turns:
+            temperatures[turn.start : turn.end] = [turn.sampling.temperature] * (turn.end - turn.start)
+        return cls(
+            tokens=tokens,
+            loss_mask=list(sample.loss_mask),
+            behaviour_logprobs=unpack_logprobs(sample.logprobs).tolist(),
+            temperatures=temperatures,
+            reward=sample.reward,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
     """How a step learns."""
 
-    bounds: LossBounds = field(default_factory=LossBounds)
-    scale_by_deviation: bool = True
+    bounds: LossBounds
+    scale_by_deviation: bool
     """Divide advantages by the group's standard deviation, so that groups count alike."""
-    minibatches: int = 2
+    minibatches: int
     """Optimizer updates in a step, each on its share of the groups."""
-    gradient_norm: float = 1.0
+    gradient_norm: float
     """A larger gradient is scaled down to this norm."""
-    microbatch_tokens: int = 4096
+    microbatch_tokens: int
     """Padded tokens of one pass through the model; bounds memory, changes nothing else."""
 
 
@@ -94,7 +115,8 @@ def train_step(
         rewards = [sample.reward for sample in group]
         advantages = group_advantages(rewards, scale_by_deviation=settings.scale_by_deviation)
         if any(advantages):
-            live.append([_Row(sample, advantage) for sample, advantage in zip(group, advantages, strict=True)])
+            rows = zip(group, advantages, strict=True)
+            live.append([_Row(sample, advantage) for sample, advantage in rows if any(sample.loss_mask)])
     samples = [sample for group in groups for sample in group]
     metrics = StepMetrics(
         reward=sum(sample.reward for sample in samples) / max(len(samples), 1),
@@ -109,29 +131,44 @@ def train_step(
     return metrics
 
 
+def try_group(model: Any, group: Sequence[TrainingSample], *, settings: StepSettings) -> None:
+    """Compute a group's gradient and throw it away: raises what a step on it would raise, and changes no weight."""
+    metrics = StepMetrics(reward=0.0, groups=1, groups_with_signal=1)
+    _gradients(model, [_Row(sample, 1.0) for sample in group if any(sample.loss_mask)], settings, metrics)
+    model.zero_grad(set_to_none=True)
+
+
 def _update(
     model: Any, optimizer: torch.optim.Optimizer, rows: list[_Row], *, settings: StepSettings, metrics: StepMetrics
 ) -> None:
     optimizer.zero_grad(set_to_none=True)
-    tokens = max(sum(sum(row.sample.loss_mask) for row in rows), 1)
-    for indices in microbatches([len(row.sample.tokens) for row in rows], tokens=settings.microbatch_tokens):
-        part = [rows[index] for index in indices]
-        mask = padded([row.sample.loss_mask for row in part], dtype=torch.float32)
-        behaviour = padded([row.sample.behaviour_logprobs for row in part], dtype=torch.float32)
-        advantages = torch.tensor([[row.advantage] for row in part])
-        logprobs = token_logprobs(model, padded([row.sample.tokens for row in part], dtype=torch.long))
-        summed = grpo_loss(
-            logprobs, behaviour_logprobs=behaviour, advantages=advantages, loss_mask=mask, bounds=settings.bounds
-        )
-        (summed / tokens).backward()  # type: ignore[no-untyped-call]
-        _observe(metrics, logprobs.detach(), behaviour, advantages, mask=mask, bounds=settings.bounds)
-        metrics.loss += float(summed.detach()) / max(metrics.tokens, 1)
+    _gradients(model, rows, settings, metrics)
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_norm))
     if math.isfinite(norm):
         metrics.gradient_norm = max(metrics.gradient_norm, norm)
         optimizer.step()
     else:
         metrics.skipped_minibatches += 1
+
+
+def _gradients(model: Any, rows: Sequence[_Row], settings: StepSettings, metrics: StepMetrics) -> None:
+    """Add to the parameters' gradients that of the rows' loss, a mean over their sampled tokens."""
+    tokens = max(sum(sum(row.sample.loss_mask) for row in rows), 1)
+    for indices in microbatches([len(row.sample.tokens) for row in rows], tokens=settings.microbatch_tokens):
+        part = [rows[index] for index in indices]
+        mask = padded([row.sample.loss_mask for row in part], dtype=torch.float32)
+        behaviour = padded([row.sample.behaviour_logprobs for row in part], dtype=torch.float32)
+        advantages = torch.tensor([[row.advantage] for row in part])
+        temperatures = padded([row.sample.temperatures for row in part], dtype=torch.float32, filling=1.0)
+        logprobs = token_logprobs(
+            model, padded([row.sample.tokens for row in part], dtype=torch.long), temperatures=temperatures
+        )
+        summed = grpo_loss(
+            logprobs, behaviour_logprobs=behaviour, advantages=advantages, loss_mask=mask, bounds=settings.bounds
+        )
+        (summed / tokens).backward()  # type: ignore[no-untyped-call]
+        _observe(metrics, logprobs.detach(), behaviour, advantages, mask=mask, bounds=settings.bounds)
+        metrics.loss += float(summed.detach()) / max(metrics.tokens, 1)
 
 
 def _observe(

@@ -4,10 +4,18 @@ Keeps true: a step has one line, whole, in order, however often the trainer was 
 """
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
+
+from schemas.samples import Outcome
+from workers.trainer.verdicts import JudgedGroup, staleness
+
+if TYPE_CHECKING:  # computes with torch, which the report of a run can do without
+    from workers.trainer.step import StepMetrics
 
 NAME = "metrics.jsonl"
 
@@ -51,6 +59,33 @@ class StepLine(msgspec.Struct, kw_only=True):
     """None if the trainer was killed after it."""
     ended_at: float = 0.0
     """Unix seconds; of the training, not of the publishing."""
+
+    @classmethod
+    def of(cls, groups: Sequence[JudgedGroup], done: "StepMetrics", *, before: int, version: int) -> Self:
+        """What a step from version `before` made of these groups; times are the caller's."""
+        settled = [pair for group in groups for pair in zip(group.samples, group.verdicts, strict=True)]
+        rewarded = [sample for sample, verdict in settled if verdict.outcome is not Outcome.INFRA_FAILED]
+        ages = [staleness(sample, before) for group in groups for sample in group.trained]
+        line = cls(
+            step=version,
+            version=version,
+            groups=len(groups),
+            groups_filtered=sum(not group.trained for group in groups),
+            outcomes=dict(Counter(verdict.outcome.value for _, verdict in settled)),
+            reward_mean=_mean([sample.reward for sample in rewarded if sample.reward is not None]),
+            success_rate=_mean([sample.success for sample in rewarded]),
+            staleness_mean=_mean(ages),
+            staleness_max=max(ages, default=None),
+        )
+        if done.groups:
+            line.tokens, line.loss, line.gradient_norm = done.tokens, done.loss, done.gradient_norm
+            line.importance_mean, line.kl_behaviour = done.importance_mean, done.kl_behaviour
+            line.clipped_share, line.skipped_minibatches = done.clipped_share, done.skipped_minibatches
+        return line
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 class StepLog:

@@ -1,89 +1,323 @@
-"""Finished samples as an iterable: the trainer's whole input.
+"""Complete groups in, outcomes out: with a `WeightPublisher` the whole contract of a trainer with the bus.
 
 Keeps true
-- Samples are read by place, not by a group's committed offsets: who keeps `offsets` together with what was made of the
-  samples reads each of them once.
-- `offsets` names what has been handed out, record by record.
+- A group is handed out once by a stream, and again by the next one only if it was not settled.
+- A trajectory gets one outcome, however often its trainer is killed: outcomes, the manifest that goes with them and the
+  place to read on from are one transaction.
+- Where a trainer stands is on the log. A stream begins before the oldest sample without an outcome and drops what has
+  one: it needs no checkpoint, and reads back what is live, not what was.
+- One stream a model: a newer one fences the older, which then cannot settle anything.
+- What is no sample, or one that nobody asked for, is a dead letter once.
 
 Example (any trainer)
-    stream = SampleStream(settings, offsets=checkpoint.offsets, stop=stop)
-    for placed in stream:
-        learn(placed.sample)
-        checkpoint.offsets = dict(stream.offsets)
+    with SampleStream(settings, "policy") as stream, WeightPublisher(settings, "policy") as publisher:
+        version = stream.publish(publisher, model.named_parameters())
+        while groups := stream.take(16):
+            judged = [judge(group, version, rules=rules) for group in groups]
+            learn([group.trained for group in judged])
+            outcomes = outcomes_of(judged, step=version + 1, policy_version=version, now=time.time())
+            version = stream.publish(publisher, model.named_parameters(), outcomes)
 """
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Event
+from threading import Event, Lock
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import structlog
 
-from schemas.errors import UsageError
-from schemas.samples import Sample
-from topics.catalog import SAMPLES
+from schemas.environments import Group, GroupState
+from schemas.errors import RoseError, UsageError
+from schemas.samples import Sample, SampleOutcome
+from topics.catalog import GROUPS, OUTCOMES, SAMPLES
+from topics.letters import buried
+from topics.log import await_decided, read_back
 from topics.reader import Reader
-from topics.records import Envelope
+from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
+from topics.retention import delete_before
 from topics.settings import BusSettings
+from topics.writer import Writer
+from workers.trainer import metrics
+from workers.trainer.groups import CompleteGroup, GroupAssembly, ResumePoint, Taken
+
+if TYPE_CHECKING:  # both compute with torch, which who only reads samples can do without
+    from torch import Tensor
+
+    from workers.weights.manifests import SignedManifest
+    from workers.weights.publish import WeightPublisher
 
 BATCH = 256
-"""Samples taken from librdkafka at once."""
+"""Records taken from librdkafka at once."""
 
 LOOK_SECONDS = 0.2
 """How long one look for samples lasts; also how soon a stop is noticed."""
+
+DELETING_SECONDS = 3600.0
+"""How often samples are deleted that are settled and old enough."""
+
+OUTCOMES_PLACE: Place = (OUTCOMES, 0)
+"""Outcomes lie in one partition."""
 
 log = structlog.get_logger("trainer")
 
 
 class WrongLog(UsageError):
-    """The offsets are not those of this log."""
+    """The log is not the one that this trainer has read."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedSample:
-    sample: Sample
-    partition: int
-    offset: int
+class Settlement:
+    """What one transaction is to say: decided, not yet on the log."""
+
+    stream: "SampleStream"
+    outcomes: tuple[SampleOutcome, ...]
+    resume: ResumePoint
+
+    def commit(self, manifest: "SignedManifest | None" = None) -> None:
+        """Put it on the log, with the manifest of the version that was made of it. On any thread, in order of deciding.
+
+        Raises BusError; the stream is of no more use then.
+        """
+        self.stream._commit(self, manifest)
 
 
 class SampleStream:
-    """Every sample from the given offsets on, for ever; ends when `stop` is set."""
+    """Groups from where the log says that the model's trainer stands. A context manager, for one thread."""
 
     def __init__(
         self,
         settings: BusSettings,
+        model_id: str,
         *,
-        stop: Event,
-        offsets: Mapping[int, int] | None = None,
+        total_groups: int = 0,
+        stop: Event | None = None,
         client_id: str = "trainer",
     ) -> None:
-        """`offsets`: the next one to read of each partition; one that is not named is read from its beginning.
+        """Fences any other stream of the model.
 
-        Raises TopicMissing, BusError, or WrongLog when a partition ends before its offset.
+        `total_groups`: the run has ended when so many groups are settled or their prompts refused; 0 is never. `stop`
+        ends waiting for groups. Raises TopicMissing, BusError, or WrongLog when the samples end before that place.
         """
-        self._stop = stop
-        self._reader = Reader(settings, client_id, group="trainer")
-        self.offsets: dict[int, int] = {}
-        """The next offset of each partition after what was handed out."""
-        for partition in range(self._reader.partitions(SAMPLES)):
-            low, high = self._reader.watermarks((SAMPLES, partition))
-            begin = (offsets or {}).get(partition, low)
-            if begin > high:
-                raise WrongLog(
-                    f"the checkpoint has read samples up to offset {begin} of partition {partition}, which ends at "
-                    f"{high}: this is not the broker or the namespace of the run, or it has lost records"
-                )
-            if begin < low:
-                log.error("samples deleted before they were read", partition=partition, first=begin, kept_from=low)
-            self.offsets[partition] = max(begin, low)
-        self._reader.assign({(SAMPLES, partition): offset for partition, offset in self.offsets.items()})
+        self.model_id = model_id
+        self._settings, self._client_id, self._stop = settings, client_id, stop or Event()
+        self._total = total_groups
+        self._publishing = False
+        self._lock = Lock()
+        self._writer = Writer(settings, client_id, transactional_id=f"trainer-{model_id}")
+        self._reader = Reader(settings, client_id, group=f"trainer-{model_id}")
+        self._buried: set[tuple[int, int]] | None = None
+        self._handed: set[str] = set()
+        self._ended: set[str] = set()
+        """Groups that count towards the total: settled, or refused."""
+        self._stand_where_the_log_says()
 
-    def __iter__(self) -> Iterator[PlacedSample]:
-        """Raises BusError."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[CompleteGroup]:
+        """Groups one by one; iterated again it goes on with the next. Raises BusError."""
+        while groups := self.take(1):
+            yield groups[0]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run's groups are settled or refused, all of them."""
+        return bool(self._total) and len(self._ended) >= self._total
+
+    def take(self, count: int) -> tuple[CompleteGroup, ...]:
+        """The next `count` groups, in the order in which they became complete; waits for them.
+
+        Fewer where the run has fewer left; none when it has ended, or `stop` is set. Raises BusError.
+        """
         while not self._stop.is_set():
+            wanted = min(count, self._left()) if self._total else count
+            if wanted <= 0:
+                break
+            if self._assembly.complete_groups >= wanted:
+                groups = self._assembly.take(wanted)
+                self._handed.update(group.group_id for group in groups)
+                return groups
             for item in self._reader.read(BATCH, LOOK_SECONDS):
-                if isinstance(item, Envelope) and isinstance(item.record, Sample):
-                    self.offsets[item.partition] = item.offset + 1
-                    yield PlacedSample(item.record, item.partition, item.offset)
+                self._take_in(item)
+            metrics.HELD_SAMPLES.set(self._assembly.held_samples)
+            self._delete_what_is_old()
+        return ()
+
+    def settle(self, outcomes: Sequence[SampleOutcome]) -> None:
+        """Give every trajectory of some groups its outcome, on the log when this returns.
+
+        Groups that have their outcomes already are passed over. Raises ValueError for a group with a trajectory left
+        out, BusError.
+        """
+        self.settlement(outcomes).commit()
+
+    def settlement(self, outcomes: Sequence[SampleOutcome]) -> Settlement:
+        """What `settle` would write, to be committed later. Raises ValueError."""
+        by_group: dict[str, set[str]] = {}
+        for outcome in outcomes:
+            by_group.setdefault(outcome.group_id, set()).add(outcome.trajectory_id)
+        fresh = {name for name in by_group if not self._assembly.is_settled(name)}
+        for name in fresh:
+            if left_out := set(self._assembly.members(name)) - by_group[name]:
+                raise ValueError(f"group {name} is settled whole: {min(left_out)} has no outcome")
+        for name in fresh:
+            self._assembly.settle(name)
+        self._handed -= fresh
+        self._ended |= fresh
+        resume = self._assembly.resume_at(self._offsets, outcomes_end=self._outcomes_end)
+        return Settlement(self, tuple(one for one in outcomes if one.group_id in fresh), resume)
+
+    def publish(
+        self,
+        publisher: "WeightPublisher",
+        named_tensors: "Iterable[tuple[str, Tensor]]",
+        outcomes: Sequence[SampleOutcome] = (),
+    ) -> int:
+        """Publish the next version and settle what it was made of, in one transaction, while training goes on.
+
+        Returns its number. The tensors are copied before this returns; what fails later is raised by the next call, or
+        by the publisher's `close`. The first call of a process says where it goes on: a policy that is the newest on
+        the log is stored whole again under its number, any other begins a new epoch. Raises what `settle` and
+        `WeightPublisher.publish` do.
+        """
+        settlement = self.settlement(outcomes)
+        publisher.settle()  # before the copy: there are two at most
+        snapshot, newest, version = publisher.snapshot(named_tensors), publisher.newest, publisher.next_version
+        if newest is not None and not self._publishing:
+            version = newest.version if newest.digest == snapshot.digest() else publisher.begin_epoch()
+        self._publishing = True
+        publisher.start(snapshot, version, settlement.commit)
+        return version
 
     def close(self) -> None:
+        """What was not committed is handed out again by the model's next stream."""
         self._reader.close()
+
+    def _stand_where_the_log_says(self) -> None:
+        places: list[Place] = [(SAMPLES, part) for part in range(self._reader.partitions(SAMPLES))]
+        committed = self._reader.committed([*places, OUTCOMES_PLACE])
+        await_decided(self._settings, [OUTCOMES_PLACE], client_id=self._client_id)
+        forgotten = None in committed.values()  # the broker drops the offsets of who was away for a week
+        self._known_from = 0 if self._total or forgotten else committed[OUTCOMES_PLACE] or 0
+        low, self._outcomes_end = self._reader.watermarks(OUTCOMES_PLACE)
+        begin = {OUTCOMES_PLACE: max(low, self._known_from)}
+        settled = (one.record for one in read_back(self._settings, begin, client_id=self._client_id))
+        self._assembly = GroupAssembly(settled=(one.group_id for one in settled if isinstance(one, SampleOutcome)))
+        self._offsets: dict[int, int] = {}
+        """The next sample to read of each partition."""
+        self._old_before: dict[int, int] = {}
+        """Where each partition ended at the start: what lies before may be settled already."""
+        for place in places:
+            self._offsets[place[1]], self._old_before[place[1]] = self._begin_of(place, committed[place])
+        self._committed = dict(self._offsets)
+        self._delete_at = 0.0
+        begins = {(SAMPLES, part): offset for part, offset in self._offsets.items()}
+        if self._total:
+            self._ended.update(self._assembly.settled)
+            begins |= self._follow_to_the_end()
+        self._reader.assign(begins)
+
+    def _follow_to_the_end(self) -> dict[Place, int]:
+        """Take in what is said of the groups so far; what was mended must not count meanwhile. Returns what follows."""
+        places: list[Place] = [(GROUPS, part) for part in range(self._reader.partitions(GROUPS))]
+        begins = {place: self._reader.watermarks(place)[0] for place in places}
+        for envelope in read_back(self._settings, begins, client_id=self._client_id):
+            self._follow(envelope)
+            begins[GROUPS, envelope.partition] = envelope.offset + 1
+        return begins
+
+    def _begin_of(self, place: Place, committed: int | None) -> tuple[int, int]:
+        low, high = self._reader.watermarks(place)
+        begin = low if committed is None else committed
+        if begin > high:
+            raise WrongLog(
+                f"this trainer has read samples up to offset {begin} of partition {place[1]}, which ends at {high}: "
+                "the broker has lost records; take another --namespace"
+            )
+        if begin < low:
+            log.error("samples deleted before they were settled", partition=place[1], first=begin, kept_from=low)
+        return max(begin, low), high
+
+    def _left(self) -> int:
+        return self._total - len(self._ended | self._handed)
+
+    def _take_in(self, item: Item) -> None:
+        if isinstance(item, EndOfPartition):
+            return
+        if item.topic is GROUPS:
+            self._follow(item)
+            return
+        self._offsets[item.partition] = item.offset + 1
+        if isinstance(item, Spoiled):
+            self._bury(item, item.reason)
+        elif not isinstance(item.record, Sample):
+            self._bury(item, "it has no value")
+        elif item.record.model_id != self.model_id:
+            metrics.SAMPLES.labels("other model").inc()
+        else:
+            self._offer(item, item.record)
+
+    def _offer(self, item: Envelope, sample: Sample) -> None:
+        old = item.offset < self._old_before[item.partition]
+        taken = self._assembly.offer(
+            sample,
+            partition=item.partition,
+            offset=item.offset,
+            outcomes_from=self._known_from if old else self._outcomes_end,
+        )
+        metrics.SAMPLES.labels(taken.value).inc()
+        if taken is Taken.STRANGER:
+            self._bury(item, f"{sample.trajectory_id} is no trajectory of group {sample.group_id}")
+        elif taken is Taken.DUPLICATE and not old:
+            log.warning("sample dropped", trajectory=sample.trajectory_id, reason="it has come before")
+
+    def _follow(self, item: Envelope | Spoiled) -> None:
+        """Take in what an environment worker says of a group."""
+        if isinstance(item, Envelope) and isinstance(item.record, Group):
+            name = item.record.group_id
+            if item.record.state is not GroupState.OPEN:
+                self._ended.add(name)
+            elif not self._assembly.is_settled(name):
+                self._ended.discard(name)  # a mended prompt has opened it
+
+    def _bury(self, item: Envelope | Spoiled, reason: str) -> None:
+        metrics.SAMPLES.labels("dead letter").inc()
+        if self._buried is None:
+            self._buried = buried(self._settings, SAMPLES, client_id=self._client_id)
+        if (item.partition, item.offset) in self._buried:
+            return
+        log.warning("no sample", partition=item.partition, offset=item.offset, reason=reason)
+        with self._lock:
+            self._writer.begin()
+            self._writer.dead_letter(item, reason)
+            self._writer.commit()
+
+    def _commit(self, settlement: Settlement, manifest: "SignedManifest | None") -> None:
+        offsets: dict[Place, int] = {(SAMPLES, part): at for part, at in settlement.resume.offsets.items()}
+        with self._lock:
+            self._writer.begin()
+            for outcome in settlement.outcomes:
+                name = outcome.trajectory_id
+                self._writer.write(OUTCOMES, outcome, key=name, trajectory_id=name, on_delivery=self._stored)
+            if manifest is not None:
+                manifest.write(self._writer)
+            self._writer.commit(offsets | {OUTCOMES_PLACE: settlement.resume.outcomes_from}, self._reader)
+        self._committed = dict(settlement.resume.offsets)
+
+    def _stored(self, _partition: int, offset: int) -> None:
+        self._outcomes_end = max(self._outcomes_end, offset + 1)
+
+    def _delete_what_is_old(self) -> None:
+        if time.monotonic() < self._delete_at:
+            return
+        self._delete_at = time.monotonic() + DELETING_SECONDS
+        needed: Mapping[Place, int] = {(SAMPLES, part): offset for part, offset in self._committed.items()}
+        try:
+            delete_before(self._settings, needed, client_id=self._client_id)
+        except RoseError as error:
+            log.warning("old samples not deleted", reason=str(error))

@@ -1,0 +1,254 @@
+"""`SampleStream` over a real broker: the whole contract of any trainer, whatever kills it."""
+
+from collections.abc import Iterable
+from contextlib import closing
+from functools import partial
+from threading import Event
+
+import msgspec
+import pytest
+
+from pipeline.accounting.audit import audit_log
+from schemas.environments import Group, GroupState
+from schemas.homes import home_of
+from schemas.samples import Outcome, SampleOutcome
+from tests.brokers import AnyBroker
+from tests.integration.trainer_kit import GROUP_SIZE, group_name, make_samples, write_prompts, write_samples
+from topics.admin import create_topics, reach
+from topics.catalog import GROUPS, OUTCOMES, SAMPLES, Partitions
+from topics.errors import BusError
+from topics.letters import read_letters
+from topics.log import read_topics
+from topics.reader import Reader
+from topics.retention import delete_before
+from topics.settings import BusSettings
+from topics.writer import Writer
+from workers.trainer.groups import CompleteGroup
+from workers.trainer.stream import SampleStream, WrongLog
+
+HOMES = 2
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=HOMES, slots=1, samples=2, chunks=1))
+    return settings
+
+
+def outcomes_of(groups: Iterable[CompleteGroup]) -> list[SampleOutcome]:
+    return [
+        SampleOutcome(
+            trajectory_id=sample.trajectory_id,
+            group_id=group.group_id,
+            outcome=Outcome.TRAINED,
+            step=1,
+            policy_version=0,
+            recorded_at=0.0,
+        )
+        for group in groups
+        for sample in group.samples
+    ]
+
+
+def on_log(settings: BusSettings) -> list[str]:
+    """The trajectories with an outcome, one entry for each outcome."""
+    records = [envelope.record for envelope in read_topics(settings, [OUTCOMES])]
+    return sorted(record.trajectory_id for record in records if isinstance(record, SampleOutcome))
+
+
+def everyone(groups: Iterable[int]) -> list[str]:
+    return sorted(sample.trajectory_id for sample in make_samples(groups=groups))
+
+
+def say(settings: BusSettings, number: int, state: GroupState) -> None:
+    """What an environment worker says of a group."""
+    name, writer = group_name(number), Writer(settings, "test")
+    record = Group(group_id=name, group_size=GROUP_SIZE, state=state, offset=0, changed_at=0.0)
+    writer.write(GROUPS, record, key=name, partition=home_of(name, HOMES))
+    writer.flush()
+
+
+def test_it_can_be_iterated_again_and_loses_nothing(settings: BusSettings) -> None:
+    write_samples(settings, make_samples(groups=range(12)))
+    found: list[str] = []
+    with SampleStream(settings, "policy", total_groups=12) as stream:
+        for _ in range(4):
+            for group in stream:
+                found.append(group.group_id)
+                stream.settle(outcomes_of([group]))
+                if len(found) % 3 == 0:
+                    break
+        assert stream.ended and list(stream) == []
+    assert sorted(found) == [group_name(number) for number in range(12)]
+    assert on_log(settings) == everyone(range(12))
+
+
+def test_what_was_not_settled_comes_again_and_what_was_does_not(settings: BusSettings) -> None:
+    late = make_samples(groups=range(3))
+    write_samples(settings, [*late[:5], *make_samples(groups=range(3, 9)), late[5]])
+    settled: list[str] = []
+    for count in (1, 2, 1):
+        with SampleStream(settings, "policy") as stream:
+            groups = stream.take(count)
+            settled += [group.group_id for group in groups]
+            stream.settle(outcomes_of(groups))
+            stream.take(1)  # taken and never settled
+    write_samples(settings, late[6:])
+    with SampleStream(settings, "policy") as stream:
+        groups = stream.take(5)
+        stream.settle(outcomes_of(groups))
+    settled += [group.group_id for group in groups]
+    assert sorted(settled) == [group_name(number) for number in range(9)]
+    assert on_log(settings) == everyone(range(9))
+
+
+def test_a_group_is_settled_whole_and_once(settings: BusSettings) -> None:
+    write_samples(settings, make_samples(groups=range(2)))
+    with SampleStream(settings, "policy") as stream:
+        groups = stream.take(2)
+        with pytest.raises(ValueError, match="is settled whole"):
+            stream.settle(outcomes_of(groups)[1:])
+        stream.settle(outcomes_of(groups[:1]))
+        stream.settle(outcomes_of(groups))
+    with SampleStream(settings, "policy", total_groups=2) as stream:
+        stream.settle(outcomes_of(groups))  # as a checkpoint may ask for after a restart
+        assert stream.take(1) == ()
+    assert on_log(settings) == everyone(range(2))
+
+
+def test_outcomes_that_a_checkpoint_kept_are_settled_before_their_samples_are_read(settings: BusSettings) -> None:
+    write_samples(settings, make_samples(groups=range(3)))
+    with SampleStream(settings, "policy") as stream:
+        (group,) = stream.take(1)
+    for _ in range(2):  # the second must know it from the log: an older sample may hold the place to read from back
+        with SampleStream(settings, "policy") as stream:
+            stream.settle(outcomes_of([group]))
+            assert group.group_id not in {one.group_id for one in stream.take(2)}
+    assert on_log(settings) == sorted(sample.trajectory_id for sample in group.samples)
+
+
+def test_a_newer_stream_fences_the_older(settings: BusSettings) -> None:
+    write_samples(settings, make_samples(groups=range(1)))
+    with SampleStream(settings, "policy") as old:
+        groups = old.take(1)
+        with SampleStream(settings, "policy") as new:
+            with pytest.raises(BusError) as refused:
+                old.settle(outcomes_of(groups))
+            assert refused.value.fenced
+            new.settle(outcomes_of(new.take(1)))
+    assert on_log(settings) == everyone(range(1))
+
+
+@pytest.mark.slow
+def test_what_is_no_sample_is_a_dead_letter_once(settings: BusSettings) -> None:
+    writer = Writer(settings, "test")
+    samples = make_samples(groups=range(2))
+    stranger = msgspec.structs.replace(samples[0], trajectory_id="g00:77")
+    write_samples(settings, [samples[0], stranger])
+    writer._produce(settings.topic(SAMPLES), b"g00", b"no record", 0, [("rose-schema", b"sample/2")], None)
+    writer.flush()
+    for _ in range(3):
+        with SampleStream(settings, "policy", total_groups=2, stop=StopAfter(3)) as stream:
+            assert stream.take(2) == ()
+    write_samples(settings, samples[1:])
+    with SampleStream(settings, "policy") as stream:
+        stream.settle(outcomes_of(stream.take(2)))
+    letters = list(read_letters(settings, SAMPLES))
+    assert sorted(letter.raw.value == b"no record" for letter in letters) == [False, True]
+    assert on_log(settings) == everyone(range(2))
+
+
+class StopAfter(Event):
+    """Is set once it has been asked so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.left = times
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def test_samples_of_another_model_are_left_to_its_trainer(settings: BusSettings) -> None:
+    mine, theirs = make_samples(groups=[0]), make_samples(groups=[1])
+    write_samples(settings, [*(msgspec.structs.replace(one, model_id="other") for one in theirs), *mine])
+    for model_id, expected in (("policy", group_name(0)), ("other", group_name(1))):
+        with SampleStream(settings, model_id) as stream:
+            groups = stream.take(1)
+            stream.settle(outcomes_of(groups))
+            assert [group.group_id for group in groups] == [expected]
+    assert on_log(settings) == everyone(range(2))
+
+
+def test_a_refused_prompt_does_not_keep_the_run_from_ending(settings: BusSettings) -> None:
+    write_prompts(settings, range(8))
+    for state in (GroupState.REFUSED, GroupState.REFUSED):  # told twice, counted once
+        say(settings, 3, state)
+    say(settings, 4, GroupState.REFUSED)
+    say(settings, 4, GroupState.OPEN)  # mended
+    say(settings, 7, GroupState.SETTLED)  # so long ago that its outcomes are no longer there
+    write_samples(settings, make_samples(groups=[0, 1, 2, 4, 5, 6]))
+    sizes = []
+    with SampleStream(settings, "policy", total_groups=8) as stream:
+        while groups := stream.take(4):
+            sizes.append(len(groups))
+            stream.settle(outcomes_of(groups))
+        assert stream.ended
+    assert sizes == [4, 2] and len(on_log(settings)) == 6 * GROUP_SIZE
+
+
+def test_a_run_ends_when_its_last_prompts_are_refused_while_it_waits(settings: BusSettings) -> None:
+    write_samples(settings, make_samples(groups=range(2)))
+    with SampleStream(settings, "policy", total_groups=4) as stream:
+        stream.settle(outcomes_of(stream.take(1)))
+        say(settings, 8, GroupState.REFUSED)
+        say(settings, 9, GroupState.REFUSED)
+        groups = stream.take(3)
+        assert len(groups) == 1
+        stream.settle(outcomes_of(groups))
+        assert stream.take(3) == () and stream.ended
+
+
+def test_a_log_that_ends_before_the_place_to_read_from_is_refused(broker: AnyBroker, settings: BusSettings) -> None:
+    write_samples(settings, make_samples(groups=range(4)))
+    with SampleStream(settings, "policy") as stream:
+        stream.settle(outcomes_of(stream.take(4)))
+    admin = reach(settings)
+    for deleted in admin.delete_topics([settings.topic(SAMPLES)]).values():
+        deleted.result()
+    create_topics(settings, Partitions(home=HOMES, slots=1, samples=2, chunks=1))
+    if settings.embedded:
+        with pytest.raises(WrongLog, match="which ends at 0"):
+            SampleStream(settings, "policy")
+    else:  # Apache Kafka forgets with a topic what was committed of it
+        SampleStream(settings, "policy").close()
+
+
+def test_samples_are_deleted_when_they_are_settled_and_old(
+    broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
+    waits, done = make_samples(groups=[0]), make_samples(groups=[1, 2])
+    write_samples(settings, [*done[:4], waits[0], *done[4:]])
+    monkeypatch.setattr("workers.trainer.stream.delete_before", partial(delete_before, keep_seconds=0.0))
+    with SampleStream(settings, "policy") as stream:
+        stream.settle(outcomes_of(stream.take(2)))
+    with SampleStream(settings, "policy", stop=StopAfter(2)) as stream:
+        stream.take(1)
+    with closing(Reader(settings, "test", group="test")) as reader:
+        assert reader.watermarks((SAMPLES, 0)) == (4, 9)
+    write_samples(settings, waits[1:])
+    with SampleStream(settings, "policy") as stream:
+        stream.settle(outcomes_of(stream.take(1)))
+    assert on_log(settings) == everyone(range(3))
+
+
+def test_the_audit_agrees(settings: BusSettings) -> None:
+    write_prompts(settings, range(3))
+    write_samples(settings, make_samples(groups=range(3)))
+    with SampleStream(settings, "policy", total_groups=3) as stream:
+        stream.settle(outcomes_of(stream.take(3)))
+    assert audit_log(settings).clean

@@ -1,0 +1,140 @@
+"""Verdicts on a complete group: one outcome for each of its trajectories, and reasons that name what is wrong."""
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.arrays import pack_logprobs, pack_tokens
+from schemas.prompts import Sampling
+from schemas.samples import Outcome, Sample, SampleTurn
+from schemas.turns import VersionSpan
+from schemas.wire import encode
+from tests.unit.samples import sample, turns_of
+from workers.trainer.groups import CompleteGroup
+from workers.trainer.verdicts import JudgedGroup, Rules, failed, judge, outcomes_of, sample_flaw, staleness
+
+RULES = Rules(max_staleness=2, vocabulary=50, context_tokens=6)
+
+
+def judged(*samples: Sample, version: int = 0, abandoned: Sequence[tuple[int, int]] = ()) -> JudgedGroup:
+    return judge(CompleteGroup("g", samples), version, rules=RULES, abandoned=abandoned)
+
+
+def outcomes(group: JudgedGroup) -> list[Outcome]:
+    return [verdict.outcome for verdict in group.verdicts]
+
+
+MEMBERS = st.lists(
+    st.builds(
+        sample,
+        reward=st.sampled_from([None, 0.0, 1.0, float("nan"), 0.3, 0.1 + 0.2]),
+        version=st.integers(0, 4),
+        failure=st.sampled_from(["", "", "no executor"]),
+        sampling=st.sampled_from([Sampling(), Sampling(temperature=0), Sampling(top_p=0.5)]),
+        mask=st.sampled_from([None, [0, 0, 0], [1, 1, 1]]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(MEMBERS, st.integers(0, 6))
+def test_each_member_has_one_outcome_and_only_what_teaches_is_trained(members: list[Sample], version: int) -> None:
+    group = judged(*members, version=version, abandoned=[(1, 2)])
+    ends = outcomes_of([group], step=1, policy_version=version, now=0.0)
+    assert [end.trajectory_id for end in ends] == [one.trajectory_id for one in members]
+    trained = [end.trajectory_id for end in ends if end.outcome is Outcome.TRAINED]
+    assert trained == [one.trajectory_id for one in group.trained]
+    rewards = [one.reward for one in group.trained if one.reward is not None]
+    assert len(rewards) == len(trained) and (not trained or max(rewards) - min(rewards) > 1e-6)
+    assert all(bool(end.reason) == (end.outcome is not Outcome.TRAINED) for end in ends)
+
+
+def test_the_rest_of_a_group_is_trained_on_when_two_remain() -> None:
+    members = [sample(index=0, reward=1.0, version=2), sample(index=1, version=0), sample(index=2, reward=None)]
+    group = judged(*members, sample(index=3, version=2), version=3)
+    assert outcomes(group) == [Outcome.TRAINED, Outcome.STALE, Outcome.INFRA_FAILED, Outcome.TRAINED]
+    assert [one.trajectory_id for one in group.trained] == ["g:0", "g:3"]
+
+
+def test_who_is_left_alone_is_filtered() -> None:
+    group = judged(sample(index=0, reward=1.0), sample(index=1, failure="lost"))
+    assert outcomes(group) == [Outcome.FILTERED, Outcome.INFRA_FAILED]
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.1 + 0.2, 0.3, 0.3, 0.3], [1e9, 1e9 + 1e-3], [1e-9, 0.0]])
+def test_what_sums_of_floats_leave_is_no_difference(rewards: list[float]) -> None:
+    group = judged(*(sample(index=index, reward=reward) for index, reward in enumerate(rewards)))
+    assert outcomes(group) == [Outcome.FILTERED] * len(rewards)
+
+
+def test_samples_of_versions_that_the_run_went_back_behind_are_superseded() -> None:
+    mixed = msgspec.structs.replace(sample(index=2), spans=(VersionSpan(1, 2, 5), VersionSpan(2, 3, 6)))
+    members = [sample(index=0, version=5, reward=1.0), sample(index=1, version=7), mixed, sample(index=3, version=9)]
+    group = judged(*members, version=9, abandoned=[(6, 8)])
+    assert outcomes(group) == [Outcome.STALE, Outcome.SUPERSEDED, Outcome.SUPERSEDED, Outcome.FILTERED]
+    assert group.verdicts[1].reason == "sampled under version 7; the run has gone back behind version 6"
+
+
+def test_what_training_raises_is_the_reason_of_those_it_was_for() -> None:
+    group = judged(sample(index=0, reward=1.0), sample(index=1), sample(index=2, failure="lost"))
+    after = failed(group, IndexError("no such row"))
+    assert outcomes(after) == [Outcome.INFRA_FAILED] * 3 and not after.trained
+    assert after.verdicts[0].reason == "to train on its group raised IndexError: no such row"
+    assert after.verdicts[2].reason == "lost"
+    for outcome in outcomes_of([failed(group, ValueError("\ud800" * 999))], step=1, policy_version=0, now=0.0):
+        encode(outcome)
+
+
+def test_staleness_counts_from_the_oldest_token() -> None:
+    mixed = msgspec.structs.replace(sample(), spans=(VersionSpan(1, 2, 3), VersionSpan(2, 3, 5)))
+    assert staleness(mixed, 6) == 3
+    assert staleness(msgspec.structs.replace(mixed, spans=()), 6) == 0
+
+
+def shifted(turns: tuple[SampleTurn, ...], by: int) -> tuple[SampleTurn, ...]:
+    return tuple(msgspec.structs.replace(turn, start=turn.start + by, end=turn.end + by) for turn in turns)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"loss_mask": b"\0\1"}, "3 tokens, a mask of 2 and 3 logprobs do not fit"),
+        ({"tokens": b"\0" * 13}, "whole number"),
+        ({"tokens": pack_tokens([1, 2, 50])}, "token 50 is outside of the vocabulary of 50"),
+        ({"logprobs": pack_logprobs([0.0, -0.5, float("nan")])}, "no finite number"),
+        ({"loss_mask": b"\0\1\2"}, "more than 0 and 1"),
+        ({"reward": float("inf")}, "no reward"),
+        ({"reward": None, "failure": "the environment broke"}, "the environment broke"),
+        ({"loss_mask": b"\1\1\1"}, "its first token is a sampled one"),
+        ({"turns": ()}, "its turns are not the tokens that were sampled"),
+        ({"turns": shifted(turns_of([0, 1, 1]), 1)}, "turn 0 lies outside"),
+        ({"turns": turns_of([0, 1, 1]) * 2}, "turn 0 lies outside of its tokens or on another turn"),
+        ({}, ""),
+    ],
+)
+def test_what_cannot_be_learned_from_says_why(change: dict[str, object], reason: str) -> None:
+    flaw = sample_flaw(msgspec.structs.replace(sample(), **change), rules=RULES)
+    assert reason in flaw
+    assert bool(flaw) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("one", "outcome", "reason"),
+    [
+        (sample(tokens=[1] * 7), Outcome.INFRA_FAILED, "its 7 tokens are more than the 6 that the model takes"),
+        (sample(tokens=[1]), Outcome.FILTERED, "no token of it was sampled"),
+        (sample(tokens=[1], mask=[1]), Outcome.INFRA_FAILED, "its first token is a sampled one"),
+        (sample(tokens=[]), Outcome.FILTERED, "no token of it was sampled"),
+        (sample(mask=[0, 0, 0]), Outcome.FILTERED, "no token of it was sampled"),
+        (sample(sampling=Sampling(temperature=0)), Outcome.FILTERED, "temperature 0 draws the likeliest token"),
+        (sample(sampling=Sampling(top_p=0.9)), Outcome.FILTERED, "top_p 0.9"),
+    ],
+)
+def test_what_no_step_can_hold_or_price_is_settled_before_one(one: Sample, outcome: Outcome, reason: str) -> None:
+    group = judged(one, sample(index=1, reward=1.0), sample(index=2, reward=0.0))
+    assert outcomes(group) == [outcome, Outcome.TRAINED, Outcome.TRAINED]
+    assert reason in group.verdicts[0].reason

@@ -1,0 +1,186 @@
+"""What each trajectory of a complete group is good for.
+
+Keeps true
+- Every trajectory of a group gets exactly one outcome.
+- A group is learned from only if two of its members that can be learned from have rewards that differ.
+- What the step could not compute, or the loss not price, is settled with a reason before any step sees it.
+- An infrastructure failure is never a reward of 0.
+
+Pure: no clock, no I/O, no randomness.
+
+Example (max_staleness 1, at version 3)
+    b:0 of version 3, b:1 of version 1   -> b:1 STALE, b:0 FILTERED: alone in its group
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isclose, isfinite
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.arrays import unpack_logprobs, unpack_tokens
+from schemas.errors import RecordError
+from schemas.prompts import unpriced
+from schemas.samples import Outcome, Sample, SampleOutcome
+from workers.trainer.groups import CompleteGroup
+
+LEAST_TO_COMPARE = 2
+"""A reward says something only beside another one of its group."""
+
+EQUAL_REWARDS = 1e-6
+"""Rewards that differ by no more, relative to the larger, are equal: what sums of floats leave is no lesson."""
+
+REASON_CHARACTERS = 300
+"""Of an exception's message in an outcome."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Which samples may be learned from."""
+
+    max_staleness: int
+    """In versions: a sample is stale if any of its tokens was drawn under a policy older than this."""
+    vocabulary: int
+    """Token ids lie below it."""
+    context_tokens: int
+    """Longest sample that the model takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The end of one trajectory."""
+
+    outcome: Outcome
+    reason: str = ""
+
+
+TRAINED = Verdict(Outcome.TRAINED)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedGroup:
+    """A group with what becomes of it."""
+
+    group_id: str
+    samples: tuple[Sample, ...]
+    """All of its members, in order of index."""
+    verdicts: tuple[Verdict, ...]
+    """One for each of `samples`, in the same order."""
+
+    @property
+    def trained(self) -> tuple[Sample, ...]:
+        """Those to learn from: none, or at least two whose rewards differ."""
+        ends = zip(self.samples, self.verdicts, strict=True)
+        return tuple(sample for sample, verdict in ends if verdict.outcome is Outcome.TRAINED)
+
+
+def judge(
+    group: CompleteGroup, version: int, *, rules: Rules, abandoned: Sequence[tuple[int, int]] = ()
+) -> JudgedGroup:
+    """Decide what each member of a complete group is good for under policy `version`.
+
+    `abandoned`: first and last of the versions that the run has gone back behind.
+    """
+    verdicts = [_verdict(sample, version, rules=rules, abandoned=abandoned) for sample in group.samples]
+    kept = [sample for sample, verdict in zip(group.samples, verdicts, strict=True) if verdict is TRAINED]
+    if not rewards_differ([sample.reward for sample in kept if sample.reward is not None]):
+        alike = "all rewards of its group are equal" if len(kept) >= LEAST_TO_COMPARE else "alone in its group"
+        filtered = Verdict(Outcome.FILTERED, alike)
+        verdicts = [filtered if verdict is TRAINED else verdict for verdict in verdicts]
+    return JudgedGroup(group.group_id, group.samples, tuple(verdicts))
+
+
+def failed(group: JudgedGroup, error: Exception) -> JudgedGroup:
+    """The group as it is settled when to train on it raised this."""
+    message = " ".join(str(error).split())[:REASON_CHARACTERS].encode(errors="replace").decode()
+    verdict = Verdict(Outcome.INFRA_FAILED, f"to train on its group raised {type(error).__name__}: {message}")
+    verdicts = tuple(verdict if one.outcome is Outcome.TRAINED else one for one in group.verdicts)
+    return JudgedGroup(group.group_id, group.samples, verdicts)
+
+
+def outcomes_of(groups: Iterable[JudgedGroup], *, step: int, policy_version: int, now: float) -> list[SampleOutcome]:
+    """The outcomes to settle these groups with. `now`: unix seconds."""
+    return [
+        SampleOutcome(
+            trajectory_id=sample.trajectory_id,
+            group_id=group.group_id,
+            outcome=verdict.outcome,
+            step=step,
+            policy_version=policy_version,
+            reason=verdict.reason,
+            recorded_at=now,
+        )
+        for group in groups
+        for sample, verdict in zip(group.samples, group.verdicts, strict=True)
+    ]
+
+
+def rewards_differ(rewards: Sequence[float]) -> bool:
+    """Whether these rewards say that one was better than another. The one tolerance of filter and advantage."""
+    if len(rewards) < LEAST_TO_COMPARE:
+        return False
+    return not isclose(min(rewards), max(rewards), rel_tol=EQUAL_REWARDS, abs_tol=EQUAL_REWARDS)
+
+
+def staleness(sample: Sample, version: int) -> int:
+    """How many versions the policy has moved on since the oldest of its tokens; 0 if it sampled none."""
+    return max(0, version - sample.oldest_version) if sample.spans else 0
+
+
+def _verdict(sample: Sample, version: int, *, rules: Rules, abandoned: Sequence[tuple[int, int]]) -> Verdict:
+    failure = sample_flaw(sample, rules=rules)
+    if failure:
+        return Verdict(Outcome.INFRA_FAILED, failure)
+    if unfit := unfit_request(sample):
+        return Verdict(Outcome.FILTERED, unfit)
+    for first, last in abandoned:
+        lost = [span.version for span in sample.spans if first <= span.version <= last]
+        if lost:
+            reason = f"sampled under version {lost[0]}; the run has gone back behind version {first}"
+            return Verdict(Outcome.SUPERSEDED, reason)
+    if staleness(sample, version) > rules.max_staleness:
+        return Verdict(Outcome.STALE, f"sampled under version {sample.oldest_version}, the trainer is at {version}")
+    return TRAINED
+
+
+def sample_flaw(sample: Sample, *, rules: Rules) -> str:
+    """Why a sample cannot be learned from whatever its age: the infrastructure failed it. Empty if it can."""
+    if sample.failure:
+        return sample.failure
+    if sample.reward is None or not isfinite(sample.reward):
+        return "it has no reward"
+    try:
+        tokens, logprobs = np.asarray(unpack_tokens(sample.tokens)), unpack_logprobs(sample.logprobs)
+    except RecordError as error:
+        return str(error)
+    mask = np.frombuffer(sample.loss_mask, dtype=np.uint8)
+    if not len(tokens) == len(mask) == len(logprobs):
+        return f"{len(tokens)} tokens, a mask of {len(mask)} and {len(logprobs)} logprobs do not fit"
+    if len(tokens) > rules.context_tokens:
+        return f"its {len(tokens)} tokens are more than the {rules.context_tokens} that the model takes"
+    if tokens.max(initial=0) >= rules.vocabulary:
+        return f"token {tokens.max()} is outside of the vocabulary of {rules.vocabulary}"
+    if mask.max(initial=0) > 1:
+        return "the loss mask holds more than 0 and 1"
+    if not np.isfinite(logprobs[mask == 1]).all():
+        return "a logprob is no finite number"
+    return _flaw_of_turns(sample, mask)
+
+
+def _flaw_of_turns(sample: Sample, mask: NDArray[np.uint8]) -> str:
+    if mask[:1].any():
+        return "its first token is a sampled one, and nothing says of what"
+    covered = np.zeros_like(mask)
+    for turn in sample.turns:
+        if not turn.start <= turn.end <= len(mask) or covered[turn.start : turn.end].any():
+            return f"turn {turn.turn} lies outside of its tokens or on another turn"
+        covered[turn.start : turn.end] = 1
+    return "" if (covered == mask).all() else "its turns are not the tokens that were sampled"
+
+
+def unfit_request(sample: Sample) -> str:
+    """Why a sample teaches nothing though nothing failed: what was asked for. Empty if it can be learned from."""
+    if not any(sample.loss_mask):
+        return "no token of it was sampled"
+    return next((reason for turn in sample.turns if (reason := unpriced(turn.sampling))), "")
