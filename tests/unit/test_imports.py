@@ -1,0 +1,79 @@
+"""Imports go downward only, one package imports vLLM, and what has to start quickly loads neither it nor torch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+FLOORS = {
+    "schemas": {"schemas"},
+    "topics": {"schemas", "topics"},
+    "pipeline": {"schemas", "topics", "pipeline"},
+    "workers": {"schemas", "topics", "workers"},
+    "pipeline.command": {"schemas", "topics", "pipeline", "workers"},
+}
+"""What each package may import of the house; the longest name that fits a module counts."""
+
+ENGINE = "workers.executor.vllm"
+"""The one package that imports vLLM."""
+
+HEAVY = ("torch", "vllm", "transformers", "faust")
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for package in ("schemas", "topics", "pipeline", "workers"):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            yield ".".join(file.relative_to(ROOT).with_suffix("").parts), file
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Every module that a file names in an import, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} has a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def floor_of(module: str) -> set[str]:
+    return FLOORS[max((name for name in FLOORS if f"{module}.".startswith(f"{name}.")), key=len)]
+
+
+def test_imports_go_downward_only() -> None:
+    house = {name.partition(".")[0] for name in FLOORS}
+    upward = [
+        f"{module} imports {name}"
+        for module, file in modules()
+        for name in imported(file)
+        if name.partition(".")[0] in house | {"tests", "bench", "docs"}
+        and (
+            name.partition(".")[0] not in floor_of(module)
+            or (name.startswith("pipeline.command") and not module.startswith("pipeline.command"))
+        )
+    ]
+    assert upward == []
+
+
+def test_vllm_is_imported_in_one_package() -> None:
+    elsewhere = [
+        module
+        for module, file in modules()
+        if not module.startswith(ENGINE) and any(name.partition(".")[0] == "vllm" for name in imported(file))
+    ]
+    assert elsewhere == []
+
+
+@pytest.mark.parametrize(
+    "module", ["pipeline.command.main", "pipeline.routing.main", "workers.trainer.groups", "workers.trainer.stream"]
+)
+def test_what_has_to_start_quickly_loads_nothing_heavy(module: str) -> None:
+    """The command with its help, the router, and who only reads groups."""
+    found = f"import sys, {module}; print(*(name for name in {HEAVY!r} if name in sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", found], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == []
