@@ -1,0 +1,116 @@
+"""The trainers of docs/examples over a real broker: the contract of `docs/training.md` is enough for them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from docs.examples import plain_trainer
+from pipeline.accounting.audit import audit_log
+from schemas.prompts import Sampling
+from schemas.samples import Outcome
+from tests.brokers import AnyBroker
+from tests.integration.trainer_kit import (
+    GROUP_SIZE,
+    GROUPS,
+    make_policy,
+    make_samples,
+    result_of,
+    write_prompts,
+    write_samples,
+)
+from topics.admin import create_topics
+from topics.catalog import Partitions
+from topics.settings import BusSettings
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a tokenizer, which TRL asks for."""
+    from bench.warm_start import build_tokenizer
+
+    folder = make_policy(tmp_path_factory.mktemp("policy"), vocabulary=len(build_tokenizer()))
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=2, chunks=1))
+    write_prompts(settings)
+    write_samples(settings, make_samples())
+    return settings
+
+
+def assert_settled(settings: BusSettings, *, steps: int) -> None:
+    """Every trajectory once, each version another policy, and one before the first step."""
+    result = result_of(settings)
+    assert len(result.outcomes) == len({name for name, _, _ in result.outcomes}) == GROUPS * GROUP_SIZE
+    assert result.counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1
+    assert sorted(result.digests) == list(range(steps + 1))
+    assert len(set(result.digests.values())) == steps + 1
+    assert audit_log(settings).clean
+
+
+def moved(model: Any, model_folder: Path) -> float:
+    before = load_file(model_folder / "model.safetensors")
+    return max(
+        float((tensor.detach() - before[name]).abs().max())
+        for name, tensor in model.named_parameters()
+        if name in before
+    )
+
+
+def test_plain_torch_trains_and_settles(settings: BusSettings, model_folder: Path) -> None:
+    model = plain_trainer.train(settings, model_folder, run="plain", total_groups=GROUPS, groups_per_step=3)
+    assert_settled(settings, steps=4)
+    assert moved(model, model_folder) > 0 and all(tensor.isfinite().all() for tensor in model.parameters())
+    plain_trainer.train(settings, model_folder, run="plain", total_groups=GROUPS)  # begins again: all is settled
+    result = result_of(settings)
+    assert len(result.outcomes) == GROUPS * GROUP_SIZE
+    assert result.digests[5] == result.digests[0]
+
+
+def test_trl_trains_and_settles(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
+    from docs.examples import trl_trainer
+
+    torch.manual_seed(0)
+    model = trl_trainer.train(
+        settings,
+        model_folder,
+        run="trl",
+        steps=3,
+        group_size=GROUP_SIZE,
+        groups_per_step=3,
+        output=tmp_path / "trl",
+    )
+    assert_settled(settings, steps=3)
+    assert moved(model, model_folder) > 0 and all(tensor.isfinite().all() for tensor in model.parameters())
+
+
+def test_trl_leaves_groups_that_were_drawn_at_another_temperature(
+    broker: AnyBroker, namespace: str, model_folder: Path, tmp_path: Path
+) -> None:
+    from docs.examples import trl_trainer
+
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
+    write_samples(settings, make_samples(groups=[0], sampling=Sampling(temperature=0.7)))
+    write_samples(settings, make_samples(groups=[1]))
+    trl_trainer.train(
+        settings,
+        model_folder,
+        run="trl",
+        steps=1,
+        group_size=GROUP_SIZE,
+        groups_per_step=1,
+        temperature=1.0,
+        output=tmp_path / "trl",
+    )
+    by_group = {(name.partition(":")[0], outcome) for name, outcome, _ in result_of(settings).outcomes}
+    assert by_group == {("g00", Outcome.FILTERED), ("g01", Outcome.TRAINED)}
