@@ -115,7 +115,7 @@ class Writer:
 
     def poll(self) -> None:
         """Take delivery reports in without waiting. Raises BusError if a delivery failed."""
-        self._producer.poll(0)
+        self._guarded("writing", self._producer.poll, 0)
         self._raise_failure()
 
     def flush(self) -> None:
