@@ -152,7 +152,10 @@ class Lane:
     def _answer(self, message: Message, at: float) -> float | None:
         if message.error() is not None:
             raise RuntimeError(f"the broker fails the benchmark: {message.error()}")
-        decoded = decode(self._record, message.value() or b"")
+        value = message.value()
+        if value is None:
+            return None  # a router's claim
+        decoded = decode(self._record, value)
         request = decoded.request if isinstance(decoded, TurnDispatch) else decoded
         assert isinstance(request, TurnRequest)
         flying = self._flying.pop(request.trajectory_id, None)

@@ -7,7 +7,7 @@ Keeps true
   may have given it to another, which it would learn too late. So does one that the broker says has lost it.
 
 On Apache Kafka a router that dies is replaced within SESSION_SECONDS. The embedded broker never evicts: there the seat
-waits for the router of the same name to come back.
+waits for the router of the same name to come back, and who was away still has it.
 """
 
 import time
@@ -59,7 +59,8 @@ class Seat:
         """Look whether this router still has the seat: call it before each decision. Raises SeatLost."""
         absent = time.monotonic() - self._looked_at
         if absent > LET_GO_SECONDS:
-            self.leave()
+            if not self._settings.embedded:
+                self.leave()
             raise SeatLost(f"away for {absent:.1f} s: another router may have taken over")
         if not self.wait(0.0):
             raise SeatLost("another router takes over")
