@@ -47,8 +47,9 @@ CORE_RAMP_SECONDS = 1.5
 CORE_REPEATS = 3
 FLYING_TURNS = 4_000
 """Turns kept on their way while throughput is measured: 125 an executor."""
-SETTLE_SECONDS = 2.0
-"""Of load at the beginning of each window that does not count: librdkafka takes up to 1 s to resume a partition."""
+SETTLE_SECONDS = 4.0
+"""Of load at the beginning of each window that does not count: librdkafka takes up to 1 s to resume a partition, and a
+router that was stopped for long stands in line for its seat again."""
 WARM_SECONDS = 10.0
 """Of each load before it is measured: the first thousands of records on a new Apache Kafka are slow."""
 

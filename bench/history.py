@@ -11,10 +11,11 @@ from itertools import count
 from zlib import crc32
 
 from pipeline.routing.router import Decision, Router
+from schemas.arrays import count as token_count
 from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
-from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnRequest, TurnResult, VersionSpan, held_hash
 
 Event = tuple[float, Record]
 """What the router hears, and when."""
@@ -50,13 +51,16 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.fleet.seed)
-        self._due: list[tuple[float, int, Record]] = []
+        self._due: list[tuple[float, int, Record | int]] = []
+        """A worker's number stands for its next heartbeat, which says what it holds at that moment."""
         self._order = count()
         self._groups = count()
         self._contexts = [bytes(4 * tokens) for tokens in range(8192)]
         self._sampling = Sampling(max_tokens=MAX_TOKENS)
+        self._held: list[dict[TurnKey, bytes]] = [{} for _ in range(self.fleet.workers)]
+        """By worker: what its heartbeats list."""
         for worker in range(self.fleet.workers):
-            self._at(worker / self.fleet.workers * HEARTBEAT_SECONDS, self._beat(worker, 0))
+            self._at(worker / self.fleet.workers * HEARTBEAT_SECONDS, worker)
         for opened in range(0, self.fleet.trajectories, GROUP_SIZE):
             self._open_group(HEARTBEAT_SECONDS + opened / self.fleet.trajectories * self.fleet.turn_seconds)
 
@@ -64,7 +68,8 @@ class Recorder:
         """Let `seconds` of simulated time go by."""
         until = self.now + seconds
         while self._due and self._due[0][0] <= until:
-            self.now, _, event = heapq.heappop(self._due)
+            self.now, _, due = heapq.heappop(self._due)
+            event = self._beat(due) if isinstance(due, int) else due
             self.history.append((self.now, event))
             for decision in self.router.on(event, self.now):
                 self._obey(decision)
@@ -74,6 +79,7 @@ class Recorder:
     def _obey(self, decision: Decision) -> None:
         assert isinstance(decision, TurnDispatch), "nothing fails in this history"
         request = decision.request
+        self._held[decision.slot][request.key] = held_hash(request.key).to_bytes(8, "little")
         new_tokens = self._random.randint(MAX_TOKENS // 8, MAX_TOKENS)
         result = TurnResult(
             trajectory_id=request.trajectory_id,
@@ -86,16 +92,17 @@ class Recorder:
             incarnation=decision.incarnation,
             tokens=self._contexts[new_tokens],
             spans=(VersionSpan(0, new_tokens, 0),),
-            context_tokens=len(request.context) // 4,
+            context_tokens=token_count(request.context),
         )
         self._at(self.now + self._random.expovariate(1 / (0.9 * self.fleet.turn_seconds)), result)
 
     def _follow(self, event: Record) -> None:
         if isinstance(event, SlackHeartbeat):
-            self._at(self.now + HEARTBEAT_SECONDS, self._beat(event.slot, event.sequence + 1))
+            self._at(self.now + HEARTBEAT_SECONDS, event.slot)
         elif isinstance(event, TurnResult):
+            del self._held[int((event.worker or "").removeprefix("worker-"))][event.key]
             if event.turn + 1 < self._turns(event.trajectory_id):
-                tokens = event.context_tokens + len(event.tokens) // 4 + self._random.randint(10, 60)
+                tokens = event.context_tokens + token_count(event.tokens) + self._random.randint(10, 60)
                 self._ask(event.trajectory_id, event.group_id, event.turn + 1, tokens, 0.1 * self.fleet.turn_seconds)
             else:
                 self.live -= 1
@@ -123,17 +130,17 @@ class Recorder:
             context=self._contexts[tokens],
             sampling=self._sampling,
             requested_at=at,
-            deadline=at + 600,
+            patience_seconds=600.0,
         )
         self._at(at, request)
 
-    def _beat(self, worker: int, sequence: int) -> SlackHeartbeat:
+    def _beat(self, worker: int) -> SlackHeartbeat:
         speed = 1 + worker % 4
         return SlackHeartbeat(
             worker=f"worker-{worker}",
             incarnation=1,
             slot=worker,
-            sequence=sequence,
+            sequence=next(self._order),
             worker_class=WorkerClass.DEDICATED,
             state=ExecutorState.READY,
             policy_version=0,
@@ -147,8 +154,9 @@ class Recorder:
             max_turns=128,
             token_budget=400_000,
             ttl_seconds=2.0,
+            holds=b"".join(self._held[worker].values()),
             sent_at=self.now,
         )
 
-    def _at(self, at: float, event: Record) -> None:
+    def _at(self, at: float, event: Record | int) -> None:
         heapq.heappush(self._due, (at, next(self._order), event))

@@ -17,9 +17,8 @@ from confluent_kafka import Consumer, Message, Producer, TopicPartition
 from schemas.prompts import Sampling
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
-from schemas.weights import WeightManifest
 from schemas.wire import decode, encode
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, MANIFESTS, REQUESTED, Partitions, Topic
+from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions, Topic
 from topics.settings import BusSettings
 
 CONTEXT_TOKENS = 150
@@ -51,10 +50,6 @@ class Executors:
         self._beats = 0
         """Sent so far; executors take turns."""
         self._began = time.time()
-        manifest = WeightManifest(
-            model_id="bench", version=0, step=0, tensors=(), slices=(), digest=bytes(16), published_at=time.time()
-        )
-        self._producer.produce(settings.topic(MANIFESTS), value=encode(manifest), key=b"bench/0")
 
     def beat_if_due(self) -> None:
         now = time.time()
@@ -132,7 +127,7 @@ class Lane:
             context=self._context,
             sampling=self._sampling,
             requested_at=now,
-            deadline=now + 600,
+            patience_seconds=600.0,
         )
         self._write(REQUESTED, encode(request), trajectory, time.perf_counter())
 
@@ -157,7 +152,10 @@ class Lane:
     def _answer(self, message: Message, at: float) -> float | None:
         if message.error() is not None:
             raise RuntimeError(f"the broker fails the benchmark: {message.error()}")
-        decoded = decode(self._record, message.value() or b"")
+        value = message.value()
+        if value is None:
+            return None  # a router's claim
+        decoded = decode(self._record, value)
         request = decoded.request if isinstance(decoded, TurnDispatch) else decoded
         assert isinstance(request, TurnRequest)
         flying = self._flying.pop(request.trajectory_id, None)

@@ -77,6 +77,10 @@ class PlacementCost(msgspec.Struct, frozen=True, kw_only=True):
     passed_over_seconds: float = 0.0
 
 
+CLAIM_KEY = "router"
+"""Of the tombstone by which a router claims an inbox; its offset is the claim."""
+
+
 class TurnDispatch(Record, frozen=True, kw_only=True):
     """The router puts a turn into one executor's inbox."""
 

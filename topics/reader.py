@@ -166,10 +166,15 @@ class Reader:
         return low, high
 
     def partitions(self, topic: Topic) -> int:
-        """How many partitions the topic has on the broker. Raises TopicMissing."""
+        """How many partitions the topic has on the broker. Raises TopicMissing or BusError."""
         name = self._settings.topic(topic)
-        found = self._consumer.list_topics(name, timeout=ENDS_SECONDS).topics[name]
-        if found.error is not None or not found.partitions:
+        try:
+            found = self._consumer.list_topics(name, timeout=ENDS_SECONDS).topics[name]
+        except KafkaException as error:
+            raise BusError(f"asking for {name}", error.args[0]) from error
+        if found.error is not None and found.error.code() not in NO_SUCH_PLACE:
+            raise BusError(f"asking for {name}", found.error)
+        if not found.partitions:
             raise TopicMissing(name)
         return len(found.partitions)
 

@@ -101,18 +101,21 @@ class Writer:
         """Write a message as it came, to another place and under this key."""
         self._produce(self._settings.topic(topic), key.encode(), raw.value, partition, list(raw.headers), None)
 
-    def dead_letter(self, found: Envelope | Spoiled, reason: str) -> None:
+    def dead_letter(
+        self, found: Envelope | Spoiled, reason: str, *, on_delivery: Callable[[int, int], None] | None = None
+    ) -> None:
         """Store a message that could not be used, as it came, with why and where it lay."""
         name, raw = self._settings.topic(found.topic), found.raw
         own = (reason.encode(errors="replace"), name.encode(), b"%d" % found.partition, b"%d" % found.offset)
         headers = [header for header in raw.headers if header[0] not in ORIGIN_HEADERS]
         headers += zip(ORIGIN_HEADERS, (*own, raw.key or b""), strict=True)
         key = f"{name}/{found.partition}/{found.offset}".encode()
-        self._produce(f"{self._settings.namespace}{found.topic.dead_letters}", key, raw.value, None, headers, None)
+        name = f"{self._settings.namespace}{found.topic.dead_letters}"
+        self._produce(name, key, raw.value, None, headers, on_delivery)
 
     def poll(self) -> None:
         """Take delivery reports in without waiting. Raises BusError if a delivery failed."""
-        self._producer.poll(0)
+        self._guarded("writing", self._producer.poll, 0)
         self._raise_failure()
 
     def flush(self) -> None:

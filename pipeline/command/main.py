@@ -112,11 +112,16 @@ def executor(
 
 @app.command(rich_help_panel=ROLES)
 @with_common
-def router(common: Common) -> None:
+def router(
+    common: Common,
+    number: Annotated[
+        int, typer.Option("--number", metavar="N", help="Which router this is: one serves, any others wait.")
+    ] = 0,
+) -> None:
     """The router: places every turn on an executor."""
     from pipeline.command.roles import run_router_role
 
-    run_router_role(common)
+    run_router_role(common, number)
 
 
 @app.command(rich_help_panel=ROLES)

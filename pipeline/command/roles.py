@@ -28,13 +28,13 @@ def run_executor_role(common: Common) -> None:
     run_executor(settings, config.settings.executor, f"executor-{slot}", stop, weights=config.weights)
 
 
-def run_router_role(common: Common) -> None:
-    """The router, until it is asked to stop."""
+def run_router_role(common: Common, number: int) -> None:
+    """Router `number`, until it is asked to stop."""
     from pipeline.routing.main import run_router
 
     config = load(common)
-    settings, stop = _begin(config, config.settings.metrics.router)
-    run_router(settings, config.settings.router, stop)
+    settings, stop = _begin(config, config.settings.metrics.router, number)
+    run_router(settings, config.settings.router, stop, f"router-{number}")
 
 
 def run_trainer_role(common: Common) -> None:

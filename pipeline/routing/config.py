@@ -8,9 +8,10 @@ class RouterConfig:
     """How the router treats turns and executors."""
 
     max_attempts: int = 8
-    """Executions of one turn before it is failed."""
+    """Attempts at one turn that end by somebody's fault before it is failed. Refusals for lack of room, preemptions and
+    silences that end are nobody's."""
     max_lag_versions: int = 2
-    """Policy versions that a LIVE executor may be behind the newest before it gets no new turns."""
+    """Policy versions that a LIVE executor may be behind the newest that is served before it gets no new turns."""
     max_waiting_turns: int = 20_000
     """With more turns than this waiting for room, requests are left on their topic until some have gone."""
     remembered_trajectories: int = 100_000

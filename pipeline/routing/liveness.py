@@ -1,28 +1,39 @@
 """Liveness: which executors may be trusted with a turn.
 
 Keeps true
-- An executor is LIVE only while its last heartbeat is younger than the TTL that it carried and its policy version is
-  proven and no more than `max_lag_versions` behind.
+- An executor is LIVE only while it is heard and has proven a policy version no more than `max_lag_versions` behind the
+  newest that anybody serves. Nothing else is believed about versions: only what an executor serves is one.
 - There is no way from GONE to LIVE: who comes back is STALE until it proves the current policy version.
+- Everyone silent at once is the listener's own absence. Silence is measured in time in which somebody was heard:
+  between two heartbeats, whoever sent them, at most `HEARING_SECONDS` of it pass. So an executor is GONE only once
+  another was heard after its TTL, and a gap in which nobody was heard takes nothing from anybody.
 - The turns held by an executor that leaves, or starts anew, are handed back once.
+- Incarnations are compared within one inbox, where they grow. An older one is ignored until the newer is GONE; one in
+  another inbox replaces what was known, as what was heard later.
 
-Example, with a TTL of 2 s and version 7 current
-    beat(version -1) at 0     -> STALE
-    beat(version 7) at 0.1    -> LIVE
-    silence until 2.1         -> GONE, its turns handed back
-    beat(version 6) at 3      -> STALE, until it shows 7
+Example, TTL 2 s, w1 and w2 heard five times a second
+    w1's last heartbeat at 10, w2 goes on     -> at 12 w1 is GONE, its turns are handed back
+    w1 is heard at 15, same incarnation       -> STALE, until it shows the version that w2 shows; it keeps what it says
+                                                 that it holds
+    nobody is heard from 20 to 30             -> nobody is GONE
+    w1 is heard at 30, w2 is not              -> w2 has 2 s less the 0.5 s of the gap that count: GONE at 31.5
+    w1 alone in the fleet, dead at 40         -> not GONE: nobody can tell before a new start or another is heard
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from schemas.slack import ExecutorState, SlackHeartbeat
 
 UNHEARD_TTL_SECONDS = 2.0
 """How long an executor known only from the log may keep silent before its turns are issued again."""
 
+HEARING_SECONDS = 0.5
+"""Most time that passes between two heartbeats; the rest of a gap is the listener's. Executors beat every 0.2 s."""
+
 FORGET_SECONDS = 600.0
-"""An executor that was GONE this long is forgotten; until then an older start of it is recognised and ignored."""
+"""An executor that was GONE this long is forgotten; until then it may come back to what it held."""
 
 
 class Standing(Enum):
@@ -32,6 +43,18 @@ class Standing(Enum):
     GONE = "gone"
 
 
+class Execution(NamedTuple):
+    """One dispatch of a turn, as the router remembers it."""
+
+    trajectory_id: str
+    turn: int
+    attempt: int
+    room_tokens: int
+    new_tokens: float
+    charged: bool
+    """It counts as a failure of its turn, until its executor comes back."""
+
+
 @dataclass(slots=True)
 class Executor:
     """One executor under its newest incarnation."""
@@ -39,14 +62,19 @@ class Executor:
     worker: str
     incarnation: int
     expires: float
-    """Seconds; from this moment on silence means GONE."""
+    """On the clock of `Liveness`; from this moment on silence means GONE."""
     standing: Standing = Standing.STALE
     beat: SlackHeartbeat | None = None
     """The newest; None while it is known from the log alone."""
     rejected: bool = False
     """It refused or preempted a turn since its newest heartbeat, so what that heartbeat offered no longer holds."""
+    full: bool = False
+    """It refused for lack of room, and neither what it offers nor what it holds has changed since."""
     holds: dict[str, None] = field(default_factory=dict)
     """Trajectories whose present turn it has, in the order in which they came."""
+    ghosts: dict[int, Execution] = field(default_factory=dict)
+    """By `held_hash`: what it may still run though the turn was taken from it. They fill its room until it is heard
+    to hold them no more."""
 
     @property
     def open(self) -> bool:
@@ -55,69 +83,106 @@ class Executor:
         return ready and self.standing is Standing.LIVE and not self.rejected
 
 
+class Heard(NamedTuple):
+    """What a heartbeat changed."""
+
+    replaced: Executor | None = None
+    """The start before, which is no more."""
+    back: bool = False
+    """The same start was GONE and is not."""
+
+
 class Liveness:
     """All executors ever heard of, until they are forgotten."""
 
     def __init__(self, *, max_lag_versions: int) -> None:
         self.max_lag_versions = max_lag_versions
         self.current_version = -1
-        """The newest policy version on the log; -1 while there is none."""
+        """The newest policy version that an executor serves which is not GONE; -1 while there is none."""
         self.executors: dict[str, Executor] = {}
+        self.clock = 0.0
+        """Seconds in which somebody was heard."""
+        self._heard_at = 0.0
 
-    def heard(self, beat: SlackHeartbeat, now: float) -> list[str]:
-        """Take a heartbeat in; return the trajectories whose turns a new incarnation hands back."""
+    def heard(self, beat: SlackHeartbeat, now: float) -> Heard:
+        """Take a heartbeat in. If it is of an older start than the known one, that one keeps its own `beat`."""
+        self.clock += min(max(0.0, now - self._heard_at), HEARING_SECONDS)
+        self._heard_at = now
         known = self.executors.get(beat.worker)
-        if known is not None and beat.incarnation < known.incarnation:
-            return []
-        returned: list[str] = []
-        if known is None or beat.incarnation > known.incarnation or known.standing is Standing.GONE:
-            returned = list(known.holds) if known is not None else []
-            known = self.executors[beat.worker] = Executor(beat.worker, beat.incarnation, 0.0)
-        known.beat = beat
-        known.expires = now + beat.ttl_seconds
-        known.rejected = False
+        replaced: Executor | None = None
+        if known is None or not self._same_start(known, beat):
+            if known is not None and self._outlives(known, beat):
+                return Heard()
+            known, replaced = Executor(beat.worker, beat.incarnation, 0.0), known
+            self.executors[beat.worker] = known
+        back = known.standing is Standing.GONE and beat.state is not ExecutorState.STOPPING
+        if back:
+            known.standing = Standing.STALE
+        before, known.beat = known.beat, beat
+        known.expires = self.clock + beat.ttl_seconds
+        known.full = known.full and before is not None and bool(beat.holds) and _room(before) == _room(beat)
+        known.rejected = known.full
+        if beat.state is ExecutorState.STOPPING:
+            known.standing = Standing.GONE
+        if replaced or back or before is None or _serves(before) != _serves(beat):
+            self._survey()
         self._judge(known)
-        return returned
+        return Heard(replaced, back)
 
-    def remembered(self, worker: str, incarnation: int, now: float) -> None:
+    def remembered(self, worker: str, incarnation: int) -> Executor:
         """An executor is known from the log alone: it may be heard from for as long as a silence may last."""
-        self.executors[worker] = Executor(worker, incarnation, now + UNHEARD_TTL_SECONDS)
-
-    def published(self, version: int) -> None:
-        """Note a policy version on the log; executors too far behind it become STALE."""
-        self.current_version = max(self.current_version, version)
-        for executor in self.executors.values():
-            self._judge(executor)
+        known = self.executors[worker] = Executor(worker, incarnation, self.clock + UNHEARD_TTL_SECONDS)
+        return known
 
     def lag(self, executor: Executor) -> int:
         """Policy versions that it is behind the newest."""
         shown = -1 if executor.beat is None else executor.beat.policy_version
         return max(0, self.current_version - shown)
 
-    def expire(self, now: float) -> list[Executor]:
+    def expire(self) -> list[Executor]:
         """Mark the silent as GONE and return them; the caller takes back what they hold."""
         silent = [
-            each for each in self.executors.values() if each.standing is not Standing.GONE and each.expires <= now
+            each
+            for each in self.executors.values()
+            if each.standing is not Standing.GONE and each.expires <= self.clock
         ]
         for executor in silent:
             executor.standing = Standing.GONE
+        if silent:
+            self._survey()
         return silent
 
-    def excuse(self, seconds: float) -> None:
-        """Hold nobody silent for a time in which the router itself did not listen."""
-        for executor in self.executors.values():
-            executor.expires += seconds
-
-    def forget(self, now: float) -> list[str]:
+    def forget(self) -> list[str]:
         """Drop those who have been GONE for long, and name them."""
         names = [
             each.worker
             for each in self.executors.values()
-            if each.standing is Standing.GONE and each.expires + FORGET_SECONDS <= now
+            if each.standing is Standing.GONE and each.expires + FORGET_SECONDS <= self.clock
         ]
         for name in names:
             del self.executors[name]
         return names
+
+    def _same_start(self, known: Executor, beat: SlackHeartbeat) -> bool:
+        return known.incarnation == beat.incarnation and (known.beat is None or known.beat.slot == beat.slot)
+
+    def _outlives(self, known: Executor, beat: SlackHeartbeat) -> bool:
+        """Whether what is known is newer than this heartbeat's start."""
+        elsewhere = known.beat is not None and known.beat.slot != beat.slot
+        return not elsewhere and known.standing is not Standing.GONE and beat.incarnation < known.incarnation
+
+    def _survey(self) -> None:
+        """Find the newest version that is served; who is too far behind it becomes STALE."""
+        served = (
+            each.beat.policy_version
+            for each in self.executors.values()
+            if each.beat is not None and each.standing is not Standing.GONE
+        )
+        newest = max(served, default=-1)
+        if newest != self.current_version:
+            self.current_version = newest
+            for executor in self.executors.values():
+                self._judge(executor)
 
     def _judge(self, executor: Executor) -> None:
         if executor.standing is Standing.GONE or executor.beat is None:
@@ -127,3 +192,12 @@ class Liveness:
             executor.standing = Standing.STALE
         elif lag == 0:
             executor.standing = Standing.LIVE
+
+
+def _serves(beat: SlackHeartbeat) -> int:
+    """The version that it serves; -1 for none."""
+    return -1 if beat.state is ExecutorState.STOPPING else beat.policy_version
+
+
+def _room(beat: SlackHeartbeat) -> tuple[bytes, int, int]:
+    return beat.holds, beat.max_turns, beat.token_budget

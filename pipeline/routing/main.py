@@ -8,11 +8,11 @@ from pipeline.routing.metrics import exported
 from topics.settings import BusSettings
 
 
-def run_router(settings: BusSettings, config: RouterConfig, stop: Event) -> None:
-    """Route turns until `stop` is set, then flush and commit. One router at a time.
+def run_router(settings: BusSettings, config: RouterConfig, stop: Event, name: str = "router-0") -> None:
+    """Route turns until `stop` is set, then flush and commit. Of several routers, by name, one serves.
 
     Raises RoseError: an unreachable broker, a missing topic.
     """
-    loop = RouterLoop(settings, config)
-    with exported(loop.router):
+    loop = RouterLoop(settings, config, name=name)
+    with exported(lambda: loop.reign):
         loop.run(stop)

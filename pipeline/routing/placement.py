@@ -50,8 +50,6 @@ class Ask(NamedTuple):
     """What it may come to hold: its context and the most that it may generate."""
     tie_key: str
     """Equal costs are settled by a hash of this."""
-    min_version: int = -1
-    max_version: int | None = None
     cached: tuple[tuple[str, int], ...] = ()
     """Executors that have a prefix of the context in cache, and how many tokens of it; each at most once."""
 
@@ -63,7 +61,6 @@ class Choice(NamedTuple):
     slot: int
     incarnation: int
     cost: PlacementCost
-    decode_seconds_per_token: float
 
 
 @dataclass(slots=True)
@@ -105,7 +102,7 @@ class Placement:
     def __init__(self) -> None:
         self.seats: list[Seat] = []
         self.index: dict[str, int] = {}
-        self._table = np.zeros((6, 0))
+        self._table = np.zeros((5, 0))
         self._hash = np.zeros(0, np.uint64)
         self._resize([])
 
@@ -125,10 +122,9 @@ class Placement:
         seat.decode_wait_per_token = decode / lanes(beat)
         self._prefill[index] = 1.0 / beat.hardware.prefill_tokens_per_second
         self._decode[index] = decode
-        self._version[index] = beat.policy_version
         self._refresh(index)
         grew = beat.token_budget > before.token_budget or beat.max_turns > before.max_turns
-        return open and (not was_open or grew or beat.policy_version != before.policy_version)
+        return open and (not was_open or grew)
 
     def close(self, worker: str) -> None:
         """Send it nothing until it makes a new offer."""
@@ -176,19 +172,12 @@ class Placement:
             if holder is not None:
                 cost[holder] -= tokens * (1 + DISPLACEMENT) * self._prefill[holder]
         np.putmask(cost, self._room < ask.room_tokens, np.inf)
-        if ask.min_version >= 0 or ask.max_version is not None:
-            np.putmask(cost, ~self._in_bounds(ask), np.inf)
         return self._cheapest(ask, now)
 
     def could_run(self, ask: Ask) -> bool:
         """Whether some open executor would have room for it if it held nothing."""
         return any(
-            seat.open
-            and seat.beat.max_turns > 0
-            and seat.beat.token_budget >= ask.room_tokens
-            and seat.beat.policy_version >= ask.min_version
-            and (ask.max_version is None or seat.beat.policy_version <= ask.max_version)
-            for seat in self.seats
+            seat.open and seat.beat.max_turns > 0 and seat.beat.token_budget >= ask.room_tokens for seat in self.seats
         )
 
     def _cheapest(self, ask: Ask, now: float) -> Choice | None:
@@ -218,18 +207,14 @@ class Placement:
             decode_seconds=ask.new_tokens * decode,
             risk_seconds=seat.risk_seconds + DISPLACEMENT * prefill_seconds,
             cached_tokens=cached,
-            passed_over="" if second is None else self.seats[second].beat.worker,
+            passed_over=None if second is None else self.seats[second].beat.worker,
             passed_over_seconds=0.0 if second is None else float(self._cost[second]),
         )
-        return Choice(seat.beat.worker, seat.beat.slot, seat.beat.incarnation, cost, decode)
+        return Choice(seat.beat.worker, seat.beat.slot, seat.beat.incarnation, cost)
 
     def _settle(self, equals: npt.NDArray[np.intp], tie_key: str) -> int:
         key = np.uint64(int.from_bytes(hashlib.blake2b(tie_key.encode(), digest_size=8).digest(), "little"))
         return int(equals[np.argmax(rendezvous(self._hash[equals], key))])
-
-    def _in_bounds(self, ask: Ask) -> npt.NDArray[np.bool_]:
-        above = self._version >= ask.min_version
-        return above if ask.max_version is None else above & (self._version <= ask.max_version)
 
     def _count(self, worker: str, turns: int, room_tokens: int, new_tokens: float) -> None:
         index = self.index.get(worker)
@@ -250,10 +235,10 @@ class Placement:
     def _resize(self, kept: Iterable[int]) -> None:
         """Make the vectors as long as the seats, those of the executors at `kept` first."""
         kept = list(kept)
-        table, hashes = np.zeros((6, len(self.seats))), np.zeros(len(self.seats), np.uint64)
+        table, hashes = np.zeros((5, len(self.seats))), np.zeros(len(self.seats), np.uint64)
         table[:, : len(kept)], hashes[: len(kept)] = self._table[:, kept], self._hash[kept]
         self._table, self._hash = table, hashes
-        self._prefill, self._decode, self._prefill_free_at, self._load, self._room, self._version = table
+        self._prefill, self._decode, self._prefill_free_at, self._load, self._room = table
         self._cost, self._scratch = np.zeros_like(table[0]), np.zeros_like(table[0])
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.routing.liveness import Executor
+from schemas.arrays import count
 from schemas.turns import TurnRequest
 
 
@@ -70,7 +71,7 @@ class Prefixes:
 
         The last token of a context is never counted: an engine computes it in any case.
         """
-        most = len(request.context) // 4 - 1
+        most = count(request.context) - 1
         known = self._trajectories.get(request.trajectory_id)
         if known is not None and known.prefix is not None and _valid(known.prefix, executors.get(known.worker)):
             return ((known.worker, min(known.prefix.tokens, most)),)

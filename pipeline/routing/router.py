@@ -3,32 +3,36 @@
 Keeps true
 - Nothing is lost: `requested = finished + failed + outstanding + waiting`, after every event.
 - A turn is dispatched only to an executor that is LIVE and ready, within what its newest heartbeat allows.
-- A turn is outstanding at one executor at most. When that one leaves, starts anew, preempts or refuses it, or lets the
-  lease run out, the turn waits again as attempt + 1, once; out of attempts or past its deadline it is FAILED.
+- A turn is in the books of one executor at most. When that one leaves, starts anew, preempts, refuses or loses it, the
+  turn waits again under a new attempt, once; or comes back to an executor that turns out to hold it still.
+- A turn is FAILED after `max_attempts` attempts that ended by somebody's fault, or after its patience without progress:
+  nobody took it up, or nobody was heard to run it. A refusal for lack of room, a preemption and a silence that ended
+  are nobody's fault. What runs has all the time in the world.
 - The first COMPLETED result of a turn finishes it, whichever attempt it is of.
 - Decisions are a function of the events and their times: the same history gives the same bytes.
 
 A trajectory has one present turn. A request for its next one proves that the present one was applied, even if the
 result has not been read yet.
 
-Pure: `now` is unix seconds, as in the requests' deadlines.
+Pure: `now` is seconds on the router's own clock, which the dispatches say as well; no other clock is compared with it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from pipeline.routing.config import RouterConfig
+from pipeline.routing.custody import Custody
 from pipeline.routing.lengths import Lengths
-from pipeline.routing.liveness import Liveness
+from pipeline.routing.liveness import Executor, Liveness, Standing
 from pipeline.routing.placement import Ask, Choice, Placement
 from pipeline.routing.prefixes import Prefix, Prefixes
 from pipeline.routing.waiting import Turn, Waiting
+from schemas.arrays import count
 from schemas.record import Record
 from schemas.slack import SlackHeartbeat
-from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
-from schemas.weights import WeightManifest
+from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
 
 Decision = TurnDispatch | TurnResult
 """A dispatch for an executor's inbox, or the FAILED result of a turn that is given up."""
@@ -37,13 +41,12 @@ LIVENESS_SECONDS = 0.1
 """How often silence is looked for."""
 
 SWEEP_SECONDS = 1.0
-"""How often leases and the deadlines of waiting turns are looked at."""
+"""How often turns without progress are looked for."""
 
-LEASE_SECONDS = 30.0
-"""Shortest lease of a dispatch."""
+MOST_ATTEMPTS = 2**16
+"""As many as a dispatch can number; a turn that was moved so often is given up."""
 
-LEASE_FACTOR = 10.0
-"""A lease is at least this many times as long as the turn should take if it generated all that it may."""
+NOBODYS_FAULT = (Refusal.ROOM, Refusal.VERSION)
 
 
 @dataclass(slots=True)
@@ -57,13 +60,13 @@ class Counters:
     """Turns given up by the router."""
     dispatched: int = 0
     reissued: int = 0
-    """Attempts after a turn's first."""
+    """Times that a turn waited again."""
     late: int = 0
     """Results of executions that no longer mattered."""
     duplicate: int = 0
     """Requests for turns already known."""
-    expired: int = 0
-    """Dispatches whose lease ran out."""
+    lost: int = 0
+    """Dispatches that a living executor did not hold."""
     overtaken: int = 0
     """Turns finished by the request for the next one, which was read before their result."""
 
@@ -71,9 +74,11 @@ class Counters:
 class Router:
     """All that the router knows; the loop hands it records and writes what it decides."""
 
-    def __init__(self, config: RouterConfig | None = None) -> None:
+    def __init__(self, config: RouterConfig | None = None, *, claims: Mapping[int, int] | None = None) -> None:
+        """`claims`: the offset of this router's claim in each inbox slot; none where nobody else could route."""
         config = config or RouterConfig()
         self._max_attempts = config.max_attempts
+        self.claims = dict(claims or {})
         self.liveness = Liveness(max_lag_versions=config.max_lag_versions)
         self.placement = Placement()
         self.prefixes = Prefixes(config.remembered_trajectories)
@@ -81,6 +86,7 @@ class Router:
         self.turns: dict[str, Turn] = {}
         """The unfinished turn of each trajectory that has one, oldest request first."""
         self.waiting = Waiting()
+        self.custody = Custody(self.turns, self.liveness, self.placement, self.waiting)
         self.counters = Counters()
         self.epoch = 0
         """Counted up by the caller; every turn remembers the epoch in which it was asked for."""
@@ -105,8 +111,6 @@ class Router:
             return self.completed(event, now)
         if isinstance(event, SlackHeartbeat):
             return self.heard(event, now)
-        if isinstance(event, WeightManifest):
-            return self.published(event.version, now)
         raise TypeError(f"{type(event).__name__} is no input of the router")
 
     def requested(self, request: TurnRequest, now: float) -> list[Decision]:
@@ -119,49 +123,57 @@ class Router:
 
     def completed(self, result: TurnResult, now: float) -> list[Decision]:
         """An execution has ended, one way or the other."""
+        self.custody.answered(result.worker, result.incarnation, result.key)
         turn = self.turns.get(result.trajectory_id)
         if turn is None or turn.request.turn != result.turn:
             self.counters.late += result.outcome is not TurnOutcome.FAILED  # FAILED is what the router itself wrote
-            return []
+            return self._drain(now)
+        present = bool(turn.worker) and turn.worker == result.worker and turn.request.attempt == result.attempt
         if result.outcome is TurnOutcome.COMPLETED:
             self._remember(turn, result)
-            self.lengths.saw(len(result.tokens) // 4, turn.request.sampling.max_tokens)
-            self._finish(turn)
+            self.lengths.saw(count(result.tokens), turn.request.sampling.max_tokens)
+            self._finish(turn, answered=present)
             self.counters.finished += 1
             return self._drain(now)
         if result.outcome is TurnOutcome.FAILED:
-            self._finish(turn)
+            self._finish(turn, answered=False)
             self.counters.failed += 1
             return self._drain(now)
-        if turn.worker != result.worker or turn.request.attempt != result.attempt:
+        if not present:
             self.counters.late += 1
-            return []
-        executor = self.liveness.executors.get(result.worker)
+            return self._drain(now)
+        executor = self.liveness.executors.get(turn.worker)
         if executor is not None and executor.incarnation == result.incarnation:
-            executor.rejected = True
-            self.placement.close(result.worker)
+            executor.rejected, executor.full = True, result.refusal is Refusal.ROOM
+            self.placement.close(turn.worker)
             self._remember(turn, result)
-        return [*self._reissue(turn, f"{result.outcome.value}: {result.reason}", now), *self._drain(now)]
+        fault = result.outcome is TurnOutcome.REFUSED and result.refusal not in NOBODYS_FAULT
+        self.custody.ended(turn)
+        decisions = self._reissue(turn, f"{result.outcome.value}: {result.reason}", now, fault=fault)
+        return [*decisions, *self._drain(now)]
 
     def heard(self, beat: SlackHeartbeat, now: float) -> list[Decision]:
         """An executor says what it has."""
-        returned = self.liveness.heard(beat, now)
-        decisions = self._take_back(returned, f"{beat.worker} started anew", now)
+        newest_version = self.liveness.current_version
+        replaced, back = self.liveness.heard(beat, now)
         executor = self.liveness.executors[beat.worker]
-        if executor.beat is beat and self._offer(beat.worker):
+        decisions: list[Decision] = []
+        if replaced is not None:
+            decisions += self._let_go(replaced, f"{beat.worker} started anew", now, fault=True)
+        if executor.beat is not beat:  # of an older start
+            return [*decisions, *self._drain(now)]
+        if back:
+            self.custody.excuse(executor)
+        if executor.standing is Standing.GONE:
+            decisions += self._let_go(executor, f"{beat.worker} has stopped", now, fault=False)
+        for turn in self.custody.reconcile(executor, now):
+            self.counters.lost += 1
+            self.custody.taken(turn, charged=True)
+            decisions += self._reissue(turn, f"{beat.worker} does not hold it", now, fault=True)
+        self._reoffer(newest_version)
+        if self._offer(executor):
             self.waiting.recall()
         return [*decisions, *self._drain(now)]
-
-    def published(self, version: int, now: float) -> list[Decision]:
-        """A policy version is on the log."""
-        self.liveness.published(version)
-        for worker in self.liveness.executors:
-            self._offer(worker)
-        return self._drain(now)
-
-    def excuse(self, seconds: float) -> None:
-        """The caller could not listen for so long: nobody's silence counts in that time."""
-        self.liveness.excuse(seconds)
 
     def tick(self, now: float) -> list[Decision]:
         """Time has passed. Cheap when there is nothing to look for yet."""
@@ -169,9 +181,13 @@ class Router:
             return []
         self._next_liveness = now + LIVENESS_SECONDS
         decisions: list[Decision] = []
-        for executor in self.liveness.expire(now):
+        newest_version = self.liveness.current_version
+        for executor in self.liveness.expire():
             self.placement.close(executor.worker)
-            decisions += self._take_back(list(executor.holds), f"{executor.worker} fell silent", now)
+            for turn in self.custody.held_by(executor):
+                self.custody.taken(turn, charged=True)
+                decisions += self._reissue(turn, f"{executor.worker} fell silent", now, fault=True)
+        self._reoffer(newest_version)
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP_SECONDS
             decisions += self._sweep(now)
@@ -182,19 +198,30 @@ class Router:
         requests: Iterable[TurnRequest],
         dispatches: Iterable[TurnDispatch],
         results: Iterable[TurnResult],
-        now: float,
+        clock: Callable[[], float],
     ) -> list[Decision]:
-        """Rebuild the state from the log after a restart; call it before any other event but `published`.
+        """Rebuild the state from the log after a restart; call it before any other event.
 
-        Turns found outstanding stay with their executors, who have UNHEARD_TTL_SECONDS to be heard from.
+        Turns found outstanding stay with their executors, who have UNHEARD_TTL_SECONDS to be heard from. Reading may
+        take long: all times begin once it is over. `dispatches` are those that their executors took for valid.
         """
+        began = clock()
         for request in requests:
-            turn = self._open(request, now)
-            if turn is not None:
-                self.waiting.push(turn)
-        decisions = self._put_back(dispatches, now)
+            opened = self._open(request, began)
+            if opened is not None:
+                self.waiting.push(opened)
+        decisions: list[Decision] = []
+        for turn in self.custody.put_back(dispatches, began):
+            decisions += self._reissue(turn, "its executor started anew", began, fault=True)
         for result in results:
-            decisions += self.completed(result, now)
+            decisions += self.completed(result, began)
+        now = clock()
+        for turn in self.turns.values():
+            turn.queued_at = turn.seen_at = now
+            turn.due = now + turn.request.patience_seconds
+            if not turn.worker:
+                self.waiting.remove(turn)
+                self.waiting.push(turn)
         return decisions
 
     def _open(self, request: TurnRequest, now: float) -> Turn | None:
@@ -207,62 +234,60 @@ class Router:
         if known is not None:
             self._overtake(known)
         self.counters.requested += 1
-        room_tokens = len(request.context) // 4 + request.sampling.max_tokens
-        turn = self.turns[request.trajectory_id] = Turn(request, self.epoch, room_tokens, now)
+        turn = self.turns[request.trajectory_id] = Turn(
+            request=request,
+            epoch=self.epoch,
+            room_tokens=count(request.context) + request.sampling.max_tokens,
+            due=now + request.patience_seconds,
+            queued_at=now,
+        )
         return turn
+
+    def _reissue(self, turn: Turn, reason: str, now: float, *, fault: bool) -> list[Decision]:
+        """Let a turn that nobody has any more wait under a new attempt; it fails when that is one too many."""
+        turn.failures += fault
+        turn.queued_at = now
+        turn.request = msgspec.structs.replace(turn.request, attempt=min(turn.next_attempt, MOST_ATTEMPTS - 1))
+        self.waiting.push(turn)
+        if turn.failures >= self._max_attempts:
+            return [self._fail(turn, f"{turn.failures} attempts have failed, the last: {reason}", now)]
+        if turn.next_attempt >= MOST_ATTEMPTS:
+            return [self._fail(turn, f"it was moved {MOST_ATTEMPTS} times, the last: {reason}", now)]
+        self.counters.reissued += 1
+        return []
 
     def _overtake(self, turn: Turn) -> None:
         executor = self.liveness.executors.get(turn.worker)
         if executor is not None and executor.beat is not None:
-            tokens = len(turn.request.context) // 4
-            prefix = Prefix(executor.incarnation, executor.beat.policy_version, tokens)
+            prefix = Prefix(executor.incarnation, executor.beat.policy_version, count(turn.request.context))
             self.prefixes.left(turn.request.trajectory_id, turn.worker, prefix)
-        self._finish(turn)
+        self._finish(turn, answered=False)
         self.counters.finished += 1
         self.counters.overtaken += 1
 
-    def _put_back(self, dispatches: Iterable[TurnDispatch], now: float) -> list[Decision]:
-        """Put each turn where its newest dispatch sent it; it waits again if that executor has started anew since."""
-        newest: dict[str, TurnDispatch] = {}
-        incarnations: dict[str, int] = {}
-        for dispatch in dispatches:
-            incarnations[dispatch.worker] = max(dispatch.incarnation, incarnations.get(dispatch.worker, 0))
-            request = dispatch.request
-            turn, known = self.turns.get(request.trajectory_id), newest.get(request.trajectory_id)
-            present = turn is not None and turn.request.turn == request.turn
-            if present and (known is None or known.request.attempt <= request.attempt):
-                newest[request.trajectory_id] = dispatch
-        for worker, incarnation in incarnations.items():
-            self.liveness.remembered(worker, incarnation, now)
-        decisions: list[Decision] = []
-        for trajectory_id, dispatch in newest.items():
-            turn = self.turns[trajectory_id]
-            self.waiting.remove(turn)
-            turn.request, turn.worker, turn.lease_until = dispatch.request, dispatch.worker, dispatch.lease_until
-            if dispatch.incarnation == incarnations[dispatch.worker]:
-                self.liveness.executors[dispatch.worker].holds[trajectory_id] = None
-            else:
-                decisions += self._reissue(turn, f"{dispatch.worker} started anew", now)
-        return decisions
-
-    def _offer(self, worker: str) -> bool:
+    def _offer(self, executor: Executor) -> bool:
         """Hand an executor's newest heartbeat to the placement; whether it may now run what it could not before."""
-        executor = self.liveness.executors[worker]
         if executor.beat is None:
             return False
-        first = worker not in self.placement.index
+        first = executor.worker not in self.placement.index
         more = self.placement.offer(executor.beat, open=executor.open, lag_versions=self.liveness.lag(executor))
-        for trajectory_id in executor.holds if first else ():  # put back from the log before it was heard from
-            turn = self.turns[trajectory_id]
-            self.placement.hold(worker, turn.room_tokens, turn.new_tokens)
+        for room_tokens, new_tokens in self.custody.room_of(executor) if first else ():  # known from the log alone
+            self.placement.hold(executor.worker, room_tokens, new_tokens)
         return more
+
+    def _reoffer(self, version_before: int) -> None:
+        """Everybody's standing and lag have changed if the newest version has."""
+        if self.liveness.current_version != version_before:
+            opened = [self._offer(executor) for executor in self.liveness.executors.values()]
+            if any(opened):
+                self.waiting.recall()
 
     def _drain(self, now: float) -> list[Decision]:
         """Dispatch waiting turns in their order until one has to wait on."""
         decisions: list[Decision] = []
         while (turn := self.waiting.first()) is not None:
-            if turn.request.deadline <= now:
-                decisions.append(self._fail(turn, "its deadline has passed", now))
+            if turn.gives_up_at <= now:
+                decisions.append(self._give_up(turn, now))
                 continue
             ask = self._ask(turn)
             choice = self.placement.choose(ask, now)
@@ -277,12 +302,10 @@ class Router:
     def _ask(self, turn: Turn) -> Ask:
         request = turn.request
         return Ask(
-            context_tokens=len(request.context) // 4,
+            context_tokens=count(request.context),
             new_tokens=self.lengths.expected(request.sampling.max_tokens),
             room_tokens=turn.room_tokens,
             tie_key=request.trajectory_id if request.turn else request.group_id,
-            min_version=request.min_policy_version,
-            max_version=request.max_policy_version,
             cached=self.prefixes.cached(request, self.liveness.executors),
         )
 
@@ -290,69 +313,59 @@ class Router:
         request = turn.request
         self.waiting.remove(turn)
         self.placement.take(choice, ask, now)
+        self.custody.give(turn, choice.worker, now)
+        turn.new_tokens = ask.new_tokens
         executor = self.liveness.executors[choice.worker]
-        executor.holds[request.trajectory_id] = None
         assert executor.beat is not None
         if request.turn == 0:
             prefix = Prefix(choice.incarnation, executor.beat.policy_version, ask.context_tokens)
             self.prefixes.prompted(request.group_id, choice.worker, prefix)
-        cost = choice.cost
-        longest = request.sampling.max_tokens * choice.decode_seconds_per_token
-        longest += cost.wait_seconds + cost.prefill_seconds
-        turn.worker, turn.new_tokens = choice.worker, ask.new_tokens
-        turn.lease_until = now + max(LEASE_SECONDS, LEASE_FACTOR * longest)
         self.counters.dispatched += 1
         return TurnDispatch(
             request=request,
             worker=choice.worker,
             slot=choice.slot,
             incarnation=choice.incarnation,
-            lease_until=turn.lease_until,
+            claim=self.claims.get(choice.slot, 0),
+            failures=turn.failures,
             dispatched_at=now,
-            cost=cost,
+            cost=choice.cost,
             queued_at=turn.queued_at,
         )
 
     def _remember(self, turn: Turn, result: TurnResult) -> None:
         """The tokens of an execution stay in its executor's cache, under the version that it began with."""
-        if result.spans:
-            tokens = (len(turn.request.context) + len(result.tokens)) // 4
+        if result.spans and result.worker is not None:
+            tokens = count(turn.request.context) + count(result.tokens)
             prefix = Prefix(result.incarnation, result.spans[0].version, tokens)
             self.prefixes.left(turn.request.trajectory_id, result.worker, prefix)
 
-    def _take_back(self, trajectory_ids: list[str], reason: str, now: float) -> list[Decision]:
+    def _let_go(self, executor: Executor, reason: str, now: float, *, fault: bool) -> list[Decision]:
+        """A start of an executor has ended for good: its turns wait again, and it runs nothing more."""
         decisions: list[Decision] = []
-        for trajectory_id in trajectory_ids:
-            decisions += self._reissue(self.turns[trajectory_id], reason, now)
+        for turn in self.custody.held_by(executor):
+            self.custody.ended(turn)
+            decisions += self._reissue(turn, reason, now, fault=fault)
+        executor.holds.clear()
+        self.custody.clear(executor)
         return decisions
 
-    def _reissue(self, turn: Turn, reason: str, now: float) -> list[Decision]:
-        """Let an outstanding turn wait again as its next attempt; it fails when that was the last one."""
-        if turn.request.attempt + 1 >= self._max_attempts:
-            return [self._fail(turn, f"{self._max_attempts} attempts have failed, the last: {reason}", now)]
-        self._withdraw(turn)
-        turn.queued_at = now
-        turn.request = msgspec.structs.replace(turn.request, attempt=turn.request.attempt + 1)
-        self.waiting.push(turn)
-        self.counters.reissued += 1
-        return []
-
     def _sweep(self, now: float) -> list[Decision]:
-        decisions: list[Decision] = []
-        for turn in list(self.turns.values()):
-            if turn.worker:
-                if turn.lease_until <= now:
-                    self.counters.expired += 1
-                    decisions += self._reissue(turn, f"its lease on {turn.worker} ran out", now)
-            elif turn.request.deadline <= now:
-                decisions.append(self._fail(turn, "its deadline has passed", now))
-        for worker in self.liveness.forget(now):
+        late = [turn for turn in self.turns.values() if turn.gives_up_at <= now]
+        decisions: list[Decision] = [self._give_up(turn, now) for turn in late]
+        for worker in self.liveness.forget():
             self.placement.remove(worker)
         return decisions
 
+    def _give_up(self, turn: Turn, now: float) -> TurnResult:
+        patience = f"{turn.request.patience_seconds:g} s"
+        if turn.worker:
+            return self._fail(turn, f"{turn.worker}, which has it, was not heard to run it for {patience}", now)
+        return self._fail(turn, f"no executor has taken it up in {patience}", now)
+
     def _fail(self, turn: Turn, reason: str, now: float) -> TurnResult:
         request = turn.request
-        self._finish(turn)
+        self._finish(turn, answered=False)
         self.counters.failed += 1
         return TurnResult(
             trajectory_id=request.trajectory_id,
@@ -362,22 +375,17 @@ class Router:
             attempt=request.attempt,
             outcome=TurnOutcome.FAILED,
             reason=f"turn {request.turn} was given up: {reason}"[:4096],
-            context_tokens=len(request.context) // 4,
+            context_tokens=count(request.context),
             times=TurnTimes(requested_at=request.requested_at, finished_at=now),
         )
 
-    def _finish(self, turn: Turn) -> None:
-        self._withdraw(turn)
-        del self.turns[turn.request.trajectory_id]
-        self.prefixes.finished(turn.request.trajectory_id, turn.request.turn)
-
-    def _withdraw(self, turn: Turn) -> None:
-        """Take the turn from the executor that holds it, or from among those that wait."""
+    def _finish(self, turn: Turn, *, answered: bool) -> None:
+        """`answered`: its executor has ended the execution, whose room is free."""
         if not turn.worker:
             self.waiting.remove(turn)
-            return
-        executor = self.liveness.executors.get(turn.worker)
-        if executor is not None:
-            executor.holds.pop(turn.request.trajectory_id, None)
-        self.placement.release(turn.worker, turn.room_tokens, turn.new_tokens)
-        turn.worker = ""
+        elif answered:
+            self.custody.ended(turn)
+        else:
+            self.custody.taken(turn, charged=False)
+        del self.turns[turn.request.trajectory_id]
+        self.prefixes.finished(turn.request.trajectory_id, turn.request.turn)

@@ -1,8 +1,12 @@
 """The executor over a real broker with a real engine: turns in, results out, versions swapped under it."""
 
+import json
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -14,13 +18,27 @@ import pytest
 from schemas.arrays import pack_tokens, unpack_logprobs, unpack_tokens
 from schemas.prompts import Sampling
 from schemas.slack import ExecutorState, SlackHeartbeat
-from schemas.turns import PlacementCost, TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
-from tests.brokers import AnyBroker
+from schemas.turns import (
+    CLAIM_KEY,
+    PlacementCost,
+    Refusal,
+    TurnDispatch,
+    TurnKey,
+    TurnOutcome,
+    TurnRequest,
+    TurnResult,
+    VersionSpan,
+    held_hash,
+)
+from tests.brokers import EMBEDDED, AnyBroker
 from tests.integration.policies import logprobs_of, new_policy, save_policy, tensors_of
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, Partitions
+from topics.embedded import Broker
+from topics.letters import read_letters
+from topics.log import read_topics
 from topics.reader import Reader
-from topics.records import Envelope
+from topics.records import Envelope, Raw
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.executor.config import ExecutorConfig
@@ -58,29 +76,44 @@ class Router:
         signed(manifest, None).write(self.writer)
         self.writer.flush()
 
-    def dispatch(self, name: str, context: list[int], *, incarnation: int | None = None, max_tokens: int = 8) -> None:
-        now = time.time()
+    def dispatch(
+        self,
+        name: str,
+        context: list[int],
+        *,
+        incarnation: int | None = None,
+        max_tokens: int = 8,
+        claim: int = 0,
+        stop: tuple[int, ...] = (0,),
+    ) -> TurnKey:
         request = TurnRequest(
             trajectory_id=name,
             group_id="g",
             home=1,
             turn=0,
             context=pack_tokens(context),
-            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=(0,)),
-            requested_at=now,
-            deadline=now + 600,
+            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=stop),
+            requested_at=time.time(),
+            patience_seconds=600.0,
         )
         record = TurnDispatch(
             request=request,
             worker="executor-1",
             slot=SLOT,
             incarnation=self.beats[-1].incarnation if incarnation is None else incarnation,
-            lease_until=now + 600,
-            dispatched_at=now,
+            claim=claim,
+            dispatched_at=time.time(),
             cost=PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0),
         )
         self.writer.write(DISPATCHED, record, key=name, partition=SLOT)
         self.writer.flush()
+        return request.key
+
+    def lists(self, key: TurnKey) -> bool:
+        """Whether the newest heartbeat says that it holds the turn."""
+        execution = held_hash(key).to_bytes(8, "little")
+        holds = self.beats[-1].holds
+        return execution in {holds[at : at + 8] for at in range(0, len(holds), 8)}
 
     def until(self, met: Callable[[], bool]) -> None:
         """Listen until it is so."""
@@ -137,7 +170,7 @@ def test_an_executor_from_start_to_its_second_version(router: Router) -> None:
     assert (router.beats[-1].state, router.beats[-1].policy_version) == (ExecutorState.STARTING, -1)
     router.dispatch("too-early", context)
     refused = router.result("too-early")
-    assert refused.outcome is TurnOutcome.REFUSED and "too old" in refused.reason
+    assert (refused.outcome, refused.refusal) == (TurnOutcome.REFUSED, Refusal.VERSION)
 
     router.publish(models[1], 1)
     router.until(lambda: router.serves(1))
@@ -159,9 +192,9 @@ def test_an_executor_from_start_to_its_second_version(router: Router) -> None:
     router.dispatch("ghost", context, incarnation=router.beats[-1].incarnation - 1)
     router.dispatch("too-long", context, max_tokens=60_000)
     router.dispatch("long", [3] * 300)
-    assert router.result("too-long").outcome is TurnOutcome.REFUSED
+    assert router.result("too-long").refusal is Refusal.ROOM
     long = router.result("long")
-    assert long.outcome is TurnOutcome.REFUSED and "context" in long.reason
+    assert long.refusal is Refusal.ENGINE and "context" in long.reason
     assert not any(result.trajectory_id == "ghost" for result in router.results)
 
     times = third.times
@@ -181,4 +214,81 @@ def test_more_than_it_offers_is_refused_and_all_else_is_answered_once(router: Ro
     assert sorted(result.trajectory_id for result in router.results) == sorted(names)
     outcomes = {result.outcome for result in router.results}
     assert outcomes <= {TurnOutcome.COMPLETED, TurnOutcome.REFUSED}
-    assert all(result.reason == "full" for result in router.results if result.outcome is TurnOutcome.REFUSED)
+    assert all(each.refusal is Refusal.ROOM for each in router.results if each.outcome is TurnOutcome.REFUSED)
+
+
+def test_what_it_holds_is_listed_and_what_an_older_claim_or_no_record_says_is_not_done(router: Router) -> None:
+    router.publish(new_policy(0, tied=True), 0)
+    router.until(lambda: router.serves(0))
+    marks = [each for each in read_topics(router.settings, [DISPATCHED]) if each.record is None]
+    assert [(each.key, each.partition) for each in marks] == [("executor-1", SLOT)]
+    assert router.beats[-1].incarnation >> 16 == marks[0].offset
+
+    key = router.dispatch("held", [3, 4, 5], max_tokens=200, stop=())
+    router.until(lambda: router.lists(key))
+    router.writer.tombstone(DISPATCHED, key=CLAIM_KEY, partition=SLOT)
+    router.writer.flush()
+    router.dispatch("zombie", [3, 4, 5])
+    router.writer.forward(DISPATCHED, Raw(b"poison", b"no dispatch"), partition=SLOT, key="poison")
+    router.dispatch("after", [3, 4, 5], claim=1000)
+    assert router.result("after").outcome is router.result("held").outcome is TurnOutcome.COMPLETED
+    router.until(lambda: not router.beats[-1].holds)
+    assert not any(result.trajectory_id == "zombie" for result in router.results)
+    (letter,) = read_letters(router.settings, DISPATCHED)
+    assert (letter.raw.value, letter.partition) == (b"no dispatch", SLOT)
+
+
+EXECUTOR = """
+import json, sys, threading
+from pathlib import Path
+from topics.settings import BusSettings
+from workers.executor.config import ExecutorConfig
+from workers.executor.main import run_executor
+bus, config = json.loads(sys.argv[1])
+config["model_folder"] = Path(config["model_folder"])
+run_executor(BusSettings(**bus), ExecutorConfig(**config), "executor-1", threading.Event())
+"""
+
+
+def test_it_goes_on_after_a_freeze_and_after_a_broker_that_was_away(
+    own_broker: Broker, broker_kind: str, tmp_path: Path
+) -> None:
+    settings = own_broker.settings()
+    troubles = {"frozen": freeze}
+    if broker_kind != EMBEDDED:  # started again, it takes nothing more from producers that it knew before
+        troubles["cut-off"] = cut_off
+    create_topics(settings, Partitions(home=2, slots=2, samples=1, chunks=2))
+    folder = save_policy(tmp_path / "model", new_policy(0, tied=True))
+    config = {"model_folder": str(folder), "slot": SLOT, "max_model_len": 256, "kv_cache_bytes": 16 << 20}
+    process = subprocess.Popen(
+        [sys.executable, "-c", EXECUTOR, json.dumps([{**asdict(settings), "properties": {}}, config])],
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        router = Router(settings)
+        router.publish(new_policy(0, tied=True), 0)
+        router.until(lambda: router.serves(0))
+        incarnation = router.beats[-1].incarnation
+        for name, trouble in troubles.items():
+            key = router.dispatch(f"{name}-before", [3, 4, 5], max_tokens=200, stop=())
+            router.until(lambda: router.lists(key))  # noqa: B023
+            trouble(process, own_broker)
+            assert router.result(key.trajectory_id).outcome is TurnOutcome.COMPLETED
+            after = router.dispatch(f"{name}-after", [3, 4, 5])
+            assert router.result(after.trajectory_id).outcome is TurnOutcome.COMPLETED
+        assert process.poll() is None and router.beats[-1].incarnation == incarnation
+    finally:
+        process.kill()
+        process.wait()
+
+
+def freeze(process: subprocess.Popen[bytes], broker: Broker) -> None:
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(5.0)
+    process.send_signal(signal.SIGCONT)
+
+
+def cut_off(process: subprocess.Popen[bytes], broker: Broker) -> None:
+    broker.stop()
+    time.sleep(15.0)
+    broker.restart()

@@ -1,8 +1,11 @@
 """A small world around the router's core: executors that come and go, trajectories that ask, and what must hold.
 
-The world keeps its own books, from the records alone, and compares them with the router's after every event.
+The executors are what real ones are: what they have taken on they keep until they have answered it or end, whatever
+the router believes of them, and their heartbeats say so. The world keeps its own books, from the records alone, and
+compares them with the router's after every event.
 """
 
+import struct
 from dataclasses import dataclass, field
 
 from pipeline.routing.config import RouterConfig
@@ -11,15 +14,24 @@ from pipeline.routing.router import Decision, Router
 from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
-from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
-from schemas.weights import WeightManifest
+from schemas.turns import (
+    PlacementCost,
+    Refusal,
+    TurnDispatch,
+    TurnKey,
+    TurnOutcome,
+    TurnRequest,
+    TurnResult,
+    VersionSpan,
+    held_hash,
+)
 
 TTL_SECONDS = 2.0
 CONFIG = RouterConfig(max_attempts=4, max_lag_versions=1, remembered_trajectories=50)
 
 
 def request(trajectory: str, turn: int = 0, *, context: int = 20, max_tokens: int = 10, **other: object) -> TurnRequest:
-    fields: dict[str, object] = {"home": 0, "requested_at": 0.0, "deadline": 1e9, **other}
+    fields: dict[str, object] = {"home": 0, "requested_at": 0.0, "patience_seconds": 1e9, **other}
     return TurnRequest(
         trajectory_id=trajectory,
         group_id=trajectory.partition(":")[0],
@@ -32,6 +44,7 @@ def request(trajectory: str, turn: int = 0, *, context: int = 20, max_tokens: in
 
 def heartbeat(worker: int, **other: object) -> SlackHeartbeat:
     fields: dict[str, object] = {
+        "slot": worker,
         "incarnation": 1,
         "sequence": 0,
         "state": ExecutorState.READY,
@@ -39,22 +52,32 @@ def heartbeat(worker: int, **other: object) -> SlackHeartbeat:
         "hardware": Hardware(prefill_tokens_per_second=1000.0, decode_tokens_per_second=100.0),
         "max_turns": 4,
         "token_budget": 1000,
+        "sent_at": 0.0,
         **other,
     }
     return SlackHeartbeat(
         worker=f"w{worker}",
-        slot=worker,
         worker_class=WorkerClass.DEDICATED,
         kv_bytes_total=0,
         kv_bytes_free=0,
         kv_bytes_per_token=0,
         ttl_seconds=TTL_SECONDS,
-        sent_at=0.0,
         **fields,  # type: ignore[arg-type]
     )
 
 
-def result(dispatch: TurnDispatch, outcome: TurnOutcome = TurnOutcome.COMPLETED, tokens: int = 5) -> TurnResult:
+def dispatched(asked: TurnRequest, worker: int = 0, **other: object) -> TurnDispatch:
+    fields: dict[str, object] = {"incarnation": 1, "claim": 0, "dispatched_at": 0.0, **other}
+    cost = PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0)
+    return TurnDispatch(request=asked, worker=f"w{worker}", slot=worker, cost=cost, **fields)  # type: ignore[arg-type]
+
+
+def result(
+    dispatch: TurnDispatch,
+    outcome: TurnOutcome = TurnOutcome.COMPLETED,
+    tokens: int = 5,
+    refusal: Refusal | None = None,
+) -> TurnResult:
     asked = dispatch.request
     return TurnResult(
         trajectory_id=asked.trajectory_id,
@@ -63,6 +86,7 @@ def result(dispatch: TurnDispatch, outcome: TurnOutcome = TurnOutcome.COMPLETED,
         turn=asked.turn,
         attempt=asked.attempt,
         outcome=outcome,
+        refusal=refusal,
         worker=dispatch.worker,
         incarnation=dispatch.incarnation,
         tokens=bytes(4 * tokens),
@@ -70,10 +94,19 @@ def result(dispatch: TurnDispatch, outcome: TurnOutcome = TurnOutcome.COMPLETED,
     )
 
 
-def manifest(version: int) -> WeightManifest:
-    return WeightManifest(
-        model_id="m", version=version, step=version, tensors=(), slices=(), digest=bytes(16), published_at=0.0
-    )
+def packed(dispatches: list[TurnDispatch]) -> bytes:
+    """`holds` of a heartbeat."""
+    return struct.pack(f"<{len(dispatches)}Q", *(held_hash(each.request.key) for each in dispatches))
+
+
+@dataclass
+class Model:
+    """One executor as it really is."""
+
+    incarnation: int = 1
+    held: dict[TurnKey, TurnDispatch] = field(default_factory=dict)
+    beat: SlackHeartbeat | None = None
+    heard_at: float = 0.0
 
 
 @dataclass
@@ -83,22 +116,31 @@ class World:
     router: Router = field(default_factory=lambda: Router(CONFIG))
     now: float = 0.0
     version: int = 0
-    beats: dict[str, tuple[SlackHeartbeat, float]] = field(default_factory=dict)
-    """The newest of each worker, and when it was heard."""
-    incarnations: dict[int, int] = field(default_factory=dict)
-    held: dict[str, TurnDispatch] = field(default_factory=dict)
-    """By trajectory: the dispatch that the books say is being run."""
-    owed: dict[str, int] = field(default_factory=dict)
-    """By trajectory: the attempt that must be its next, because the one before was lost."""
-    asked: dict[str, TurnRequest] = field(default_factory=dict)
-    """By trajectory: its newest request, as it was asked."""
+    loses: bool = False
+    """Whether the next dispatch never reaches its executor."""
+    executors: dict[str, Model] = field(default_factory=dict)
+    asked: dict[str, tuple[TurnRequest, float]] = field(default_factory=dict)
+    """By trajectory: its newest request, as it was asked, and when."""
     done: dict[str, int] = field(default_factory=dict)
     """By trajectory: its newest finished turn."""
+    faults: dict[tuple[str, int], int] = field(default_factory=dict)
+    """By turn: how often anything happened that may count as a failure of it."""
+    sent: dict[TurnKey, TurnDispatch] = field(default_factory=dict)
     ended: int = 0
     history: list[tuple[float, Record | None]] = field(default_factory=list)
     """None is a tick."""
     log: list[Record] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
+
+    @property
+    def running(self) -> list[TurnDispatch]:
+        """All that executors run, the same turn perhaps twice."""
+        return [dispatch for model in self.executors.values() for dispatch in model.held.values()]
+
+    @property
+    def held(self) -> dict[str, TurnDispatch]:
+        """By trajectory: the dispatch that the router's books have."""
+        return {name: self.sent[turn.request.key] for name, turn in self.router.turns.items() if turn.worker}
 
     def feed(self, event: Record | None) -> list[Decision]:
         """Let the router hear something (None: time has passed) and check everything that must hold."""
@@ -116,77 +158,110 @@ class World:
         return decisions
 
     def ask(self, asked: TurnRequest) -> None:
-        self.asked[asked.trajectory_id] = asked
+        before = self.asked.get(asked.trajectory_id)
+        if before is not None and self.done.get(asked.trajectory_id, -1) < before[0].turn:
+            self._settle(asked.trajectory_id, before[0].turn)
+        self.asked[asked.trajectory_id] = asked, self.now
         self.feed(asked)
 
     def beat(self, worker: int, *, restart: bool = False, **other: object) -> None:
-        self.incarnations[worker] = self.incarnations.get(worker, 1) + restart
-        beat = heartbeat(worker, incarnation=self.incarnations[worker], **other)
-        known = self.beats.get(beat.worker)
-        if known is not None and known[0].incarnation < beat.incarnation:
-            self._lose(beat.worker)
-        self.beats[beat.worker] = (beat, self.now)
+        model = self.executors.setdefault(f"w{worker}", Model())
+        if restart:
+            for dispatch in model.held.values():
+                self._fault(dispatch)
+            model.incarnation += 1
+            model.held.clear()
+        stops = other.get("state") is ExecutorState.STOPPING
+        holds = b"" if stops else packed(list(model.held.values()))
+        beat = heartbeat(worker, **{"incarnation": model.incarnation, "holds": holds, **other})
+        model.beat, model.heard_at = beat, self.now
+        if stops:
+            model.held.clear()
         self.feed(beat)
 
     def complete(self, dispatch: TurnDispatch) -> None:
         asked = dispatch.request
-        if self.asked[asked.trajectory_id].turn == asked.turn and self.done.get(asked.trajectory_id, -1) < asked.turn:
+        self.executors[dispatch.worker].held.pop(asked.key, None)
+        present, _ = self.asked[asked.trajectory_id]
+        if present.turn == asked.turn and self.done.get(asked.trajectory_id, -1) < asked.turn:
             self._settle(asked.trajectory_id, asked.turn)
         self.feed(result(dispatch))
 
-    def reject(self, dispatch: TurnDispatch, outcome: TurnOutcome) -> None:
-        trajectory = dispatch.request.trajectory_id
-        if self.held.get(trajectory) is dispatch:
-            del self.held[trajectory]
-            self.owed[trajectory] = dispatch.request.attempt + 1
-        self.feed(result(dispatch, outcome))
+    def reject(self, dispatch: TurnDispatch, outcome: TurnOutcome, refusal: Refusal | None = None) -> None:
+        self.executors[dispatch.worker].held.pop(dispatch.request.key, None)
+        if outcome is TurnOutcome.REFUSED and refusal is Refusal.ENGINE:
+            self._fault(dispatch)
+        self.feed(result(dispatch, outcome, refusal=refusal))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.feed(None)
 
+    def restart_router(self) -> None:
+        """Kill the router; the next one knows the log alone."""
+        self.router = Router(CONFIG)
+        decisions = self.router.restore(
+            [record for record in self.log if isinstance(record, TurnRequest)],
+            [record for record in self.log if isinstance(record, TurnDispatch)],
+            [record for record in self.log if isinstance(record, TurnResult)],
+            lambda: self.now,
+        )
+        for decision in decisions:
+            self._note(decision)
+        self.decisions += decisions
+        self.log += decisions
+        self.ended = self.router.counters.finished + self.router.counters.failed
+        self.history.clear()  # a replay would have to be restored as well
+        self._check_books()
+
     def _note_departures(self) -> None:
         for worker, executor in self.router.liveness.executors.items():
-            if executor.standing is Standing.GONE:
-                beat, heard = self.beats[worker]
-                assert self.now >= heard + beat.ttl_seconds, "an executor was given up within its TTL"
-                self._lose(worker)
+            model = self.executors.get(worker)
+            if executor.standing is not Standing.GONE or model is None or executor.beat is not model.beat:
+                continue
+            assert model.beat is not None
+            if model.beat.state is ExecutorState.STOPPING:
+                continue
+            assert self.now >= model.heard_at + TTL_SECONDS, "an executor was given up within its TTL"
+            others = [other.heard_at for name, other in self.executors.items() if name != worker and other.beat]
+            assert max(others, default=0.0) >= model.heard_at + TTL_SECONDS, "nobody else was heard: who knows?"
+            for dispatch in model.held.values():
+                self._fault(dispatch)
 
-    def _lose(self, worker: str) -> None:
-        for trajectory, dispatch in list(self.held.items()):
-            if dispatch.worker == worker:
-                del self.held[trajectory]
-                self.owed[trajectory] = dispatch.request.attempt + 1
+    def _fault(self, dispatch: TurnDispatch) -> None:
+        place = dispatch.request.trajectory_id, dispatch.request.turn
+        self.faults[place] = self.faults.get(place, 0) + 1
 
     def _note(self, decision: Decision) -> None:
-        trajectory = decision.request.trajectory_id if isinstance(decision, TurnDispatch) else decision.trajectory_id
-        assert trajectory not in self.held, "a turn was decided on while an executor has it"
         if isinstance(decision, TurnResult):
-            assert decision.outcome is TurnOutcome.FAILED
-            self._settle(trajectory, decision.turn)
+            self._note_failure(decision)
             return
-        request = decision.request
-        assert request.attempt == self.owed.pop(trajectory, 0), "a lost attempt is followed by the next one, once"
-        assert request.attempt < CONFIG.max_attempts
-        assert request.deadline > self.now
-        beat, heard = self.beats[decision.worker]
+        asked = decision.request
+        assert asked.key not in self.sent, "an attempt was numbered twice"
+        self.sent[asked.key] = decision
+        assert decision.failures < CONFIG.max_attempts
+        model = self.executors[decision.worker]
+        beat = model.beat
+        assert beat is not None and beat.state is ExecutorState.READY
         assert (decision.incarnation, decision.slot) == (beat.incarnation, beat.slot)
-        assert beat.state is ExecutorState.READY and self.now < heard + beat.ttl_seconds
-        assert self.router.liveness.executors[decision.worker].standing is Standing.LIVE
-        assert 0 <= self.version - beat.policy_version <= CONFIG.max_lag_versions
-        assert request.min_policy_version <= beat.policy_version
-        self.held[trajectory] = decision
-        turns, tokens = self.load(decision.worker)
+        executor = self.router.liveness.executors[decision.worker]
+        assert executor.standing is Standing.LIVE and self.router.liveness.lag(executor) <= CONFIG.max_lag_versions
+        if self.loses:
+            self.loses = False
+            self._fault(decision)
+            return
+        model.held[asked.key] = decision
+        turns, tokens = load(list(model.held.values()))
         assert turns <= beat.max_turns and tokens <= beat.token_budget, "an executor was overfilled"
 
-    def load(self, worker: str) -> tuple[int, int]:
-        """Turns and tokens that the books say it holds."""
-        at = [dispatch.request for dispatch in self.held.values() if dispatch.worker == worker]
-        return len(at), sum(len(asked.context) // 4 + asked.sampling.max_tokens for asked in at)
+    def _note_failure(self, failed: TurnResult) -> None:
+        assert failed.outcome is TurnOutcome.FAILED
+        asked, at = self.asked[failed.trajectory_id]
+        faults = self.faults.get((failed.trajectory_id, failed.turn), 0)
+        assert faults >= CONFIG.max_attempts or self.now >= at + asked.patience_seconds, "given up for nothing"
+        self._settle(failed.trajectory_id, failed.turn)
 
     def _settle(self, trajectory: str, turn: int) -> None:
-        self.held.pop(trajectory, None)
-        self.owed.pop(trajectory, None)
         self.done[trajectory] = turn
         self.ended += 1
 
@@ -194,28 +269,38 @@ class World:
         counters, router = self.router.counters, self.router
         assert counters.requested == counters.finished + counters.failed + router.outstanding + len(router.waiting)
         assert counters.finished + counters.failed == self.ended
-        assert {name: turn.worker for name, turn in router.turns.items() if turn.worker} == {
-            name: dispatch.worker for name, dispatch in self.held.items()
-        }
         for worker, executor in router.liveness.executors.items():
-            assert set(executor.holds) == {name for name, at in self.held.items() if at.worker == worker}
+            assert list(executor.holds) == [n for n in executor.holds if router.turns[n].worker == worker]
+            assert not any(router.turns[n].execution in executor.ghosts for n in executor.holds)
+        assert sum(len(each.holds) for each in router.liveness.executors.values()) == router.outstanding
+        for seat in router.placement.seats:
+            known = router.custody.room_of(router.liveness.executors[seat.beat.worker])
+            assert (seat.held_turns, seat.held_tokens) == (len(known), sum(room for room, _ in known))
 
     def _check_nobody_waits_for_nothing(self) -> None:
         """The first waiting turn that some open executor could run finds no room: it is next, and nobody passes."""
-        waiting = [turn.request for turn in self.router.turns.values() if not turn.worker]
-        for asked in sorted(waiting, key=lambda asked: (asked.deadline, -asked.turn)):
-            need = len(asked.context) // 4 + asked.sampling.max_tokens
+        waiting = [turn for turn in self.router.turns.values() if not turn.worker]
+        for turn in sorted(waiting, key=lambda turn: (turn.due, -turn.request.turn)):
+            need = turn.room_tokens
             able = [
-                executor.beat
+                executor
                 for executor in self.router.liveness.executors.values()
                 if executor.open
                 and executor.beat is not None
                 and executor.beat.max_turns > 0
                 and executor.beat.token_budget >= need
-                and executor.beat.policy_version >= asked.min_policy_version
             ]
             if able:
-                for beat in able:
-                    turns, tokens = self.load(beat.worker)
-                    assert turns >= beat.max_turns or tokens + need > beat.token_budget, "a turn waits beside room"
+                for executor in able:
+                    assert executor.beat is not None
+                    known = self.router.custody.room_of(executor)
+                    tokens = sum(room for room, _ in known)
+                    full = len(known) >= executor.beat.max_turns or tokens + need > executor.beat.token_budget
+                    assert full, "a turn waits beside room"
                 return
+
+
+def load(dispatches: list[TurnDispatch]) -> tuple[int, int]:
+    """Turns and tokens that they hold."""
+    asked = [dispatch.request for dispatch in dispatches]
+    return len(asked), sum(len(each.context) // 4 + each.sampling.max_tokens for each in asked)

@@ -6,22 +6,13 @@ from hypothesis import strategies as st
 
 from schemas.arrays import pack_tokens
 from schemas.prompts import Sampling
-from schemas.turns import PlacementCost, TurnDispatch, TurnKey, TurnRequest
+from schemas.turns import PlacementCost, Refusal, TurnDispatch, TurnKey, TurnRequest, held_hash
 from workers.executor.inbox import Inbox, Verdict, tokens_of
 from workers.executor.step_cost import StepCost
 
-NOW = 100.0
-
 
 def dispatch(
-    name: str = "g:0",
-    *,
-    attempt: int = 0,
-    incarnation: int = 7,
-    context_tokens: int = 10,
-    lease_until: float = NOW + 10,
-    min_version: int = -1,
-    max_version: int | None = None,
+    name: str = "g:0", *, attempt: int = 0, incarnation: int = 7, claim: int = 0, context_tokens: int = 10
 ) -> TurnDispatch:
     request = TurnRequest(
         trajectory_id=name,
@@ -31,10 +22,8 @@ def dispatch(
         attempt=attempt,
         context=pack_tokens([1] * context_tokens),
         sampling=Sampling(max_tokens=5),
-        min_policy_version=min_version,
-        max_policy_version=max_version,
-        requested_at=NOW - 1,
-        deadline=NOW + 60,
+        requested_at=0.0,
+        patience_seconds=60.0,
     )
     cost = PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0)
     return TurnDispatch(
@@ -42,8 +31,8 @@ def dispatch(
         worker="executor-0",
         slot=0,
         incarnation=incarnation,
-        lease_until=lease_until,
-        dispatched_at=NOW,
+        claim=claim,
+        dispatched_at=0.0,
         cost=cost,
     )
 
@@ -53,36 +42,41 @@ def inbox(*, max_turns: int = 4, token_budget: int = 1000) -> Inbox:
 
 
 def test_a_turn_meant_for_an_earlier_start_is_dropped() -> None:
-    answer = inbox().offer(dispatch(incarnation=6), 0, NOW)
+    answer = inbox().offer(dispatch(incarnation=6), 0)
     assert (answer.verdict, answer.reason) == (Verdict.DROP, "incarnation")
 
 
 def test_a_turn_is_taken_once_and_its_next_attempt_is_another_turn() -> None:
     box = inbox()
-    assert box.offer(dispatch(), 0, NOW).verdict is Verdict.TAKE
-    assert box.offer(dispatch(), 0, NOW).verdict is Verdict.DROP
-    assert box.offer(dispatch(attempt=1), 0, NOW).verdict is Verdict.TAKE
+    assert box.offer(dispatch(), 0).verdict is Verdict.TAKE
+    assert box.offer(dispatch(), 0).verdict is Verdict.DROP
+    assert box.offer(dispatch(attempt=1), 0).verdict is Verdict.TAKE
 
 
 def test_nothing_runs_before_a_version_is_proven() -> None:
-    assert inbox().offer(dispatch(), -1, NOW).verdict is Verdict.REFUSE
+    answer = inbox().offer(dispatch(), -1)
+    assert (answer.verdict, answer.refusal) == (Verdict.REFUSE, Refusal.VERSION)
 
 
-@pytest.mark.parametrize(("version", "verdict"), [(2, Verdict.REFUSE), (3, Verdict.TAKE), (5, Verdict.TAKE)])
-def test_the_version_bounds_of_a_request_hold(version: int, verdict: Verdict) -> None:
-    assert inbox().offer(dispatch(min_version=3, max_version=5), version, NOW).verdict is verdict
+def test_what_finds_no_room_is_refused_as_that() -> None:
+    assert inbox(max_turns=0).offer(dispatch(), 0).refusal is Refusal.ROOM
+    assert inbox(token_budget=14).offer(dispatch(), 0).refusal is Refusal.ROOM
 
 
-def test_a_version_over_the_bound_is_refused() -> None:
-    assert "too new" in inbox().offer(dispatch(max_version=5), 6, NOW).reason
-
-
-def test_a_lease_that_has_run_out_is_refused() -> None:
-    assert inbox().offer(dispatch(lease_until=NOW - 0.001), 0, NOW).verdict is Verdict.REFUSE
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
+def test_a_dispatch_of_a_router_that_was_replaced_is_dropped(events: list[tuple[bool, int]]) -> None:
+    box, newest = inbox(max_turns=100), 0
+    for number, (tombstone, claim) in enumerate(events):
+        if tombstone:
+            box.claimed(claim)
+        else:
+            answer = box.offer(dispatch(f"g:{number}", claim=claim), 0)
+            assert (answer.verdict is Verdict.TAKE) == (claim >= newest)
+        newest = max(newest, claim)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(1, 60), st.booleans()), max_size=80))
-def test_what_is_held_never_passes_the_offer_and_comes_back_once(
+def test_what_is_held_never_passes_the_offer_is_listed_and_comes_back_once(
     history: list[tuple[int, int, int, bool]],
 ) -> None:
     box = inbox(max_turns=3, token_budget=100)
@@ -92,16 +86,17 @@ def test_what_is_held_never_passes_the_offer_and_comes_back_once(
         if release and held:
             key = next(iter(held))
             assert box.release(key) is held.pop(key)
-        elif box.offer(offered, 0, NOW).verdict is Verdict.TAKE:
+        elif box.offer(offered, 0).verdict is Verdict.TAKE:
             assert offered.request.key not in held
             held[offered.request.key] = offered
         assert len(box) == len(held) <= 3
         assert box.tokens == sum(map(tokens_of, held.values())) <= 100
+        assert box.holds == b"".join(held_hash(key).to_bytes(8, "little") for key in held)
     for key in list(held):
         box.release(key)
         with pytest.raises(KeyError):
             box.release(key)
-    assert (len(box), box.tokens) == (0, 0)
+    assert (len(box), box.tokens, box.holds) == (0, 0, b"")
 
 
 @given(

@@ -3,13 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.routing.liveness import FORGET_SECONDS, Liveness, Standing
+from pipeline.routing.liveness import FORGET_SECONDS, HEARING_SECONDS, Liveness, Standing
+from schemas.slack import ExecutorState
 from tests.unit.routing_world import TTL_SECONDS, heartbeat
 
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("beat"), st.integers(1, 3), st.integers(-1, 4)),
-        st.tuples(st.just("publish"), st.integers(0, 4), st.just(0)),
+        st.tuples(st.just("other"), st.integers(-1, 4), st.just(0)),
         st.tuples(st.just("hold"), st.integers(0, 9), st.just(0)),
         st.tuples(st.just("time"), st.sampled_from([1, 5, 19, 20, 21]), st.just(0)),
     ),
@@ -20,7 +21,7 @@ EVENTS = st.lists(
 @given(EVENTS)
 def test_nobody_is_live_without_proof_and_what_is_held_comes_back_once(events: list[tuple[str, int, int]]) -> None:
     liveness = Liveness(max_lag_versions=1)
-    now = 0.0
+    now, heard_at, other_at = 0.0, 0.0, 0.0
     held: list[str] = []
     returned: list[str] = []
     for what, value, version in events:
@@ -28,23 +29,29 @@ def test_nobody_is_live_without_proof_and_what_is_held_comes_back_once(events: l
         was = before.standing if before is not None else Standing.GONE
         was_incarnation = before.incarnation if before is not None else 0
         if what == "beat":
-            returned += liveness.heard(heartbeat(0, incarnation=value, policy_version=version), now)
-        elif what == "publish":
-            liveness.published(value)
+            replaced, _ = liveness.heard(heartbeat(0, incarnation=value, policy_version=version), now)
+            returned += replaced.holds if replaced is not None else ()
+            if liveness.executors["w0"].incarnation == value:
+                heard_at = now
+        elif what == "other":
+            liveness.heard(heartbeat(1, policy_version=value), now)
+            other_at = now
         elif what == "hold" and before is not None and before.standing is Standing.LIVE:
             name = f"g:{len(held)}"
             held.append(name)
             before.holds[name] = None
         elif what == "time":
             now += value / 10
-            for executor in liveness.expire(now):
-                returned += executor.holds
-                executor.holds.clear()
+        for executor in liveness.expire():
+            if executor.worker == "w0":
+                assert other_at >= heard_at + TTL_SECONDS - 1e-9 or was_incarnation > value, "nobody else was heard"
+            returned += executor.holds
+            executor.holds.clear()
         after = liveness.executors.get("w0")
         if after is None:
             continue
         if after.standing is Standing.LIVE:
-            assert after.beat is not None and liveness.lag(after) <= 1 and after.expires > now - 1e-9
+            assert after.beat is not None and liveness.lag(after) <= 1 and after.expires > liveness.clock
             if was is not Standing.LIVE or after.incarnation != was_incarnation:
                 assert after.beat.policy_version >= max(0, liveness.current_version), "LIVE without proof"
     present = liveness.executors.get("w0")
@@ -52,25 +59,91 @@ def test_nobody_is_live_without_proof_and_what_is_held_comes_back_once(events: l
     assert sorted(returned + still) == sorted(held)
 
 
-def test_an_executor_is_live_until_its_ttl_and_then_gone() -> None:
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.sets(st.integers(0, 3))), max_size=40),
+    st.permutations(range(4)),
+)
+def test_a_gap_takes_from_nobody_more_than_hearing_seconds(
+    gaps: list[tuple[float, set[int]]], order: list[int]
+) -> None:
     liveness = Liveness(max_lag_versions=0)
-    liveness.published(0)
+    now = 0.0
+    for worker in range(4):
+        liveness.heard(heartbeat(worker), now)
+    missed = dict.fromkeys(range(4), 0.0)
+    for gap, heard in gaps:
+        now += gap
+        for worker in order:
+            if worker in heard:
+                liveness.heard(heartbeat(worker), now)
+        for worker in range(4):
+            missed[worker] = 0.0 if worker in heard else missed[worker] + (min(gap, HEARING_SECONDS) if heard else 0.0)
+        gone = {each.worker for each in liveness.expire()}
+        for worker in range(4):
+            if f"w{worker}" in gone:
+                assert missed[worker] >= TTL_SECONDS - 1e-9 - HEARING_SECONDS * len(gaps), (worker, missed)
+        if not heard:
+            assert not gone, "nobody was heard: nobody is GONE"
+
+
+def test_an_executor_is_live_until_another_is_heard_after_its_ttl_and_then_gone() -> None:
+    liveness = Liveness(max_lag_versions=0)
     liveness.heard(heartbeat(0), 10.0)
-    assert liveness.expire(10.0 + TTL_SECONDS - 0.01) == []
-    (gone,) = liveness.expire(10.0 + TTL_SECONDS)
-    assert gone.standing is Standing.GONE
+    assert liveness.expire() == []
+    for tenth in range(20):
+        liveness.heard(heartbeat(1), 10.0 + tenth / 10)
+        assert liveness.expire() == []
+    liveness.heard(heartbeat(1), 10.0 + TTL_SECONDS)
+    (gone,) = liveness.expire()
+    assert (gone.worker, gone.standing) == ("w0", Standing.GONE)
     liveness.heard(heartbeat(0, policy_version=-1), 13.0)
     assert liveness.executors["w0"].standing is Standing.STALE
 
 
-def test_an_older_start_is_ignored_until_the_executor_is_forgotten() -> None:
+def test_the_first_of_a_batch_after_a_common_silence_does_not_convict_the_others() -> None:
+    liveness = Liveness(max_lag_versions=0)
+    for worker in range(3):
+        liveness.heard(heartbeat(worker), 0.0)
+    for worker in range(3):
+        liveness.heard(heartbeat(worker), 60.0)
+        assert liveness.expire() == []
+    assert all(each.standing is Standing.LIVE for each in liveness.executors.values())
+
+
+def test_an_older_start_is_ignored_until_the_newer_is_gone() -> None:
     liveness = Liveness(max_lag_versions=0)
     liveness.heard(heartbeat(0, incarnation=5), 0.0)
     liveness.heard(heartbeat(0, incarnation=4), 1.0)
     assert liveness.executors["w0"].incarnation == 5
-    liveness.expire(5.0)
-    assert liveness.forget(5.0) == []
-    assert liveness.forget(TTL_SECONDS + FORGET_SECONDS) == ["w0"] and not liveness.executors
+    for tenth in range(20):
+        liveness.heard(heartbeat(0, incarnation=4), 1.0 + tenth / 10)
+    assert [each.incarnation for each in liveness.expire()] == [5]
+    liveness.heard(heartbeat(0, incarnation=4), 3.0)
+    assert liveness.executors["w0"].incarnation == 4
+
+
+def test_what_is_heard_later_of_another_inbox_is_the_newer_start() -> None:
+    liveness = Liveness(max_lag_versions=0)
+    liveness.heard(heartbeat(0, incarnation=500), 0.0)
+    replaced, _ = liveness.heard(heartbeat(0, incarnation=3, slot=7), 0.1)
+    assert replaced is not None and replaced.incarnation == 500
+    assert liveness.executors["w0"].incarnation == 3
+
+
+def test_who_was_gone_for_long_is_forgotten() -> None:
+    liveness = Liveness(max_lag_versions=0)
+    liveness.heard(heartbeat(0), 0.0)
+    for second in range(int(2 * (FORGET_SECONDS + TTL_SECONDS)) + 2):
+        liveness.heard(heartbeat(1), second / 2)
+        liveness.expire()
+    assert liveness.forget() == ["w0"] and set(liveness.executors) == {"w1"}
+
+
+def test_who_stops_is_gone_at_once() -> None:
+    liveness = Liveness(max_lag_versions=0)
+    liveness.heard(heartbeat(0), 0.0)
+    liveness.heard(heartbeat(0, state=ExecutorState.STOPPING), 0.1)
+    assert liveness.executors["w0"].standing is Standing.GONE and liveness.current_version == -1
 
 
 def test_an_executor_too_far_behind_is_stale_until_it_has_caught_up() -> None:
@@ -78,7 +151,7 @@ def test_an_executor_too_far_behind_is_stale_until_it_has_caught_up() -> None:
     liveness.heard(heartbeat(0), 0.0)
     standings = []
     for version in (1, 2):
-        liveness.published(version)
+        liveness.heard(heartbeat(1, policy_version=version), 0.0)
         standings.append(liveness.executors["w0"].standing)
     for shown in (1, 2):
         liveness.heard(heartbeat(0, policy_version=shown), 0.1)

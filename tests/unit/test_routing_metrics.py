@@ -1,17 +1,29 @@
 """What the router exports is what its core counts."""
 
+from dataclasses import dataclass
+
 from prometheus_client import REGISTRY
 
 from pipeline.routing.metrics import exported
-from tests.unit.routing_world import World, manifest, request
+from pipeline.routing.router import Router
+from pipeline.routing.skew import Skews
+from tests.unit.routing_world import World, request
+
+
+@dataclass
+class Serving:
+    router: Router
+    skews: Skews
 
 
 def test_the_exported_counts_are_the_cores() -> None:
     world = World()
-    world.feed(manifest(4))
     world.version = 4
     world.beat(0, policy_version=4, max_turns=1)
-    with exported(world.router):
+    skews = Skews()
+    for second in range(12):
+        skews.heard("w0", second - 7.0, float(second))
+    with exported(lambda: Serving(world.router, skews)):
         for index in range(3):
             world.ask(request(f"g0:{index}"))
         found = {
@@ -21,4 +33,12 @@ def test_the_exported_counts_are_the_cores() -> None:
         assert REGISTRY.get_sample_value("rose_router_outstanding_turns") == 1
         assert REGISTRY.get_sample_value("rose_router_executors", {"standing": "live"}) == 1
         assert REGISTRY.get_sample_value("rose_router_policy_version") == 4
+        assert REGISTRY.get_sample_value("rose_router_clock_behind_seconds", {"worker": "w0"}) == 7
+        assert REGISTRY.get_sample_value("rose_router_serves") == 1
     assert REGISTRY.get_sample_value("rose_router_requested_total") is None
+
+
+def test_a_router_that_waits_exports_that_it_does() -> None:
+    with exported(lambda: None):
+        assert REGISTRY.get_sample_value("rose_router_serves") == 0
+        assert REGISTRY.get_sample_value("rose_router_requested_total") is None

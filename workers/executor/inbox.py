@@ -2,25 +2,28 @@
 
 Keeps true
 - A dispatch for another incarnation is dropped: it was meant for a process that is gone.
+- So is one of an older claim than the newest seen: its router has been replaced.
 - A turn is taken on once; the same (trajectory, turn, attempt) again is dropped.
 - What is taken on never exceeds the turns and tokens that the heartbeat offers; the rest is refused, with the reason.
-- Everything taken on is given back by exactly one `release`.
+- Everything taken on is listed by `holds` until it is given back by exactly one `release`.
 
-Pure: `now` is unix seconds, as the lease is.
+Pure, and without time: no clock of a router is compared with this machine's.
 
 Example (max_turns=1)
     offer(g:0 turn 0, incarnation 7)  -> TAKE
     offer(g:0 turn 0, incarnation 7)  -> DROP duplicate
     offer(g:1 turn 0, incarnation 6)  -> DROP incarnation
-    offer(g:1 turn 0, incarnation 7)  -> REFUSE full
+    offer(g:1 turn 0, incarnation 7)  -> REFUSE for lack of room
+    claimed(40), offer(g:1, claim 12) -> DROP claim
     release(g:0 turn 0)               -> the dispatch, to answer it
 """
 
+import struct
 from dataclasses import dataclass
 from enum import Enum
 
 from schemas.arrays import count
-from schemas.turns import TurnDispatch, TurnKey
+from schemas.turns import Refusal, TurnDispatch, TurnKey, held_hash
 
 
 class Verdict(Enum):
@@ -35,6 +38,7 @@ class Verdict(Enum):
 class Answer:
     verdict: Verdict
     reason: str = ""
+    refusal: Refusal | None = None
 
 
 TAKE = Answer(Verdict.TAKE)
@@ -52,7 +56,10 @@ class Inbox:
         self.incarnation = incarnation
         self.max_turns = max_turns
         self.token_budget = token_budget
-        self._held: dict[TurnKey, TurnDispatch] = {}
+        self.claim = 0
+        """The newest claim of a router on this inbox."""
+        self._held: dict[TurnKey, tuple[TurnDispatch, int]] = {}
+        """With its `held_hash`."""
         self._tokens = 0
 
     def __len__(self) -> int:
@@ -63,27 +70,35 @@ class Inbox:
         """KV tokens that the held turns may come to need."""
         return self._tokens
 
-    def offer(self, dispatch: TurnDispatch, policy_version: int, now: float) -> Answer:
+    @property
+    def holds(self) -> bytes:
+        """`held_hash` of every held turn, packed as a heartbeat says it."""
+        return struct.pack(f"<{len(self._held)}Q", *(execution for _, execution in self._held.values()))
+
+    def claimed(self, claim: int) -> None:
+        """A router has claimed this inbox."""
+        self.claim = max(self.claim, claim)
+
+    def offer(self, dispatch: TurnDispatch, policy_version: int) -> Answer:
         """Decide on a dispatch; TAKE holds it until `release`."""
         request = dispatch.request
+        if dispatch.claim < self.claim:
+            return Answer(Verdict.DROP, "claim")
+        self.claimed(dispatch.claim)
         if dispatch.incarnation != self.incarnation:
             return Answer(Verdict.DROP, "incarnation")
         if request.key in self._held:
             return Answer(Verdict.DROP, "duplicate")
-        if now > dispatch.lease_until:
-            return Answer(Verdict.REFUSE, "the lease has run out")
-        if policy_version < max(request.min_policy_version, 0):
-            return Answer(Verdict.REFUSE, f"policy version {policy_version} is too old")
-        if request.max_policy_version is not None and policy_version > request.max_policy_version:
-            return Answer(Verdict.REFUSE, f"policy version {policy_version} is too new")
+        if policy_version < 0:
+            return Answer(Verdict.REFUSE, "no policy version has been proven yet", Refusal.VERSION)
         if len(self._held) >= self.max_turns or self._tokens + tokens_of(dispatch) > self.token_budget:
-            return Answer(Verdict.REFUSE, "full")
-        self._held[request.key] = dispatch
+            return Answer(Verdict.REFUSE, "full", Refusal.ROOM)
+        self._held[request.key] = dispatch, held_hash(request.key)
         self._tokens += tokens_of(dispatch)
         return TAKE
 
     def release(self, key: TurnKey) -> TurnDispatch:
         """Give a held turn back, to be answered. Raises KeyError for one that is not held."""
-        dispatch = self._held.pop(key)
+        dispatch, _ = self._held.pop(key)
         self._tokens -= tokens_of(dispatch)
         return dispatch

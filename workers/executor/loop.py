@@ -4,12 +4,16 @@ Keeps true
 - Everything happens in one thread, in this order: a hung engine is a silent executor, and the router notices. Only a
   staged policy version is prepared on another thread, while the old one serves.
 - A policy version is swapped in between two steps, whole or not at all.
-- Every turn taken on is answered once; a turn that cannot be taken is refused with the reason.
+- Every turn taken on is answered once, and listed in each heartbeat until then; a turn that cannot be taken is refused
+  with the reason.
 - No turn is taken on before a version from the log has been applied.
+- What it says to others holds without a clock: its incarnation is a place in the log, its turns are named.
+- A broker that is away, or a process that was stopped for a while, changes nothing: it goes on with what it holds.
 
 It decides nothing: the inbox does.
 """
 
+import secrets
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,11 +22,12 @@ from threading import Event
 import structlog
 
 from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
+from schemas.errors import RecordError
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
-from schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
+from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
 from topics.reader import Reader
-from topics.records import Envelope
+from topics.records import Envelope, Spoiled
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.executor import metrics
@@ -41,6 +46,13 @@ TTL_SECONDS = 2.0
 
 IDLE_SECONDS = 0.02
 """Longest wait for the inbox while the engine has nothing to do: staged weights are picked up within it."""
+
+
+MOST_CHARACTERS = 4_096
+"""Of a reason in a record."""
+
+START_BITS = 16
+"""Random bits of an incarnation, below the offset: a broker that lost its newest records may give an offset twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +77,7 @@ class Executor:
         self._receiver = receiver
         self._log = structlog.get_logger("executor").bind(worker=name)
         load = engine.load()
-        self._incarnation = int(time.time() * 1000)
         self._token_budget = load.kv_bytes_total // load.kv_bytes_per_token
-        self._inbox = Inbox(self._incarnation, max_turns=config.max_turns, token_budget=self._token_budget)
         self._running: dict[str, Running] = {}
         self._share = 0.0
         self._cost = StepCost(base_seconds=0.01, token_seconds=0.0001)
@@ -76,20 +86,37 @@ class Executor:
         self._helper = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-prepares")
         self._next_version: tuple[StagedVersion, Future[Prepared]] | None = None
         """Staged, and being prepared while the old version serves."""
+        self._deferred: list[TurnDispatch] = []
+        """Taken on while the engine ran empty for the next version."""
+        self._refused: tuple[int, str] = (-1, "")
+        """The newest version that the engine did not take, and why."""
         self._sequence = 0
         self._next_heartbeat = 0.0
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name, group="executor")
-        # The end as it is now, not as it will be at the first fetch: what is dispatched after a heartbeat must be read.
-        inbox = (DISPATCHED, config.slot)
-        self._reader.assign({inbox: self._reader.watermarks(inbox)[1]})
+        self._incarnation = self._begin()
+        self._inbox = Inbox(self._incarnation, max_turns=config.max_turns, token_budget=self._token_budget)
+
+    def _begin(self) -> int:
+        """Mark this start in the inbox and read on from there: what is dispatched after a heartbeat is read.
+
+        Returns the incarnation. Raises TopicMissing or BusError.
+        """
+        inbox = (DISPATCHED, self._config.slot)
+        self._reader.watermarks(inbox)
+        marks: list[int] = []
+        self._writer.tombstone(
+            DISPATCHED, key=self._name, partition=inbox[1], on_delivery=lambda _, offset: marks.append(offset)
+        )
+        self._writer.flush()
+        self._reader.assign({inbox: marks[0] + 1})
+        return marks[0] << START_BITS | secrets.randbits(START_BITS)
 
     def run(self, stop: Event) -> None:
         """Until `stop` is set; what is in the engine then is left to the router, which issues it again."""
         self._log.info("started", incarnation=self._incarnation, slot=self._config.slot, tokens=self._token_budget)
         while not stop.is_set():
-            if not self._draining:
-                self._take_in()
+            self._take_in()
             self._swap_if_staged()
             if self._running:
                 self._step()
@@ -102,27 +129,36 @@ class Executor:
 
     def _take_in(self) -> None:
         for item in self._reader.read(INBOX_BATCH, 0.0 if self._running else IDLE_SECONDS):
-            if isinstance(item, Envelope) and isinstance(item.record, TurnDispatch):
+            if isinstance(item, Spoiled):
+                self._writer.dead_letter(item, item.reason)
+            elif isinstance(item, Envelope) and isinstance(item.record, TurnDispatch):
                 self._consider(item.record)
+            elif isinstance(item, Envelope) and item.key == CLAIM_KEY:
+                self._inbox.claimed(item.offset)
 
     def _consider(self, dispatch: TurnDispatch) -> None:
-        now = time.time()
-        answer = self._inbox.offer(dispatch, self._version, now)
+        answer = self._inbox.offer(dispatch, self._version)
         if answer.verdict is Verdict.DROP:
             metrics.TURNS.labels(f"dropped_{answer.reason}").inc()
         elif answer.verdict is Verdict.REFUSE:
-            self._refuse(dispatch, answer.reason, now)
+            self._refuse(dispatch, answer.reason, answer.refusal)
+        elif self._draining:
+            self._deferred.append(dispatch)
         else:
-            request = dispatch.request
-            name = "/".join(map(str, request.key))
-            try:
-                context = unpack_tokens(request.context)
-                self._engine.add(name, context, request.sampling, policy_version=self._version)
-            except EngineRefusal as refusal:
-                self._inbox.release(request.key)
-                self._refuse(dispatch, str(refusal), now)
-            else:
-                self._running[name] = Running(request.key, now, self._share)
+            self._add(dispatch)
+
+    def _add(self, dispatch: TurnDispatch) -> None:
+        """Hand a turn that was taken on to the engine."""
+        request, now = dispatch.request, time.time()
+        name = "/".join(map(str, request.key))
+        try:
+            context = unpack_tokens(request.context)
+            self._engine.add(name, context, request.sampling, policy_version=self._version)
+        except (EngineRefusal, RecordError) as refusal:
+            self._inbox.release(request.key)
+            self._refuse(dispatch, str(refusal), Refusal.ENGINE)
+        else:
+            self._running[name] = Running(request.key, now, self._share)
 
     @property
     def _draining(self) -> bool:
@@ -146,12 +182,22 @@ class Executor:
         except SwapRefused as refusal:
             metrics.SWAPS_REFUSED.inc()
             self._log.error("version refused, the old one serves on", version=staged.version, reason=str(refusal))
+            self._refused = staged.version, str(refusal)
+            self._resume()
             return
         self._version = staged.version
         metrics.SWAP_SECONDS.observe(self._swap_seconds)
         metrics.POLICY_VERSION.set(staged.version)
         self._log.info("serving", version=staged.version, swap_seconds=round(self._swap_seconds, 4))
+        self._refused = -1, ""
+        self._resume()
         self._beat(ExecutorState.READY)
+
+    def _resume(self) -> None:
+        """The engine takes turns again."""
+        deferred, self._deferred = self._deferred, []
+        for dispatch in deferred:
+            self._add(dispatch)
 
     def _step(self) -> None:
         step = self._engine.step()
@@ -199,8 +245,8 @@ class Executor:
             )
         )
 
-    def _refuse(self, dispatch: TurnDispatch, reason: str, now: float) -> None:
-        request = dispatch.request
+    def _refuse(self, dispatch: TurnDispatch, reason: str, refusal: Refusal | None) -> None:
+        request, now = dispatch.request, time.time()
         metrics.TURNS.labels("refused").inc()
         self._log.info("refused", trajectory=request.trajectory_id, turn=request.turn, reason=reason)
         times = TurnTimes(
@@ -218,7 +264,8 @@ class Executor:
                 turn=request.turn,
                 attempt=request.attempt,
                 outcome=TurnOutcome.REFUSED,
-                reason=reason,
+                reason=reason[:MOST_CHARACTERS],
+                refusal=refusal,
                 worker=self._name,
                 incarnation=self._incarnation,
                 times=times,
@@ -237,7 +284,8 @@ class Executor:
     def _beat(self, state: ExecutorState) -> None:
         self._next_heartbeat = time.monotonic() + self._config.heartbeat_seconds
         load = self._engine.load()
-        metrics.HELD_TURNS.set(len(self._running))
+        refused_version, refused_reason = self._refused
+        metrics.HELD_TURNS.set(len(self._inbox))
         metrics.KV_FREE_BYTES.set(load.kv_bytes_free)
         beat = SlackHeartbeat(
             worker=self._name,
@@ -259,6 +307,9 @@ class Executor:
             max_turns=self._config.max_turns,
             token_budget=self._token_budget,
             ttl_seconds=TTL_SECONDS,
+            holds=b"" if state is ExecutorState.STOPPING else self._inbox.holds,
+            refused_version=refused_version,
+            refused_reason=refused_reason[:MOST_CHARACTERS],
             sent_at=time.time(),
             swap_seconds=self._swap_seconds,
         )

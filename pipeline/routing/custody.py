@@ -1,0 +1,173 @@
+"""Custody: which executor has which turn, by the router's books and by the executors' own word.
+
+Keeps true
+- A turn is in the books of one executor, or it waits.
+- What was taken from an executor without a word of it stays there as a ghost: it fills room, and the turn comes back to
+  it if it still waits once the executor is heard to hold it. If it was dispatched elsewhere it runs twice, and the
+  first COMPLETED result wins.
+- An execution that a living executor does not list for LEASE_SECONDS is lost. Only time in which somebody was heard
+  counts, by the router's clock alone.
+
+Example
+    t's attempt 0 is dispatched to w1; w1 falls silent   -> a ghost at w1, t waits as attempt 1
+    w1 is heard again and lists attempt 0, t waits on    -> t is w1's again, as attempt 0, and nothing was lost
+    w1 lists it after attempt 1 went to w2               -> both run it; w1's room is as much less
+    w1 lists it no more                                  -> the ghost is gone
+"""
+
+import struct
+from collections.abc import Iterable
+
+import msgspec
+
+from pipeline.routing.liveness import Execution, Executor, Liveness
+from pipeline.routing.placement import Placement
+from pipeline.routing.waiting import Turn, Waiting
+from schemas.turns import TurnDispatch, TurnKey, held_hash
+
+LEASE_SECONDS = 5.0
+"""How long an executor may beat without listing a turn that was sent to it. It lists what it takes within one step."""
+
+
+def unpack_holds(packed: bytes) -> frozenset[int]:
+    """The hashes in a heartbeat's `holds`."""
+    whole = len(packed) // 8
+    return frozenset(struct.unpack(f"<{whole}Q", packed[: 8 * whole]))
+
+
+class Custody:
+    """The books, in the turns' `worker` and the executors' `holds` and `ghosts`; and the room that they take."""
+
+    def __init__(self, turns: dict[str, Turn], liveness: Liveness, placement: Placement, waiting: Waiting) -> None:
+        self._turns = turns
+        self._liveness = liveness
+        self._placement = placement
+        self._waiting = waiting
+
+    def give(self, turn: Turn, worker: str, now: float) -> None:
+        """Enter a turn that does not wait any more and whose room is taken already."""
+        turn.worker = worker
+        turn.execution = held_hash(turn.request.key)
+        turn.next_attempt = max(turn.next_attempt, turn.request.attempt + 1)
+        self._seen(turn, now)
+        self._liveness.executors[worker].holds[turn.request.trajectory_id] = None
+
+    def answered(self, worker: str | None, incarnation: int, key: TurnKey) -> None:
+        """An execution that may have been a ghost has ended."""
+        executor = self._liveness.executors.get(worker or "")
+        if executor is not None and executor.incarnation == incarnation and executor.ghosts:
+            self._vanish(executor, held_hash(key))
+
+    def ended(self, turn: Turn) -> None:
+        """The executor that has the turn has answered it, or it is not there any more."""
+        executor = self._leave(turn)
+        if executor is not None:
+            self._placement.release(executor.worker, turn.room_tokens, turn.new_tokens)
+
+    def taken(self, turn: Turn, *, charged: bool) -> None:
+        """The turn is taken from an executor that has not answered it."""
+        execution = turn.execution
+        executor = self._leave(turn)
+        if executor is not None:
+            request = turn.request
+            executor.ghosts[execution] = Execution(
+                request.trajectory_id, request.turn, request.attempt, turn.room_tokens, turn.new_tokens, charged
+            )
+
+    def held_by(self, executor: Executor) -> list[Turn]:
+        """The turns in its books."""
+        return [self._turns[name] for name in executor.holds]
+
+    def clear(self, executor: Executor) -> None:
+        """Forget what a start that is no more may still have run."""
+        for execution in list(executor.ghosts):
+            self._vanish(executor, execution)
+
+    def excuse(self, executor: Executor) -> None:
+        """It was only silent: what its silence was charged with is given back."""
+        for execution, ghost in executor.ghosts.items():
+            if ghost.charged:
+                executor.ghosts[execution] = ghost._replace(charged=False)
+                turn = self._turns.get(ghost.trajectory_id)
+                if turn is not None and turn.request.turn == ghost.turn and turn.failures:
+                    turn.failures -= 1
+
+    def reconcile(self, executor: Executor, now: float) -> list[Turn]:
+        """Compare the books with what its newest heartbeat lists; return the turns that it has lost."""
+        assert executor.beat is not None
+        listed = unpack_holds(executor.beat.holds)
+        lost: list[Turn] = []
+        for name in executor.holds:
+            turn = self._turns[name]
+            if turn.execution in listed:
+                self._seen(turn, now)
+            elif self._liveness.clock - turn.seen_clock >= LEASE_SECONDS:
+                lost.append(turn)
+        for execution, ghost in list(executor.ghosts.items()):
+            if execution not in listed:
+                self._vanish(executor, execution)
+            else:
+                self._give_back(executor, execution, ghost, now)
+        return lost
+
+    def put_back(self, dispatches: Iterable[TurnDispatch], now: float) -> list[Turn]:
+        """Enter what the log says was dispatched; return the turns whose executor has started anew since.
+
+        Each turn goes where its newest dispatch sent it. Older ones are ghosts: the first heartbeat tells whether they
+        run. No attempt is numbered twice, and no failure is forgotten.
+        """
+        of_turn: dict[str, dict[int, TurnDispatch]] = {}
+        incarnations: dict[str, int] = {}
+        for dispatch in dispatches:
+            incarnations[dispatch.worker] = max(dispatch.incarnation, incarnations.get(dispatch.worker, 0))
+            turn = self._turns.get(dispatch.request.trajectory_id)
+            if turn is not None and turn.request.turn == dispatch.request.turn:
+                of_turn.setdefault(dispatch.request.trajectory_id, {})[held_hash(dispatch.request.key)] = dispatch
+        for worker, incarnation in incarnations.items():
+            self._liveness.remembered(worker, incarnation)
+        orphans: list[Turn] = []
+        for trajectory_id, found in of_turn.items():
+            turn = self._turns[trajectory_id]
+            newest = max(found.values(), key=lambda dispatch: dispatch.request.attempt)
+            for execution, dispatch in found.items():
+                if dispatch is not newest and dispatch.incarnation == incarnations[dispatch.worker]:
+                    self._liveness.executors[dispatch.worker].ghosts[execution] = Execution(
+                        trajectory_id, turn.request.turn, dispatch.request.attempt, turn.room_tokens, 0.0, charged=False
+                    )
+            turn.failures, turn.request = newest.failures, newest.request
+            self._waiting.remove(turn)
+            self.give(turn, newest.worker, now)
+            if newest.incarnation != incarnations[newest.worker]:
+                self.ended(turn)
+                orphans.append(turn)
+        return orphans
+
+    def room_of(self, executor: Executor) -> list[tuple[int, float]]:
+        """Tokens of room, and expected new ones, of each execution that it may be running."""
+        books = [(turn.room_tokens, turn.new_tokens) for turn in self.held_by(executor)]
+        return books + [(ghost.room_tokens, ghost.new_tokens) for ghost in executor.ghosts.values()]
+
+    def _give_back(self, executor: Executor, execution: int, ghost: Execution, now: float) -> None:
+        turn = self._turns.get(ghost.trajectory_id)
+        if turn is None or turn.worker or turn.request.turn != ghost.turn:
+            return
+        del executor.ghosts[execution]
+        self._waiting.remove(turn)
+        turn.request = msgspec.structs.replace(turn.request, attempt=ghost.attempt)
+        turn.new_tokens = ghost.new_tokens
+        self.give(turn, executor.worker, now)
+
+    def _seen(self, turn: Turn, now: float) -> None:
+        turn.seen_at, turn.seen_clock = now, self._liveness.clock
+
+    def _leave(self, turn: Turn) -> Executor | None:
+        executor = self._liveness.executors.get(turn.worker)
+        turn.worker = ""
+        if executor is not None:
+            executor.holds.pop(turn.request.trajectory_id, None)
+        return executor
+
+    def _vanish(self, executor: Executor, execution: int) -> None:
+        ghost = executor.ghosts.pop(execution, None)
+        if ghost is not None:
+            self._placement.release(executor.worker, ghost.room_tokens, ghost.new_tokens)

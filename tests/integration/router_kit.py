@@ -1,0 +1,176 @@
+"""A router's other sides over a real broker, by hand: environment workers, executors; and routers in their processes.
+
+Keeps true: what must die or freeze is a process, and it dies by SIGKILL: nothing is flushed, committed or said goodbye.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from confluent_kafka import OFFSET_BEGINNING
+
+from schemas.record import Record
+from schemas.turns import TurnDispatch, TurnOutcome, TurnResult
+from tests.unit.routing_world import heartbeat, packed, request, result
+from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions, Topic
+from topics.log import read_topics
+from topics.reader import Reader
+from topics.records import Envelope
+from topics.settings import BusSettings
+from topics.writer import Writer
+
+WAIT_SECONDS = 60.0
+PARTITIONS = Partitions(home=2, slots=3, samples=1, chunks=1)
+BEAT_SECONDS = 0.2
+
+ROUTER = """
+import json, signal, sys, threading
+from pipeline.routing.config import RouterConfig
+from pipeline.routing.main import run_router
+from topics.settings import BusSettings
+bus, config, name = json.loads(sys.argv[1])
+stop = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stop.set())
+run_router(BusSettings(**bus), RouterConfig(**config), stop, name)
+"""
+
+
+@dataclass
+class Fleet:
+    """Executors that answer nothing by themselves: what they have taken they hold until the test lets them answer."""
+
+    alive: dict[int, dict[str, object]] = field(default_factory=dict)
+    """Those that send heartbeats, and what they say."""
+    held: dict[int, list[TurnDispatch]] = field(default_factory=dict)
+    claims: dict[int, int] = field(default_factory=dict)
+    """The newest claim seen in each inbox."""
+
+
+class Bus:
+    """The other side of the topics."""
+
+    def __init__(self, settings: BusSettings) -> None:
+        self.settings = settings
+        self.writer = Writer(settings, "test")
+        self.reader = Reader(settings, "test", group="test")
+        self.reader.assign({(DISPATCHED, slot): OFFSET_BEGINNING for slot in range(PARTITIONS.slots)})
+        self.inboxes: list[TurnDispatch] = []
+        """All dispatches that executors take for valid, in the order in which they were found."""
+        self.zombies: list[TurnDispatch] = []
+        """Those of a claim that was not the newest."""
+        self.fleet = Fleet()
+        self.asked = 0
+        self._next_beat = 0.0
+
+    def say(self, topic: Topic, record: Record, key: str, partition: int = 0) -> None:
+        self.writer.write(topic, record, key=key, partition=partition)
+        self.writer.flush()
+
+    def ask(self, trajectory: str, turn: int = 0, home: int = 1, **fields: object) -> None:
+        asked = request(
+            trajectory, turn, home=home, **{"patience_seconds": 600.0, "requested_at": time.time(), **fields}
+        )  # type: ignore[arg-type]
+        self.asked += 1
+        self.say(REQUESTED, asked, trajectory, home)
+
+    def beat(self, worker: int, **fields: object) -> None:
+        """Send a heartbeat, and from now on more of it whenever somebody waits."""
+        self.fleet.alive[worker] = fields
+        holds = packed(self.fleet.held.get(worker, []))
+        said = heartbeat(worker, **{"holds": holds, "sent_at": time.time(), **fields})
+        self.writer.write(HEARTBEATS, said, key=f"w{worker}")
+        self.writer.flush()
+
+    def answer(self, dispatch: TurnDispatch, outcome: TurnOutcome = TurnOutcome.COMPLETED) -> None:
+        if dispatch in self.fleet.held.get(dispatch.slot, []):
+            self.fleet.held[dispatch.slot].remove(dispatch)
+        self.say(COMPLETED, result(dispatch, outcome), dispatch.request.trajectory_id, dispatch.request.home)
+
+    def look(self) -> list[TurnDispatch]:
+        """Let the executors that are alive take what there is and send heartbeats; all dispatches so far."""
+        for item in self.reader.read(100, 0.01):
+            if not isinstance(item, Envelope):
+                continue
+            newest = self.fleet.claims.get(item.partition, 0)
+            if not isinstance(item.record, TurnDispatch):
+                self.fleet.claims[item.partition] = max(newest, item.offset)
+            elif item.record.claim < newest:
+                self.zombies.append(item.record)
+            else:
+                self.fleet.claims[item.partition] = item.record.claim
+                self.inboxes.append(item.record)
+                self.fleet.held.setdefault(item.partition, []).append(item.record)
+        if time.monotonic() >= self._next_beat:
+            self._next_beat = time.monotonic() + BEAT_SECONDS
+            for worker, fields in self.fleet.alive.items():
+                self.beat(worker, **fields)
+        return self.inboxes
+
+    def until(self, condition: Callable[[], object], meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Look until something is so; the executors that are alive go on all the while."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, f"{self.asked} asked for, {len(self.inboxes)} dispatched"
+            meanwhile()
+            self.look()
+
+    def until_dispatched(self, count: int) -> None:
+        self.until(lambda: len(self.inboxes) >= count)
+        assert len(self.inboxes) == count
+
+    def go_on(self, seconds: float) -> None:
+        """Let so much time pass."""
+        end = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() >= end)
+
+    def results(self) -> list[TurnResult]:
+        found = read_topics(self.settings, [COMPLETED])
+        return [envelope.record for envelope in found if isinstance(envelope.record, TurnResult)]
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+@contextmanager
+def router_process(
+    settings: BusSettings, name: str = "router-0", **config: object
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A router in a process of its own; killed at the end if it still runs."""
+    bus = {**asdict(settings), "properties": dict(settings.properties)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", ROUTER, json.dumps([bus, {"low_water_seconds": 0.0, **config}, name])],
+        cwd=Path(__file__).parents[2],
+        env=dict(os.environ),
+    )
+    try:
+        yield process
+    finally:
+        kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """By SIGKILL, and see it gone."""
+    process.kill()
+    process.wait(WAIT_SECONDS)
+
+
+def freeze(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGSTOP)
+
+
+def thaw(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGCONT)
+
+
+def with_properties(settings: BusSettings, properties: Mapping[str, str]) -> BusSettings:
+    """The same broker, reached with more librdkafka settings."""
+    return BusSettings(
+        settings.bootstrap, settings.namespace, {**settings.properties, **properties}, embedded=settings.embedded
+    )

@@ -1,0 +1,133 @@
+"""Two routers, each a process: one serves, one waits and takes over; none that was replaced does any harm."""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pipeline.routing.seat import LET_GO_SECONDS, SESSION_SECONDS
+from schemas.turns import TurnDispatch
+from tests.brokers import EMBEDDED, KAFKA, AnyBroker, start
+from tests.integration.router_kit import PARTITIONS, Bus, freeze, kill, router_process, thaw
+from topics.admin import create_topics
+
+TURNS = 6
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def bus(broker: AnyBroker, namespace: str) -> Iterator[Bus]:
+    settings = broker.settings(namespace)
+    create_topics(settings, PARTITIONS)
+    bus = Bus(settings)
+    yield bus
+    bus.close()
+
+
+def keep_turns_moving(bus: Bus, seconds: float) -> None:
+    """Executors answer, and trajectories are begun, all the while."""
+    for _ in range(TURNS):
+        bus.ask(f"g:{bus.asked}")
+        if bus.fleet.held.get(0):
+            bus.answer(bus.fleet.held[0][0])
+        bus.go_on(seconds / TURNS)
+
+
+def finish(bus: Bus) -> None:
+    """Answer until every turn has a result; none has two, and none was lost or failed."""
+
+    def answer_next() -> None:
+        for held in bus.fleet.held.values():
+            if held:
+                bus.answer(held[0])
+
+    bus.until(lambda: len({each.request.trajectory_id for each in bus.inboxes}) == bus.asked, answer_next)
+    bus.until(lambda: not any(bus.fleet.held.values()), answer_next)
+    results = bus.results()
+    assert len(results) == len({each.trajectory_id for each in results}) == bus.asked
+    assert {each.request.attempt for each in bus.inboxes} == {0}
+
+
+def test_a_router_that_was_frozen_does_no_harm_when_it_goes_on(bus: Bus, broker_kind: str) -> None:
+    with router_process(bus.settings, "router-0") as first:
+        bus.beat(0, max_turns=3)
+        bus.ask("warm:0")
+        bus.until_dispatched(1)
+        with router_process(bus.settings, "router-1"):
+            bus.go_on(6.0)
+            keep_turns_moving(bus, 3.0)
+            freeze(first)
+            dispatched = len(bus.inboxes)
+            keep_turns_moving(bus, 15.0)
+            if broker_kind != EMBEDDED:  # the embedded broker never gives the seat of a member to another
+                assert len(bus.inboxes) > dispatched, "the other router serves meanwhile"
+            thaw(first)
+            keep_turns_moving(bus, 3.0)
+            finish(bus)
+            assert not repeated(bus.zombies), bus.zombies
+
+
+def repeated(zombies: list[TurnDispatch]) -> list[TurnDispatch]:
+    """Executors drop them; a router that lets go in time writes none but those that were on their way."""
+    return zombies[1:]
+
+
+def test_a_freeze_shorter_than_the_session_is_over_when_it_is_over(bus: Bus) -> None:
+    with router_process(bus.settings, "router-0") as router:
+        bus.beat(0, max_turns=3)
+        bus.ask("warm:0")
+        bus.until_dispatched(1)
+        for seconds in (1.0, LET_GO_SECONDS + 0.5):
+            freeze(router)
+            bus.go_on(seconds)
+            thaw(router)
+            keep_turns_moving(bus, 2.0)
+        finish(bus)
+
+
+def test_a_router_that_is_killed_is_replaced_within_its_session(bus: Bus, broker_kind: str) -> None:
+    with ExitStack() as processes:
+
+        def begin(name: str) -> subprocess.Popen[bytes]:
+            return processes.enter_context(router_process(bus.settings, name))
+
+        running = {name: begin(name) for name in ("router-0", "router-1")}
+        bus.beat(0, max_turns=3)
+        bus.ask("warm:0")
+        bus.until_dispatched(1)
+        # Which of the two serves is the broker's choice: each is killed once, and comes back by name.
+        for name, router in running.items():
+            kill(router)
+            served = len(bus.inboxes)
+            if broker_kind == EMBEDDED:
+                begin(name)
+            keep_turns_moving(bus, SESSION_SECONDS)
+            bus.until(lambda: len(bus.inboxes) > served)  # noqa: B023
+            if broker_kind != EMBEDDED:
+                begin(name)
+            keep_turns_moving(bus, 3.0)
+        finish(bus)
+
+
+def test_a_router_goes_on_when_its_broker_is_back(broker_kind: str, tmp_path: Path, namespace: str) -> None:
+    if broker_kind != KAFKA:
+        pytest.skip("the embedded broker loses its last half second when it is killed, and idempotent producers fail")
+    with start(KAFKA, tmp_path / "broker") as broker:
+        settings = broker.settings(namespace)
+        create_topics(settings, PARTITIONS)
+        bus = Bus(settings)
+        with router_process(settings) as router:
+            bus.beat(0, max_turns=3)
+            bus.ask("warm:0")
+            bus.until_dispatched(1)
+            broker.kill()
+            freeze(router)
+            thaw(router)
+            broker.restart()
+            keep_turns_moving(bus, 5.0)
+            finish(bus)
+            assert router.poll() is None, "by itself"
+        bus.close()

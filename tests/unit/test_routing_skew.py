@@ -1,0 +1,28 @@
+"""A wrong clock is told, and a late heartbeat is not taken for one."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.routing.skew import SKEW_SECONDS, TELL_SECONDS, WINDOW_SECONDS, Skews
+
+
+@given(
+    ahead=st.floats(-1e6, 1e6).filter(lambda ahead: abs(abs(ahead) - SKEW_SECONDS) > 0.1),
+    delays=st.lists(st.floats(0.0, 60.0), min_size=1, max_size=20),
+)
+def test_the_least_difference_of_a_window_is_the_skew(ahead: float, delays: list[float]) -> None:
+    skews, now = Skews(), 1000.0
+    for number, delay in enumerate([*delays, 0.0]):
+        assert skews.heard("w0", now + ahead - delay, now + number / 100) is None
+    told = skews.heard("w0", now + ahead, now + WINDOW_SECONDS)
+    assert abs(skews.seconds["w0"] + ahead) < 0.3
+    assert (told is not None) == (abs(ahead) > SKEW_SECONDS) or abs(abs(ahead) - SKEW_SECONDS) < 0.3
+
+
+def test_a_wrong_clock_is_told_once_a_minute() -> None:
+    skews = Skews()
+    told = [now for now in range(600) if skews.heard("w0", now + 100.0, float(now)) is not None]
+    assert told[0] <= WINDOW_SECONDS and len(told) <= 600 / TELL_SECONDS
+    assert all(later - earlier >= TELL_SECONDS for earlier, later in pairwise(told))
