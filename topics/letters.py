@@ -46,7 +46,7 @@ class Letter:
 
 
 def read_letters(settings: BusSettings, *topics: Topic, client_id: str = "rose-letters") -> Iterator[Letter]:
-    """Every committed dead letter of these topics, oldest first, to the present end. Raises TopicMissing or BusError."""
+    """Every committed dead letter of these topics, oldest first. Raises TopicMissing or BusError."""
     names = {f"{settings.namespace}{topic.dead_letters}": topic for topic in topics}
     known: dict[tuple[Topic, int, int], Letter] = {}
     of_nowhere: list[Letter] = []
@@ -67,11 +67,12 @@ def buried(settings: BusSettings, topic: Topic, *, client_id: str = "rose-letter
     return {(letter.partition, letter.offset) for letter in read_letters(settings, topic, client_id=client_id)}
 
 
-def send_back(settings: BusSettings, letter: Letter, value: bytes, *, key: str, partition: int) -> None:
-    """Write the message to its topic again, with this value, and note that on the letter. Raises BusError."""
+def send_back(settings: BusSettings, letter: Letter, mended: Raw, *, partition: int) -> None:
+    """Write this message to the letter's topic, under its own key, and note that on the letter. Raises BusError."""
     writer = Writer(settings, "rose-letters", transactional_id="letters")
     writer.begin()
-    writer.forward(letter.topic, letter.raw._replace(value=value), partition=partition, key=key)
+    key = (mended.key or b"").decode(errors="replace")
+    writer.forward(letter.topic, mended, partition=partition, key=key)
     noted = letter.raw._replace(headers=(*letter.raw.headers, (SENT_BACK, b"")))
     writer.dead_letter(Spoiled(letter.topic, letter.partition, letter.offset, noted, letter.reason), letter.reason)
     writer.commit()

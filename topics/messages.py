@@ -1,6 +1,6 @@
 """Messages read back as they came, undecoded: for who looks for keys, or for bytes that are no record.
 
-Keeps true: only committed messages are seen, in order within a partition, and reading ends by itself at the present end.
+Keeps true: only what is committed is seen, in order within a partition, and reading ends by itself at the present end.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

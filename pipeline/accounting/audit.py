@@ -63,8 +63,13 @@ class LogAudit:
     """Dead letters by topic, where there are any."""
 
 
-def audit_log(settings: BusSettings) -> LogAudit:
+def audit_log(settings: BusSettings) -> Audit:
     """What became of every trajectory, from the log alone. Raises TopicMissing or BusError."""
+    return inspect_log(settings).audit
+
+
+def inspect_log(settings: BusSettings) -> LogAudit:
+    """The audit, with what it was read from. Raises TopicMissing or BusError."""
     found = _read(settings)
     if not found.audit.clean:
         time.sleep(AGAIN_SECONDS)
