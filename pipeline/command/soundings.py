@@ -22,12 +22,11 @@ from topics.letters import read_letters
 from topics.messages import read_keyed
 from topics.records import Place
 from topics.settings import BusSettings
-from workers.environments.worker import GROUP as ENVIRONMENT_GROUP
 
 CLIENT = "rose-status"
 
-ROUTER_GROUP = "router"
-"""The consumer group of all routers."""
+ENVIRONMENT_GROUP, ROUTER_GROUP = "environment", "router"
+"""The consumer groups of all environment workers and of all routers."""
 
 ANSWER_SECONDS = 3.0
 """How long one question to the broker may take."""

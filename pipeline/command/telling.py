@@ -6,6 +6,7 @@ from contextlib import closing
 from pipeline.command.broker import log_of
 from pipeline.command.config import load
 from pipeline.command.options import Common
+from pipeline.command.soundings import ENVIRONMENT_GROUP
 from pipeline.replay.life import fold_lives
 from pipeline.replay.search import GroupFound, TrajectoryFound, UnknownTrajectory, find_group, find_trajectory
 from pipeline.replay.text import told
@@ -17,7 +18,6 @@ from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
 from workers.environments.turn_format import TurnFormat, TurnFormatError
-from workers.environments.worker import GROUP
 
 
 def replay_trajectory(common: Common, trajectory: str) -> None:
@@ -69,7 +69,7 @@ def _is_known(group: GroupFound) -> bool:
 def _group_facts(settings: BusSettings, group: GroupFound, found: TrajectoryFound) -> GroupFacts:
     prompts: list[PromptAt] = []
     refused = {(letter.partition, letter.offset): letter.reason for letter in group.letters}
-    with closing(Reader(settings, "rose-why", group=GROUP)) as reader:
+    with closing(Reader(settings, "rose-why", group=ENVIRONMENT_GROUP)) as reader:
         homes = reader.partitions(PROMPTS)
         places: list[Place] = [(PROMPTS, prompt.partition) for prompt in group.prompts]
         read = reader.committed(places) if places else {}
