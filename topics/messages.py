@@ -52,7 +52,8 @@ def read_messages(
         left = {place for place, begin in found.items() if begin is not None}
         consumer.assign([TopicPartition(*place, found[place]) for place in left])
         while left:
-            for message in consumer.consume(BATCH, LOOK_SECONDS):
+            first = consumer.poll(LOOK_SECONDS)  # `consume` would wait until the batch is full
+            for message in () if first is None else (first, *consumer.consume(BATCH - 1, 0)):
                 error, place = message.error(), (str(message.topic()), int(message.partition() or 0))
                 if error is None:
                     if place in left:

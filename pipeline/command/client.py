@@ -13,6 +13,7 @@ from pipeline.command.config import Config, load
 from pipeline.command.options import Common
 from schemas.errors import RoseError
 from topics.admin import create_topics, describe_topics, drift, reach
+from topics.keeping import weaknesses
 from topics.settings import BusSettings
 
 
@@ -55,8 +56,11 @@ def check(common: Common) -> None:
     """`rose topics check`. Raises TopicsDrifted."""
     with log_of(config := load(common)) as settings:
         found = drift(settings, config.partitions)
+        weak = weaknesses(settings, replication_factor=config.settings.topics.replication_factor)
     for each in found:
         _say(str(each))
+    for sentence in weak:
+        _say(f"note: {sentence}")
     if found:
         missing = any(each.what == "topic" for each in found)
         advice = "run `rose topics create`" if missing else "correct the topics, or the [topics] configuration"

@@ -154,8 +154,10 @@ def executors_in_words(executors: Sequence[ExecutorFacts]) -> str:
     return f"executors: {', '.join(f'{count} {state}' for state, count in sorted(counts.items()))}"
 
 
-def executor_table(executors: Sequence[ExecutorFacts]) -> Table:
+def executor_table(executors: Sequence[ExecutorFacts]) -> Table | Text:
     """A row for each."""
+    if not executors:
+        return Text("no executor has been heard of", "dim")
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("executor")
     table.add_column("state")
@@ -172,8 +174,6 @@ def executor_table(executors: Sequence[ExecutorFacts]) -> Table:
             f"{1000 * each.swap_seconds:.0f} ms",
             style="dim" if each.silent else "",
         )
-    if not executors:
-        table.add_row(Text("no executor has been heard of", "dim"))
     return table
 
 
@@ -184,7 +184,7 @@ def work_line(facts: Facts) -> Text:
         ("groups        ", "dim"),
         f"{facts.open_groups}{window} open: {facts.in_a_turn} trajectories in a turn, "
         f"{facts.waiting_for_trainer} wait for the trainer   ",
-        (f"{facts.prompts_waiting} prompts wait", "dim"),
+        (f"prompts waiting {facts.prompts_waiting}", "dim"),
     )
 
 

@@ -65,7 +65,8 @@ def show_status(common: Common, *, as_json: bool) -> None:
         _print(facts, findings, sounding, versions, title=f"ROSE on {bus.bootstrap}{_of(bus.namespace)}")
     unwell = [finding.sentence for finding in findings if finding.severity is Severity.UNWELL]
     if unwell:
-        raise Unwell(f"{len(unwell)} thing{'s' if len(unwell) > 1 else ''} to mend: {'; '.join(unwell)}")
+        more = f"; and {len(unwell) - 1} more to mend" if len(unwell) > 1 else ""
+        raise Unwell(f"unwell: {unwell[0]}{more}")
 
 
 def _enough(watch: Watch, looked_seconds: float) -> bool:
@@ -87,8 +88,8 @@ def _print(facts: Facts, findings: list[Finding], sounding: Sounding | None, ver
         owned = f", {sounding.homes_owned} of {sounding.homes} homes owned"
         table.add_row("environments", f"{sounding.environment_workers} workers{owned}")
         table.add_row("routers", "not told by the broker" if sounding.routers is None else str(sounding.routers))
-        lag = ", ".join(f"{topic.name} {count}" for topic, count in sounding.lag.items())
-        table.add_row("behind by", f"{lag} offsets")
+        lag = ", ".join(f"{count} in {topic.name}" for topic, count in sounding.lag.items())
+        table.add_row("behind by", f"{lag} (offsets)")
     console.print(table, highlight=False)
     console.print()
     for line in finding_lines(findings):
