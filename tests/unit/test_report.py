@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from pipeline.accounting.ledger import Ledger
-from pipeline.report.history import History, fold_history
+from pipeline.report.history import RunHistory, fold_history
 from pipeline.report.machine import this_machine
 from pipeline.report.page import report_html
 from pipeline.report.summary import Success, Summary, summarise
@@ -126,7 +126,7 @@ RECORDS: list[Record] = [
 ]
 
 
-def summary_of(history: History) -> Summary:
+def summary_of(history: RunHistory) -> Summary:
     ledger = Ledger()
     ledger.prompt(Prompt(group_id="g", group_size=2, environment="calculator", seed=1), place=(0, 0))
     for record in (FIRST, SECOND):
