@@ -71,6 +71,8 @@ def _who(names: Sequence[str]) -> str:
 def _settings(client: AdminClient, resources: Sequence[ConfigResource]) -> dict[str, dict[str, str]]:
     """What the broker says of its settings, by the resource's name; nothing of those that it does not answer for."""
     found: dict[str, dict[str, str]] = {}
+    if not resources:
+        return found
     for resource, future in client.describe_configs(list(resources), request_timeout=ADMIN_SECONDS).items():
         with suppress(KafkaException):
             entries: Mapping[str, Any] = future.result()

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
 from topics.catalog import Topic
 from topics.errors import BusError, TopicMissing
-from topics.reader import ENDS_SECONDS, NO_SUCH_PLACE, Reader
+from topics.reader import NO_SUCH_PLACE, Reader, ends_of
 from topics.records import Place, Raw, raw_of
 from topics.settings import BusSettings
 
@@ -71,12 +71,7 @@ def read_messages(
 
 def _begin(consumer: Consumer, place: NamedPlace, offset: int) -> int | None:
     """Where to begin, asked for here: librdkafka takes half a second to find a beginning. None: nothing is there."""
-    try:
-        low, high = consumer.get_watermark_offsets(TopicPartition(*place), timeout=ENDS_SECONDS)
-    except KafkaException as error:
-        if error.args[0].code() in NO_SUCH_PLACE:
-            raise TopicMissing(place[0]) from error
-        raise BusError(f"reading the ends of {place[0]}", error.args[0]) from error
+    low, high = ends_of(consumer, TopicPartition(*place))
     begin = max(low, offset)
     return begin if begin < high else None
 
