@@ -108,7 +108,7 @@ class Facts:
     dispatched_seconds: float = 0.0
     """The same of a turn sent to an executor."""
     settled_seconds: float = 0.0
-    """The same of an outcome."""
+    """The same of an outcome, or of a sample that the trainer could settle."""
     letters: Mapping[str, int] = field(default_factory=dict)
     """Dead letters by topic."""
 

@@ -31,6 +31,15 @@ app.add_typer(topics, name="topics", rich_help_panel=LOOKING)
 letters = typer.Typer(help="Dead letters: list and show them, send mended ones back.", no_args_is_help=True)
 app.add_typer(letters, name="letters", rich_help_panel=LOOKING)
 
+
+@app.callback()
+def begin() -> None:
+    """Before any command: what is logged goes to standard error, what was asked for to standard output."""
+    from pipeline.command.processes import configure_logging
+
+    configure_logging()
+
+
 Name = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Name of the run.")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of tasks, sampling and training.")]
 

@@ -53,7 +53,7 @@ class Sounding:
     homes_owned: int | None = None
     homes: int = 0
     routers: int | None = None
-    """Members of the routers' group; None: they are no members, or the broker does not tell."""
+    """Members of the routers' group: one serves, the others wait."""
     lag: Mapping[Topic, int] = field(default_factory=dict)
     """Offsets that the topic's consumer has not come to."""
     prompts_waiting: int = 0
@@ -92,7 +92,7 @@ class Sounder:
                 environment_workers=workers,
                 homes_owned=owned,
                 homes=sum(topic is PROMPTS for topic, _ in self._places),
-                routers=routers or None,
+                routers=routers,
                 lag=lag,
                 prompts_waiting=self._waiting(committed[ENVIRONMENT_GROUP], lag[PROMPTS]),
                 letters=self._count_letters(ends),

@@ -87,7 +87,7 @@ def _print(facts: Facts, findings: list[Finding], sounding: Sounding | None, ver
     if sounding is not None:
         owned = f", {sounding.homes_owned} of {sounding.homes} homes owned"
         table.add_row("environments", f"{sounding.environment_workers} workers{owned}")
-        table.add_row("routers", "not told by the broker" if sounding.routers is None else str(sounding.routers))
+        table.add_row("routers", str(sounding.routers))
         lag = ", ".join(f"{count} in {topic.name}" for topic, count in sounding.lag.items())
         table.add_row("behind by", f"{lag} (offsets)")
     console.print(table, highlight=False)

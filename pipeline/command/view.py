@@ -60,6 +60,8 @@ class View:
     """When a turn was last seen to be applied; before the beginning if never."""
     settled_at: float = -1.0
     """The same of an outcome."""
+    sampled_at: float = -1.0
+    """The same of a finished trajectory, which is what the trainer waits for."""
     curve: deque[float] = field(default_factory=lambda: deque(maxlen=CURVE_POINTS))
     """Share of recent trajectories that were solved, at the moment of each policy version."""
     _unsettled: dict[str, set[str]] = field(default_factory=dict)
@@ -81,6 +83,8 @@ class View:
             case Sample():
                 self.samples += 1
                 self._recent.append(record)
+                if fresh:
+                    self.sampled_at = now
             case Group():
                 self._group(record)
             case SampleOutcome():

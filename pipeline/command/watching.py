@@ -85,7 +85,7 @@ class Watch:
             results_waiting=known.lag.get(COMPLETED, 0),
             applied_seconds=now - max(view.began, view.applied_at),
             dispatched_seconds=now - self._soundings.dispatched_at,
-            settled_seconds=now - max(view.began, view.settled_at),
+            settled_seconds=now - max(view.began, view.settled_at, view.sampled_at),
             letters=known.letters,
         )
 

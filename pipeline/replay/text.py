@@ -83,8 +83,9 @@ def _attempt(number: int, attempt: Attempt, turn: LifeTurn, decode: Decode | Non
     for dispatch in attempt.dispatches:
         yield from _dispatch(dispatch, number)
     for result in attempt.results:
-        yield from _result(result, decode)
-        if turn.applied is not None and result.outcome is TurnOutcome.COMPLETED and not turn.was_applied(result):
+        applied = turn.was_applied(result)
+        yield from _result(result, decode, timed=not applied)  # the applied one's legs follow, to their end
+        if turn.applied is not None and result.outcome is TurnOutcome.COMPLETED and not applied:
             yield "             dropped: another result of this turn was applied"
 
 
@@ -102,13 +103,13 @@ def _dispatch(dispatch: TurnDispatch, number: int) -> Iterator[str]:
     yield f"    because  {_ms(seconds)} = {why}{over}"
 
 
-def _result(result: TurnResult, decode: Decode | None) -> Iterator[str]:
+def _result(result: TurnResult, decode: Decode | None, *, timed: bool) -> Iterator[str]:
     times = result.times
     reason = f", {result.reason}" if result.reason else ""
     ended = f" by {result.finish_reason}" if result.finish_reason else ""
     who = result.worker or "the router"
     yield f"  {result.outcome.value:10} by {who}: {count(result.tokens)} tokens{ended}{reason}"
-    if legs := _legs(times):
+    if timed and (legs := _legs(times)):
         yield f"    times    {legs}"
     if result.context_tokens:
         yield f"    cache    {result.cached_tokens} of {result.context_tokens} context tokens"

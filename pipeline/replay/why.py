@@ -109,7 +109,7 @@ def why_not_opened(group: GroupFacts) -> str:
     refused = [prompt for prompt in group.prompts if prompt.refused is not None]
     if at_home:
         prompt = at_home[0]
-        behind = f"behind {prompt.before} others" if prompt.before else "as the next of its home"
+        behind = f"behind {_others(prompt.before)}" if prompt.before else "as the next of its home"
         groups = f"{group.open_at_home} groups are open there"
         window = f"{groups}: the window may be full" if group.open_at_home else f"{groups}: is a worker there?"
         return f"is not opened: its prompt waits at {prompt.place}, {behind}; {window}"
@@ -117,7 +117,7 @@ def why_not_opened(group: GroupFacts) -> str:
         return f"was refused: {refused[-1].refused} (its prompt lay at {refused[-1].place}; see `rose letters`)"
     if waiting:
         prompt = waiting[0]
-        behind = f" behind {prompt.before} others" if prompt.before else ""
+        behind = f" behind {_others(prompt.before)}" if prompt.before else ""
         return (
             f"is not opened: its prompt lies at {prompt.place}{behind}, its home is partition {prompt.home}, "
             "and no environment worker has sent it there yet"
@@ -177,6 +177,10 @@ def _attempts_before(results: Iterable[TurnResult]) -> str:
         for each in results
     ]
     return f", after {'; '.join(told[-NAMED:])}" if told else ""
+
+
+def _others(count: int) -> str:
+    return "1 other" if count == 1 else f"{count} others"
 
 
 def _named(names: Iterable[str]) -> str:
