@@ -2,7 +2,7 @@
 
 Keeps true
 - Nothing is sent back that would be refused again for what can be known here: bytes that are no record, a prompt of a
-  group that is taken, an environment that no worker has.
+  group that is taken, an environment that no worker has, sampling that cannot be learned from.
 - What is sent back goes under its original key to where its readers expect it: a prompt into the home of its group.
 - What is mended says that it is a record of its topic, whatever it said before.
 """
@@ -21,7 +21,7 @@ from pipeline.command.options import Common
 from pipeline.replay.search import find_group
 from schemas.errors import RecordError, UsageError
 from schemas.homes import home_of
-from schemas.prompts import Prompt
+from schemas.prompts import Prompt, unpriced
 from schemas.record import Record
 from schemas.wire import SCHEMA_HEADER, decode, encode
 from topics.admin import reach
@@ -140,6 +140,8 @@ def _check_prompt(settings: BusSettings, config: Config, prompt: Prompt) -> None
             f"group {prompt.group_id} would be refused again: the workers of this configuration run "
             f"{', '.join(config.environments)}, not {prompt.environment}"
         )
+    if prompt.sampling is not None and (reason := unpriced(prompt.sampling)):
+        raise LetterRefused(f"group {prompt.group_id} would be refused again: {reason}")
     if find_group(settings, prompt.group_id).opened:
         raise LetterRefused(
             f"group {prompt.group_id} would be refused again: its id is taken; give it one of its own "

@@ -218,6 +218,8 @@ def test_a_letter_is_listed_shown_mended_and_sent_home_once(
         retry_letter(reach, spoiled_place, None, ["size=2"])
     with pytest.raises(LetterRefused, match="the workers of this configuration run"):
         retry_letter(reach, spoiled_place, None, ["group_size=2", "environment=nowhere"])
+    with pytest.raises(LetterRefused, match="would be refused again: top_p"):
+        retry_letter(reach, spoiled_place, None, ["group_size=2", 'sampling={"top_p": 0.5}'])
     assert prompts_of(log, "mended") == []
     retry_letter(reach, spoiled_place, None, ["group_size=2"])
     [sent] = prompts_of(log, "mended")

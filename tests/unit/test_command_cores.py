@@ -47,12 +47,13 @@ def test_every_bad_line_is_named_with_its_reason(tmp_path: Path) -> None:
         9: (line(group_id="g9", arguments={"text": "x" * 1_000_000}), "over the limit"),
         10: (b"[1]", "array"),
         11: (b"\xff\xfe", "line 11"),
+        12: (line(group_id="g12", sampling={"temperature": 0}), "temperature 0"),
     }
     file.write_bytes(b"\n".join([line(), *(text for text, _ in bad.values())]))
     with pytest.raises(BadPrompts) as refused:
         read_prompts(file, BUILT_IN)
     first, *named = str(refused.value).splitlines()
-    assert "10 of 11 lines" in first
+    assert "11 of 12 lines" in first
     assert "nothing was sent" in first
     for told_line, (number, (_, reason)) in zip(named, bad.items(), strict=True):
         assert told_line.startswith(f"  line {number}: ")
