@@ -137,7 +137,8 @@ def test_every_trajectory_of_an_open_group_is_in_a_turn_or_waits_for_the_trainer
 ) -> None:
     view = View(began=0.0)
     view.take(Group(group_id="g", group_size=3, state=GroupState.OPEN, offset=0, changed_at=0.0), 0.0)
-    live, settled = set(), set()
+    live: set[int] = set()
+    settled: set[int] = set()
     for index, event in events:
         name = f"g:{index}"
         if event == "settled":

@@ -94,7 +94,8 @@ def test_a_prompt_alone_is_told_too() -> None:
 
 @given(st.integers(1, 4), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_two_lives_of_one_trajectory_are_not_mixed(first: int, second: int, order: object) -> None:
-    requests, rest = [], []
+    requests: list[Record] = []
+    rest: list[Record] = []
     for life, turns in enumerate((first, second)):
         for turn in range(turns):
             asked = replace(REQUEST, turn=turn, attempt=0, requested_at=100.0 * life + turn + 1)
@@ -105,10 +106,10 @@ def test_two_lives_of_one_trajectory_are_not_mixed(first: int, second: int, orde
     order.shuffle(rest)  # type: ignore[attr-defined]
     lives = fold_lives(NAME, found(*requests, *rest)).lives
     assert [len(life.turns) for life in lives] == [first, second]
-    for number, life in enumerate(lives):
-        for turn in life.turns.values():
-            assert [each.worker for each in turn.attempts[0].dispatches] == [f"executor-{number}"]
-            assert [each.worker for each in turn.attempts[0].results] == [f"executor-{number}"]
+    for number, told_life in enumerate(lives):
+        for own in told_life.turns.values():
+            assert [each.worker for each in own.attempts[0].dispatches] == [f"executor-{number}"]
+            assert [each.worker for each in own.attempts[0].results] == [f"executor-{number}"]
 
 
 def group(state: GroupState | None = GroupState.OPEN, **changes: object) -> GroupFacts:
