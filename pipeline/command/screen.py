@@ -59,7 +59,7 @@ class Screen:
             f"step {view.step}",
             f"version {view.version}",
             f"{view.turns_per_second(now):.0f} turns/s",
-            f"{view.settled}{f' of {self._total}' if self._total else ''} trajectories settled",
+            f"{view.settled}{self._of()} trajectories settled",
             executors_in_words(view.present(now)),
         ]
         if view.solved is not None:
@@ -127,8 +127,11 @@ class Screen:
     def _settled(self) -> Text:
         view = self._watch.view
         ends = "  ".join(f"{outcome.value.replace('_', ' ')} {count}" for outcome, count in view.ends.items())
-        of = f" of {self._total}" if self._total else ""
-        return Text.assemble(("settled       ", "dim"), f"{view.settled}{of} trajectories   ", (ends, "dim"))
+        return Text.assemble(("settled       ", "dim"), f"{view.settled}{self._of()} trajectories   ", (ends, "dim"))
+
+    def _of(self) -> str:
+        """What was asked for, if that is known, without what was refused."""
+        return f" of {self._total - self._watch.view.refused}" if self._total else ""
 
     def _curve(self) -> Text:
         view = self._watch.view

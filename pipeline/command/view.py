@@ -66,6 +66,8 @@ class View:
     """Share of recent trajectories that were solved, at the moment of each policy version."""
     _unsettled: dict[str, set[str]] = field(default_factory=dict)
     """By open group, the trajectories that have no outcome."""
+    _refused: dict[str, int] = field(default_factory=dict)
+    """By group whose prompt was refused, its size."""
     _live: set[str] = field(default_factory=set)
     _recent: deque[Sample] = field(default_factory=lambda: deque(maxlen=RECENT_SAMPLES))
     _turn_moments: deque[float] = field(default_factory=deque)
@@ -132,6 +134,11 @@ class View:
         return sum(len(names - self._live) for names in self._unsettled.values())
 
     @property
+    def refused(self) -> int:
+        """Trajectories of prompts that were refused: nobody will ever settle them."""
+        return sum(self._refused.values())
+
+    @property
     def settled(self) -> int:
         """Trajectories with an outcome."""
         return self.ends.total()
@@ -147,6 +154,9 @@ class View:
         return sum(len(sample.turns) for sample in self._recent) / len(self._recent) if self._recent else 0.0
 
     def _group(self, group: Group) -> None:
+        self._refused.pop(group.group_id, None)
+        if group.state is GroupState.REFUSED:
+            self._refused[group.group_id] = group.group_size
         if group.state is not GroupState.OPEN:
             self._unsettled.pop(group.group_id, None)
         elif group.group_id not in self._unsettled:

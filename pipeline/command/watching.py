@@ -123,7 +123,7 @@ class Watch:
             if isinstance(envelope.record, Group):
                 newest[envelope.record.group_id] = envelope.record
         opened = [group for group in newest.values() if group.state is GroupState.OPEN]
-        for group in opened:
+        for group in newest.values():
             self.view.take(group, self.view.began, fresh=False)
         return min((group.outcomes_from for group in opened), default=None)
 

@@ -152,3 +152,10 @@ def test_every_trajectory_of_an_open_group_is_in_a_turn_or_waits_for_the_trainer
     assert view.open_groups == (len(settled) < 3)
     view.take(Group(group_id="g", group_size=3, state=GroupState.SETTLED, offset=0, changed_at=0.0), 2.0)
     assert (view.open_groups, view.in_a_turn, view.waiting_for_trainer) == (0, 0, 0)
+
+
+def test_a_refused_prompt_is_asked_for_no_more_until_a_mended_one_opens_its_group() -> None:
+    view = View(began=0.0)
+    for state, refused in ((GroupState.REFUSED, 3), (GroupState.OPEN, 0), (GroupState.SETTLED, 0)):
+        view.take(Group(group_id="g", group_size=3, state=state, offset=0, changed_at=0.0), 0.0)
+        assert view.refused == refused
