@@ -1,24 +1,26 @@
-"""Dead letters read back: what could not be used, as it came, with why and where it lay.
+"""Dead letters read back: what could not be used, as it came, with why and where it lay; and sent back, mended.
 
-Keeps true: one that was written twice is handed out once.
+Keeps true
+- One that was written twice is handed out once.
+- What is sent back and the note that it was are one transaction.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING
 
 from topics.catalog import Topic
-from topics.errors import BusError, TopicMissing
-from topics.records import Raw, raw_of
+from topics.messages import read_messages
+from topics.records import Raw, Spoiled
 from topics.settings import BusSettings
-from topics.writer import ORIGIN_HEADERS
-
-BATCH = 500
-"""Letters taken from librdkafka at once."""
+from topics.writer import ORIGIN_HEADERS, Writer
 
 NOWHERE = -1
 """Partition and offset of a letter that somebody else wrote and that does not say where it comes from."""
+
+SENT_BACK = "sent-back"
+"""The header of a letter's newest copy once its message was sent back; its value is nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,35 +36,30 @@ class Letter:
     reason: str
     buried_at: float
     """Unix seconds."""
+    sent_back_at: float | None = None
+    """Unix seconds; None: it never was."""
+
+    @property
+    def place(self) -> str:
+        """`topic/partition/offset`, without a namespace."""
+        return f"{self.topic.name}/{self.partition}/{self.offset}"
 
 
-def read_letters(settings: BusSettings, topic: Topic, *, client_id: str = "rose-letters") -> Iterator[Letter]:
-    """Every committed dead letter of this topic, oldest first, to the present end. Raises TopicMissing or BusError."""
-    name = f"{settings.namespace}{topic.dead_letters}"
-    consumer = Consumer({**settings.consumer(client_id, "log"), "enable.partition.eof": True})
-    known: set[tuple[int, int]] = set()
-    try:
-        consumer.assign([TopicPartition(name, 0, OFFSET_BEGINNING)])
-        while True:
-            for message in consumer.consume(BATCH, 1.0):
-                error = message.error()
-                if error is None:
-                    letter = _letter(topic, raw_of(message), message.timestamp()[1] / 1000)
-                    place = letter.partition, letter.offset
-                    if letter.partition == NOWHERE or place not in known:
-                        known.add(place)
-                        yield letter
-                elif error.code() == KafkaError._PARTITION_EOF:
-                    return
-                elif error.code() in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_PARTITION):
-                    raise TopicMissing(name)
-                elif not error.retriable() and error.code() not in (
-                    KafkaError._ALL_BROKERS_DOWN,
-                    KafkaError._TRANSPORT,
-                ):
-                    raise BusError(f"reading {name}", error)
-    finally:
-        consumer.close()
+def read_letters(settings: BusSettings, *topics: Topic, client_id: str = "rose-letters") -> Iterator[Letter]:
+    """Every committed dead letter of these topics, oldest first. Raises TopicMissing or BusError."""
+    names = {f"{settings.namespace}{topic.dead_letters}": topic for topic in topics}
+    known: dict[tuple[Topic, int, int], Letter] = {}
+    of_nowhere: list[Letter] = []
+    begins = {(name, 0): OFFSET_BEGINNING for name in names}
+    for (name, _), _, raw, stamp in read_messages(settings, begins, client_id=client_id):
+        letter = _letter(names[name], raw, stamp)
+        place = letter.topic, letter.partition, letter.offset
+        if letter.partition == NOWHERE:
+            of_nowhere.append(letter)
+        else:
+            first = known.setdefault(place, letter)
+            known[place] = replace(first, sent_back_at=letter.sent_back_at or first.sent_back_at)
+    yield from sorted([*known.values(), *of_nowhere], key=lambda letter: letter.buried_at)
 
 
 def buried(settings: BusSettings, topic: Topic, *, client_id: str = "rose-letters") -> set[tuple[int, int]]:
@@ -70,15 +67,27 @@ def buried(settings: BusSettings, topic: Topic, *, client_id: str = "rose-letter
     return {(letter.partition, letter.offset) for letter in read_letters(settings, topic, client_id=client_id)}
 
 
-def _letter(topic: Topic, found: Raw, buried_at: float) -> Letter:
-    kept = tuple(header for header in found.headers if header[0] not in ORIGIN_HEADERS)
+def send_back(settings: BusSettings, letter: Letter, mended: Raw, *, partition: int) -> None:
+    """Write this message to the letter's topic, under its own key, and note that on the letter. Raises BusError."""
+    writer = Writer(settings, "rose-letters", transactional_id="letters")
+    writer.begin()
+    key = (mended.key or b"").decode(errors="replace")
+    writer.forward(letter.topic, mended, partition=partition, key=key)
+    noted = letter.raw._replace(headers=(*letter.raw.headers, (SENT_BACK, b"")))
+    writer.dead_letter(Spoiled(letter.topic, letter.partition, letter.offset, noted, letter.reason), letter.reason)
+    writer.commit()
+
+
+def _letter(topic: Topic, found: Raw, stamp: float) -> Letter:
+    own = (*ORIGIN_HEADERS, SENT_BACK)
     return Letter(
         topic=topic,
         partition=_number(found.header("partition")),
         offset=_number(found.header("offset")),
-        raw=Raw(found.header("key") or None, found.value, kept),
+        raw=Raw(found.header("key") or None, found.value, tuple(each for each in found.headers if each[0] not in own)),
         reason=found.header("exception").decode(errors="replace"),
-        buried_at=buried_at,
+        buried_at=stamp,
+        sent_back_at=stamp if any(name == SENT_BACK for name, _ in found.headers) else None,
     )
 
 

@@ -9,6 +9,7 @@ Keeps true
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from confluent_kafka import (
     OFFSET_BEGINNING,
@@ -47,6 +48,39 @@ COORDINATOR_BACKOFF_SECONDS = 0.1
 
 ENDS_SECONDS = 30.0
 """How long a partition's leader may take to say where it begins and ends; a new leader takes some seconds."""
+
+ENDS_TURN_SECONDS = 3.0
+"""How long one question to a leader may take before the leaders are looked up again."""
+
+LEADER_MOVES = (
+    KafkaError._TIMED_OUT,
+    KafkaError._TRANSPORT,
+    KafkaError._ALL_BROKERS_DOWN,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.REQUEST_TIMED_OUT,
+)
+"""What client and broker say while a partition has no leader that answers."""
+
+
+def ends_of(consumer: Consumer, partition: TopicPartition) -> tuple[int, int]:
+    """The first offset kept and the next one to be written. Raises TopicMissing or BusError.
+
+    librdkafka goes on asking a leader that is gone, so it is asked again in short turns, with the leaders looked up.
+    """
+    deadline = time.monotonic() + ENDS_SECONDS
+    while True:
+        try:
+            low, high = consumer.get_watermark_offsets(partition, timeout=ENDS_TURN_SECONDS)
+        except KafkaException as error:
+            if error.args[0].code() in NO_SUCH_PLACE:
+                raise TopicMissing(partition.topic) from error
+            if error.args[0].code() not in LEADER_MOVES or time.monotonic() > deadline:
+                raise BusError(f"reading the ends of {partition.topic}", error.args[0]) from error
+            with suppress(KafkaException):
+                consumer.list_topics(partition.topic, timeout=ENDS_TURN_SECONDS)
+        else:
+            return int(low), int(high)
 
 
 class Reader:
@@ -157,13 +191,7 @@ class Reader:
 
     def watermarks(self, place: Place) -> tuple[int, int]:
         """The first offset kept and the next one to be written. Raises TopicMissing or BusError."""
-        try:
-            low, high = self._consumer.get_watermark_offsets(self._partition(place, 0), timeout=ENDS_SECONDS)
-        except KafkaException as error:
-            if error.args[0].code() in NO_SUCH_PLACE:
-                raise TopicMissing(self._settings.topic(place[0])) from error
-            raise BusError(f"reading the ends of {place[0].name}", error.args[0]) from error
-        return low, high
+        return ends_of(self._consumer, self._partition(place, 0))
 
     def partitions(self, topic: Topic) -> int:
         """How many partitions the topic has on the broker. Raises TopicMissing or BusError."""

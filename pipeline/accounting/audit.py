@@ -1,59 +1,123 @@
 """The audit of a log: the ledger's fold over what the broker keeps.
 
 Keeps true
-- It reads and writes nothing else: no program's memory, no committed offset.
+- It reads and writes nothing else: no program's memory, no committed offset. No context is read: what is alive is told
+  by keys, and of a sample its name alone is decoded.
 - A run in progress is not accused. Topics are read in the order in which a trajectory passes them, prompts after all of
   them: what happens meanwhile can move a trajectory on, never make it look lost or unasked.
+- A transaction shows itself partition by partition, so an accusation counts when a second reading repeats it.
 """
 
+import time
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass
+
+import msgspec
+
 from pipeline.accounting.ledger import Audit, Ledger
-from schemas.environments import EnvSnapshot
+from schemas.environments import Group
+from schemas.errors import RecordError
+from schemas.homes import home_of
 from schemas.prompts import Prompt
-from schemas.samples import Sample, SampleOutcome
-from schemas.turns import TurnRequest, TurnResult
-from topics.catalog import COMPLETED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES, SNAPSHOTS
+from schemas.samples import SampleOutcome
+from schemas.wire import decode
+from topics.catalog import (
+    GROUPS,
+    OUTCOMES,
+    OUTCOMES_KEPT_SECONDS,
+    PROGRESS,
+    PROMPTS,
+    RECORD_TOPICS,
+    SAMPLES,
+    Topic,
+)
 from topics.letters import read_letters
-from topics.log import read_topics
+from topics.messages import Keyed, read_keyed, whole
 from topics.reader import Reader
-from topics.records import Envelope
 from topics.settings import BusSettings
 
 CLIENT = "rose-audit"
 
-PASSED_IN_ORDER = (COMPLETED, REQUESTED, SNAPSHOTS, SAMPLES, OUTCOMES, PROMPTS)
-"""A turn's records mean that a snapshot was written, a tombstone that a sample was, an outcome that a prompt was."""
+PASSED_IN_ORDER = (GROUPS, PROGRESS, SAMPLES, OUTCOMES, PROMPTS)
+"""Who has a group has progress, then a sample, then an outcome; whatever is there has, or had, a prompt."""
+
+AGAIN_SECONDS = 1.0
+"""Between a reading that accuses somebody and the second one."""
+
+
+class SampleName(msgspec.Struct, frozen=True):
+    """What the audit reads of a sample."""
+
+    trajectory_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogAudit:
+    """What a log says of the law, and what it was read from."""
+
+    audit: Audit
+    since: float | None
+    """Unix seconds: the stamp of the oldest record that was looked at; None where there was none."""
+    letters: dict[Topic, int]
+    """Dead letters by topic, where there are any."""
 
 
 def audit_log(settings: BusSettings) -> Audit:
     """What became of every trajectory, from the log alone. Raises TopicMissing or BusError."""
+    return inspect_log(settings).audit
+
+
+def inspect_log(settings: BusSettings) -> LogAudit:
+    """The audit, with what it was read from. Raises TopicMissing or BusError."""
+    found = _read(settings)
+    if not found.audit.clean:
+        time.sleep(AGAIN_SECONDS)
+        found = _read(settings)
+    return found
+
+
+def _read(settings: BusSettings) -> LogAudit:
     ledger = Ledger()
+    oldest: list[float] = []
+    begins = {topic: whole(settings, [topic], client_id=CLIENT) for topic in PASSED_IN_ORDER}
     for topic in PASSED_IN_ORDER:
-        for envelope in read_topics(settings, [topic], client_id=CLIENT):
-            _fold(ledger, envelope)
-    for letter in read_letters(settings, PROMPTS, client_id=CLIENT):
-        ledger.dead_prompt((letter.partition, letter.offset))
-    return ledger.audit(prompts_expired=_prompts_expired(settings))
+        for message in read_keyed(settings, begins[topic], client_id=CLIENT):
+            oldest = [min([message.timestamp_seconds, *oldest])]
+            _fold(ledger, message, homes=len(begins[PROMPTS]))
+    letters: Counter[Topic] = Counter()
+    for letter in read_letters(settings, *RECORD_TOPICS, client_id=CLIENT):
+        letters[letter.topic] += 1
+        if letter.topic is PROMPTS:
+            ledger.dead_prompt((letter.partition, letter.offset))
+    with closing(Reader(settings, CLIENT, group="log")) as reader:
+        outcomes_from = reader.watermarks((OUTCOMES, 0))[0]
+    forgotten_before = time.time() - OUTCOMES_KEPT_SECONDS
+    audit = ledger.audit(outcomes_from=outcomes_from, forgotten_before=forgotten_before)
+    return LogAudit(audit, oldest[0] if oldest else None, dict(letters))
 
 
-def _fold(ledger: Ledger, envelope: Envelope) -> None:
-    match envelope.record:
-        case TurnRequest() | TurnResult() as record:
-            ledger.turn(record)
-        case EnvSnapshot() as record:
-            ledger.snapshot(record.trajectory_id, record)
-        case None if envelope.topic is SNAPSHOTS:
-            ledger.snapshot(envelope.key, None)
-        case Sample() as record:
-            ledger.sample(record)
-        case SampleOutcome() as record:
-            ledger.outcome(record)
-        case Prompt() as record:
-            ledger.prompt(record, place=(envelope.partition, envelope.offset))
-
-
-def _prompts_expired(settings: BusSettings) -> bool:
-    reader = Reader(settings, CLIENT, group="audit")
+def _fold(ledger: Ledger, message: Keyed, *, homes: int) -> None:
+    """What does not decode is passed over: it is a dead letter, or will be."""
+    value = message.raw.value
     try:
-        return any(reader.watermarks((PROMPTS, part))[0] > 0 for part in range(reader.partitions(PROMPTS)))
-    finally:
-        reader.close()
+        if message.topic is PROGRESS:
+            ledger.progress(message.key, live=value is not None)
+        elif message.topic is GROUPS:
+            ledger.group(message.key, None if value is None else decode(Group, value, message.raw.headers))
+        elif value is None:
+            return
+        elif message.topic is SAMPLES:
+            ledger.sample(_sample_names.decode(value).trajectory_id)
+        elif message.topic is OUTCOMES:
+            ledger.outcome(decode(SampleOutcome, value, message.raw.headers))
+        else:
+            prompt = decode(Prompt, value, message.raw.headers)
+            at_home = home_of(prompt.group_id, homes) == message.partition
+            place = message.partition, message.offset
+            ledger.prompt(prompt.group_id, prompt.group_size, place=place, at_home=at_home)
+    except (RecordError, msgspec.DecodeError):
+        return
+
+
+_sample_names = msgspec.msgpack.Decoder(SampleName)

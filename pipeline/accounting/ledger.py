@@ -4,23 +4,26 @@ Keeps true
 - `requested = trained + stale + filtered + infra_failed + superseded + in flight`, or the audit is not clean and names
   the trajectories for which it does not hold.
 - Folding is indifferent to the order of topics: only the order within a topic's partition counts.
+- A group is asked for once: by its own record, which outlives its prompt, else by the first prompt of its id in its
+  home that is no dead letter. A prompt that lies elsewhere is on its way: it asks only while the home knows nothing of
+  the group, so what was forwarded asks once, and not at all when its copy was refused.
+- What is older than the log keeps accuses nobody.
 
 Pure: a fold over records; who reads the log is `pipeline/accounting/audit.py`.
 
 Example (a prompt of 3)
     g:0 has a sample and a TRAINED outcome   -> trained
     g:1 has a sample                         -> in flight, waiting for the trainer
-    g:2 has a tombstone and nothing else     -> lost
+    g:2 has ended its progress, nothing else -> lost
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from schemas.environments import EnvSnapshot
-from schemas.prompts import Prompt, trajectory_id
-from schemas.samples import Outcome, Sample, SampleOutcome
-from schemas.turns import TurnRequest, TurnResult
+from schemas.environments import Group, GroupState
+from schemas.prompts import trajectory_id
+from schemas.samples import Outcome, SampleOutcome
 
 PromptPlace = tuple[int, int]
 """Partition and offset of a prompt."""
@@ -52,7 +55,7 @@ class Audit:
     superseded: int
     in_flight: InFlight
     lost: tuple[str, ...]
-    """Ended or begun, yet without sample, outcome or snapshot."""
+    """Ended or begun, yet without sample, outcome or progress."""
     doubled: tuple[str, ...]
     """With two outcomes, or two samples."""
     unasked: tuple[str, ...]
@@ -78,90 +81,139 @@ class Audit:
 class _Seen:
     """What the log says of one trajectory."""
 
-    turns: bool = False
-    snapshot: bool | None = None
-    """True: the newest is a snapshot; False: it is a tombstone; None: there is neither."""
+    live: bool | None = None
+    """True: the newest is its progress; False: it is a tombstone; None: there is neither."""
     samples: int = 0
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[SampleOutcome] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """A prompt as it lies on the log."""
+
+    group_id: str
+    size: int
+    at_home: bool
 
 
 class Ledger:
     """Folds records into an Audit. Give it each topic's records in the order of their offsets."""
 
     def __init__(self) -> None:
-        self._prompts: dict[PromptPlace, tuple[str, int]] = {}
+        self._prompts: dict[PromptPlace, _Asking] = {}
         self._dead: set[PromptPlace] = set()
+        self._groups: dict[str, Group] = {}
+        self._known_at_home: set[str] = set()
         self._seen: dict[str, _Seen] = {}
 
-    def prompt(self, prompt: Prompt, *, place: PromptPlace) -> None:
-        self._prompts[place] = (prompt.group_id, prompt.group_size)
+    def prompt(self, group_id: str, size: int, *, place: PromptPlace, at_home: bool) -> None:
+        """A prompt lies there; `at_home`: in the home of its group."""
+        self._prompts[place] = _Asking(group_id, size, at_home)
+        if at_home:
+            self._known_at_home.add(group_id)
 
     def dead_prompt(self, place: PromptPlace) -> None:
         """The prompt that lay there was dead-lettered: it asks for nothing."""
         self._dead.add(place)
 
-    def turn(self, record: TurnRequest | TurnResult) -> None:
-        self._of(record.trajectory_id).turns = True
+    def group(self, group_id: str, record: Group | None) -> None:
+        """What the home knows of a group; None is a tombstone, it has forgotten it."""
+        if record is None:
+            self._groups.pop(group_id, None)
+        else:
+            self._groups[group_id] = record
 
-    def snapshot(self, trajectory: str, record: EnvSnapshot | None) -> None:
-        """`record` None is a tombstone."""
-        self._of(trajectory).snapshot = record is not None
+    def progress(self, trajectory: str, *, live: bool) -> None:
+        """The trajectory is on its way, or its progress has ended with a tombstone."""
+        self._of(trajectory).live = live
 
-    def sample(self, record: Sample) -> None:
-        self._of(record.trajectory_id).samples += 1
+    def sample(self, trajectory: str) -> None:
+        self._of(trajectory).samples += 1
 
     def outcome(self, record: SampleOutcome) -> None:
-        self._of(record.trajectory_id).outcomes.append(record.outcome)
+        self._of(record.trajectory_id).outcomes.append(record)
 
-    def audit(self, *, prompts_expired: bool = False) -> Audit:
-        """The law as of what was folded. `prompts_expired`: the log keeps no longer all prompts, so some go unnamed."""
-        asked = self._asked()
+    def audit(self, *, outcomes_from: int = 0, forgotten_before: float = 0.0) -> Audit:
+        """The law as of what was folded.
+
+        `outcomes_from`: the first offset of the outcomes that the log keeps; `forgotten_before`: groups that were
+        settled before this moment (unix seconds) may be known no more.
+        """
+        asked = self._asked(outcomes_from)
         ends: Counter[Outcome] = Counter()
         places: Counter[str] = Counter()
         lost, doubled = [], []
-        for trajectory in asked:
+        for trajectory, group_known in asked.items():
             seen = self._seen.get(trajectory, _Seen())
             if len(seen.outcomes) > 1 or seen.samples > 1:
                 doubled.append(trajectory)
             if seen.outcomes:
-                ends[seen.outcomes[0]] += 1
-            elif (place := _place(seen)) is not None:
+                ends[seen.outcomes[0].outcome] += 1
+            elif (place := _place(seen, group_known=group_known)) is not None:
                 places[place] += 1
             else:
                 lost.append(trajectory)
-        unasked = () if prompts_expired else self._unasked(asked)
         return Audit(
             requested=len(asked),
             **{outcome.value: ends[outcome] for outcome in Outcome},
             in_flight=InFlight(places["not_opened"], places["in_a_turn"], places["waiting_for_trainer"]),
             lost=tuple(lost),
             doubled=tuple(doubled),
-            unasked=unasked,
+            unasked=self._unasked(asked, forgotten_before),
         )
 
     def _of(self, trajectory: str) -> _Seen:
         return self._seen.setdefault(trajectory, _Seen())
 
-    def _asked(self) -> dict[str, None]:
-        groups: dict[str, int] = {}
-        for place, (group_id, size) in sorted(self._prompts.items()):
-            if place not in self._dead:
-                groups.setdefault(group_id, size)
-        return dict.fromkeys(trajectory_id(group, index) for group, size in groups.items() for index in range(size))
+    def _asked(self, outcomes_from: int) -> dict[str, bool]:
+        """Every trajectory asked for, and whether its group was opened."""
+        asked: dict[str, bool] = {}
+        for group in self._groups.values():
+            if group.state is GroupState.REFUSED:
+                continue
+            aged = group.outcomes_from < outcomes_from  # some of its outcomes may be deleted
+            for name in _names(group.group_id, group.group_size):
+                if not aged or name in self._seen:
+                    asked[name] = True
+        waiting: set[str] = set()
+        for place, prompt in sorted(self._prompts.items()):
+            if prompt.group_id not in waiting and self._asks(place, prompt):
+                waiting.add(prompt.group_id)
+                asked |= dict.fromkeys(_names(prompt.group_id, prompt.size), False)
+        return asked
 
-    def _unasked(self, asked: Iterable[str]) -> tuple[str, ...]:
+    def _asks(self, place: PromptPlace, prompt: _Asking) -> bool:
+        """Whether a prompt waits to open its group."""
+        if place in self._dead:
+            return False
+        group = self._groups.get(prompt.group_id)
+        if not prompt.at_home:
+            return group is None and prompt.group_id not in self._known_at_home
+        return group is None or (group.state is GroupState.REFUSED and group.offset != place[1])
+
+    def _unasked(self, asked: Iterable[str], forgotten_before: float) -> tuple[str, ...]:
         known = set(asked)
         return tuple(
-            sorted(name for name, seen in self._seen.items() if (seen.outcomes or seen.samples) and name not in known)
+            sorted(
+                name
+                for name, seen in self._seen.items()
+                if name not in known
+                and (seen.outcomes or seen.samples)
+                and not any(outcome.recorded_at < forgotten_before for outcome in seen.outcomes)
+            )
         )
 
 
-def _place(seen: _Seen) -> str | None:
+def _names(group_id: str, size: int) -> Iterable[str]:
+    return (trajectory_id(group_id, index) for index in range(size))
+
+
+def _place(seen: _Seen, *, group_known: bool) -> str | None:
     """Where a trajectory without an outcome is; None if nowhere."""
     if seen.samples:
         return "waiting_for_trainer"
-    if seen.snapshot:
+    if seen.live:
         return "in_a_turn"
-    if seen.snapshot is None and not seen.turns:
+    if seen.live is None and not group_known:
         return "not_opened"
     return None

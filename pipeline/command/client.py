@@ -1,6 +1,7 @@
-"""The commands that talk to the log and nothing else: topics, prompts, watch, audit, replay, report."""
+"""The commands that talk to the log and nothing else: topics, prompts, watch, audit, report."""
 
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from pipeline.command.config import Config, load
 from pipeline.command.options import Common
 from schemas.errors import RoseError
 from topics.admin import create_topics, describe_topics, drift, reach
+from topics.keeping import weaknesses
 from topics.settings import BusSettings
 
 
@@ -54,8 +56,11 @@ def check(common: Common) -> None:
     """`rose topics check`. Raises TopicsDrifted."""
     with log_of(config := load(common)) as settings:
         found = drift(settings, config.partitions)
+        weak = weaknesses(settings, replication_factor=config.settings.topics.replication_factor)
     for each in found:
         _say(str(each))
+    for sentence in weak:
+        _say(f"note: {sentence}")
     if found:
         missing = any(each.what == "topic" for each in found)
         advice = "run `rose topics create`" if missing else "correct the topics, or the [topics] configuration"
@@ -81,27 +86,31 @@ def submit_file(common: Common, file: Path) -> None:
 def watch_run(common: Common) -> None:
     """`rose watch`: until Ctrl-C."""
     from pipeline.command.processes import stop_on_signals
-    from pipeline.command.screen import Watcher
+    from pipeline.command.screen import Screen
+    from pipeline.command.watching import Watch
 
     config = load(common)
     settings = config.bus()
     reach(settings)
     stop = stop_on_signals()
-    watcher = Watcher(settings, Console(), title=f"ROSE on {settings.bootstrap}")
+    limits = config.settings.environment.window_groups, config.settings.router.max_lag_versions
+    watch = Watch(settings, whole=False, window_groups=limits[0], max_lag_versions=limits[1])
     try:
-        watcher.run(lambda: not stop.is_set())
+        Screen(watch, Console(), title=f"ROSE on {settings.bootstrap}").run(lambda: not stop.is_set())
     finally:
-        watcher.close()
+        watch.close()
 
 
 def audit_run(common: Common) -> None:
     """`rose audit`. Raises LawBroken."""
-    from pipeline.accounting.audit import audit_log
+    from pipeline.accounting.audit import inspect_log
 
     with log_of(load(common)) as settings:
         reach(settings)
-        audit = audit_log(settings)
-    terms = audit.trajectories()
+        found = inspect_log(settings)
+    audit, terms = found.audit, found.audit.trajectories()
+    if found.since is not None:
+        _say(f"looked at the log from {datetime.fromtimestamp(found.since, UTC):%Y-%m-%d %H:%M:%S} UTC on")
     right = " + ".join(f"{count} {name.replace('_', ' ')}" for name, count in terms.items() if name != "requested")
     _say(f"{terms['requested']} requested = {right}")
     where = audit.in_flight
@@ -112,27 +121,10 @@ def audit_run(common: Common) -> None:
         )
     for kind, names in (("lost", audit.lost), ("doubled", audit.doubled), ("unasked", audit.unasked)):
         _say(f"{len(names)} {kind}{': ' if names else ''}{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}")
+    for topic, count in found.letters.items():
+        _say(f"{count} dead letters of {topic.name}: see `rose letters list`")
     if not audit.clean:
         raise LawBroken("the conservation law does not hold on this log: see the trajectories above")
-
-
-def replay_trajectory(common: Common, trajectory: str) -> None:
-    """`rose replay`. Raises UnknownTrajectory."""
-    from pipeline.replay.life import read_life
-    from pipeline.replay.text import told
-    from workers.environments.turn_format import TurnFormat, TurnFormatError
-
-    config = load(common)
-    with log_of(config) as settings:
-        reach(settings)
-        life = read_life(settings, trajectory)
-    decode = None
-    try:
-        decode = TurnFormat(config.settings.environment.model_folder).action_text
-    except TurnFormatError as error:
-        sys.stderr.write(f"without text: {error}\n")
-    for line in told(life, decode):
-        _say(line)
 
 
 def report_run(common: Common) -> None:

@@ -7,7 +7,6 @@ import msgspec
 
 from pipeline.command.config import Config, load
 from pipeline.command.options import Common
-from pipeline.command.processes import configure_logging
 from schemas.prompts import Sampling
 from workers.evaluate import Evaluation, evaluate_policy
 from workers.executor.vllm.types import EngineConfig
@@ -16,7 +15,6 @@ from workers.executor.vllm.types import EngineConfig
 def evaluate_folder(common: Common, model: Path | None, output: Path | None) -> None:
     """Print the success on the held-out tasks, and write it to `output` if given. Raises UsageError."""
     config = load(common)
-    configure_logging()
     sys.path[:0] = [str(folder) for folder in config.settings.environment.import_paths]
     evaluation = held_out(config, model or config.settings.model.folder)
     if output is not None:

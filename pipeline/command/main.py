@@ -28,6 +28,17 @@ app = typer.Typer(
 )
 topics = typer.Typer(help="Create, describe and check the topics.", no_args_is_help=True)
 app.add_typer(topics, name="topics", rich_help_panel=LOOKING)
+letters = typer.Typer(help="Dead letters: list and show them, send mended ones back.", no_args_is_help=True)
+app.add_typer(letters, name="letters", rich_help_panel=LOOKING)
+
+
+@app.callback()
+def begin() -> None:
+    """Before any command: what is logged goes to standard error, what was asked for to standard output."""
+    from pipeline.command.processes import configure_logging
+
+    configure_logging()
+
 
 Name = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Name of the run.")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of tasks, sampling and training.")]
@@ -153,6 +164,30 @@ def watch(common: Common) -> None:
 
 @app.command(rich_help_panel=LOOKING)
 @with_common
+def status(
+    common: Common,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything that is known, for programs.")] = False,
+) -> None:
+    """Who waits for whom, and why, on one screen. Exit status 1 if something is unwell."""
+    from pipeline.command.status import show_status
+
+    show_status(common, as_json=as_json)
+
+
+@app.command(rich_help_panel=LOOKING)
+@with_common
+def why(
+    common: Common,
+    name: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX, or a GROUP_ID.")],
+) -> None:
+    """Where a trajectory or a group is, and why, in a sentence."""
+    from pipeline.command.telling import tell_why
+
+    tell_why(common, name)
+
+
+@app.command(rich_help_panel=LOOKING)
+@with_common
 def audit(common: Common) -> None:
     """The conservation law, from the log alone: one end for every trajectory. Exit status 1 if it is broken."""
     from pipeline.command.client import audit_run
@@ -166,7 +201,7 @@ def replay(
     common: Common, trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX")]
 ) -> None:
     """The life of one trajectory, turn by turn."""
-    from pipeline.command.client import replay_trajectory
+    from pipeline.command.telling import replay_trajectory
 
     replay_trajectory(common, trajectory)
 
@@ -215,6 +250,49 @@ def topics_check(common: Common) -> None:
     from pipeline.command.client import check
 
     check(common)
+
+
+Place = Annotated[str, typer.Argument(metavar="PLACE", help="TOPIC/PARTITION/OFFSET, as `rose letters list` has it.")]
+
+
+@letters.command("list")
+@with_common
+def letters_list(
+    common: Common,
+    topic: Annotated[str | None, typer.Option("--topic", metavar="TOPIC", help="Of this topic alone.")] = None,
+) -> None:
+    """Every dead letter in a line: its place, when, why, its key."""
+    from pipeline.command.letters import list_letters
+
+    list_letters(common, topic)
+
+
+@letters.command("show")
+@with_common
+def letters_show(common: Common, place: Place) -> None:
+    """One dead letter whole: headers, and what it holds."""
+    from pipeline.command.letters import show_letter
+
+    show_letter(common, place)
+
+
+@letters.command("retry")
+@with_common
+def letters_retry(
+    common: Common,
+    place: Place,
+    edit: Annotated[
+        Path | None, typer.Option("--edit", metavar="FILE", help="Send what is in this file instead.")
+    ] = None,
+    field: Annotated[
+        list[str] | None, typer.Option("--field", metavar="FIELD=VALUE", help="Set a field of it. Repeatable.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Even if it was sent back before.")] = False,
+) -> None:
+    """Send a dead letter back to its topic, mended or as it came."""
+    from pipeline.command.letters import retry_letter
+
+    retry_letter(common, place, edit, field, again=again)
 
 
 def main() -> None:

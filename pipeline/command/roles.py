@@ -4,7 +4,7 @@ from threading import Event
 
 from pipeline.command.config import Config, load
 from pipeline.command.options import Common
-from pipeline.command.processes import configure_logging, serve_metrics, stop_on_signals
+from pipeline.command.processes import serve_metrics, stop_on_signals
 from topics.admin import reach
 from topics.settings import BusSettings
 
@@ -49,7 +49,6 @@ def run_trainer_role(common: Common) -> None:
 def _begin(config: Config, metrics_port: int, number: int = 0) -> tuple[BusSettings, Event]:
     """What every role does first. Raises BrokerUnreachable, or UsageError for metrics that cannot be served."""
     settings = config.bus()
-    configure_logging()
     stop = stop_on_signals()
     reach(settings)
     serve_metrics(config.settings.metrics.host, metrics_port + number if metrics_port else 0)

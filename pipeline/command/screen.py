@@ -1,19 +1,16 @@
 """The live view on a terminal, and the same in plain lines where there is none."""
 
-from collections.abc import Callable
-from time import monotonic, time
+from collections.abc import Callable, Sequence
+from time import monotonic
 
-from confluent_kafka import OFFSET_BEGINNING, OFFSET_END
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.command.view import View
-from topics.catalog import COMPLETED, HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
-from topics.reader import Reader
-from topics.records import Envelope
-from topics.settings import BusSettings
+from pipeline.command.diagnosis import ExecutorFacts, Facts, Finding, Severity, diagnose, headline
+from pipeline.command.watching import Watch
+from schemas.slack import ExecutorState
 
 READ_SECONDS = 0.25
 """Longest wait for new records between two looks at the screen and the processes."""
@@ -24,29 +21,27 @@ DRAW_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
 """Time between two plain lines when no step ends."""
 
+UNANSWERED_SECONDS = 8.0
+"""A broker that has not answered for so long is told to be away."""
+
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN_VERSIONS = 60
 """Policy versions of the curve on the screen."""
 
+STYLES = {Severity.UNWELL: "bold red", Severity.WAITS: "yellow", Severity.NOTE: "dim"}
 
-class Watcher:
-    """Reads a run's log as it grows and shows it."""
 
-    def __init__(self, settings: BusSettings, console: Console, *, title: str, total: int = 0) -> None:
-        """`total`: trajectories asked for, when known; then the run is read from its beginning."""
-        self.view = View()
+class Screen:
+    """Shows a run as it goes on."""
+
+    def __init__(self, watch: Watch, console: Console, *, title: str, total: int = 0) -> None:
+        """`total`: trajectories asked for, when known."""
+        self._watch = watch
         self._console = console
         self._title = title
         self._total = total
         self._began = monotonic()
-        self._reader = Reader(settings, "rose-watch", group="watch", bury=False)
-        begin = OFFSET_BEGINNING if total else OFFSET_END
-        begins = {
-            (topic, partition): OFFSET_BEGINNING if topic is MANIFESTS else begin
-            for topic in (COMPLETED, HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES)
-            for partition in range(self._reader.partitions(topic))
-        }
-        self._reader.assign(begins)
+        self._told: str | None = None
 
     def run(self, more: Callable[[], bool], *, events: Callable[[], list[str]] = list) -> None:
         """Show the run for as long as there is `more`; `events` are told between two looks."""
@@ -56,90 +51,160 @@ class Watcher:
         else:
             self._loop(more, events, PLAIN_SECONDS, self._print_line)
 
-    def close(self) -> None:
-        self._reader.close()
-
     def line(self) -> str:
         """The run in one plain line."""
-        view, now = self.view, time()
-        live = sum(not view.silent(worker, now) for worker in view.executors)
+        view, now = self._watch.view, monotonic()
         parts = [
-            f"{monotonic() - self._began:6.0f} s",
+            f"{now - self._began:6.0f} s",
             f"step {view.step}",
             f"version {view.version}",
             f"{view.turns_per_second(now):.0f} turns/s",
-            f"{view.settled}{f' of {self._total}' if self._total else ''} trajectories settled",
-            f"{live} executors",
+            f"{view.settled}{self._of()} trajectories settled",
+            executors_in_words(view.present(now)),
         ]
         if view.solved is not None:
             parts.insert(2, f"solved {view.solved:.0%}")
         return "  ".join(parts)
 
     def _print_line(self) -> None:
-        self._console.print(self.line(), highlight=False, soft_wrap=True)
+        self._say(self.line())
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True)
 
     def _loop(
         self, more: Callable[[], bool], events: Callable[[], list[str]], every: float, draw: Callable[[], None]
     ) -> None:
         next_drawing = monotonic() + every
         while more():
-            for item in self._reader.read(2000, READ_SECONDS):
-                if isinstance(item, Envelope) and item.record is not None:
-                    self.view.take(item.record, item.timestamp_seconds)
+            self._watch.read(READ_SECONDS)
             for event in events():
-                self._console.print(event, highlight=False, soft_wrap=True)
+                self._say(event)
+            if not self._console.is_terminal:
+                self._tell_when_it_changes()
             if monotonic() >= next_drawing:
                 next_drawing = monotonic() + every
                 draw()
 
+    def _tell_when_it_changes(self) -> None:
+        """The moment that nothing moves, and why; again when the reason is another one."""
+        _, why = self._judged()
+        reason = None if why is None else "".join(each for each in why if not each.isdigit())
+        if reason is not None and reason != self._told and why is not None:
+            self._say(why)
+        self._told = reason
+
+    def _judged(self) -> tuple[list[Finding], str | None]:
+        facts = self._watch.facts()
+        if self._watch.unanswered_seconds > UNANSWERED_SECONDS:
+            away = f"the broker has not answered for {self._watch.unanswered_seconds:.0f} s"
+            return [Finding(Severity.UNWELL, "broker", away)], f"nothing moves: {away}"
+        findings = diagnose(facts)
+        return findings, headline(facts, findings)
+
     def _drawn(self) -> Group:
-        now = time()
+        now, view = monotonic(), self._watch.view
         head = Text.assemble(
             (f"{self._title}  ", "bold"),
-            (f"{monotonic() - self._began:.0f} s   ", "dim"),
-            f"{self.view.turns_per_second(now):.0f} turns/s   policy version {self.view.version}",
+            (f"{now - self._began:.0f} s   ", "dim"),
+            f"{view.turns_per_second(now):.0f} turns/s   policy version {view.version}",
         )
-        return Group(head, Text(), self._executors(now), Text(), self._trajectories(), self._curve())
+        facts = self._watch.facts()
+        findings, why = self._judged()
+        parts: list[RenderableType] = [
+            head,
+            Text(),
+            executor_table(facts.executors),
+            Text(),
+            work_line(facts),
+            self._settled(),
+        ]
+        parts += [self._curve(), Text(), *finding_lines(findings)]
+        if why is not None:
+            parts.insert(1, Text(why, "bold red"))
+        return Group(*parts)
 
-    def _executors(self, now: float) -> Table:
-        table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
-        table.add_column("executor")
-        table.add_column("state")
-        for title in ("version", "running", "waiting", "KV used", "tokens/s", "swap"):
-            table.add_column(title, justify="right")
-        for worker, beat in sorted(self.view.executors.items()):
-            silent = self.view.silent(worker, now)
-            used = 1 - beat.kv_bytes_free / beat.kv_bytes_total if beat.kv_bytes_total else 0.0
-            table.add_row(
-                worker,
-                Text("silent", "red") if silent else Text(beat.state.value, "green"),
-                str(beat.policy_version),
-                str(beat.rollout.running),
-                str(beat.rollout.waiting),
-                f"{used:.0%}",
-                f"{beat.hardware.decode_tokens_per_second:,.0f}",
-                f"{1000 * beat.swap_seconds:.0f} ms",
-                style="dim" if silent else "",
-            )
-        if not self.view.executors:
-            table.add_row("waiting for the first heartbeat", style="dim")
-        return table
+    def _settled(self) -> Text:
+        view = self._watch.view
+        ends = "  ".join(f"{outcome.value.replace('_', ' ')} {count}" for outcome, count in view.ends.items())
+        return Text.assemble(("settled       ", "dim"), f"{view.settled}{self._of()} trajectories   ", (ends, "dim"))
 
-    def _trajectories(self) -> Text:
-        ends = "  ".join(f"{outcome.value.replace('_', ' ')} {count}" for outcome, count in self.view.ends.items())
-        of = f" of {self._total}" if self._total else ""
-        return Text.assemble(("trajectories  ", "dim"), f"settled {self.view.settled}{of}   ", (ends, "dim"))
+    def _of(self) -> str:
+        """What was asked for, if that is known, without what was refused."""
+        return f" of {self._total - self._watch.view.refused}" if self._total else ""
 
     def _curve(self) -> Text:
-        if self.view.solved is None:
+        view = self._watch.view
+        if view.solved is None:
             return Text("no trajectory has ended yet", "dim")
-        shown = list(self.view.curve)[-SHOWN_VERSIONS:]
+        shown = list(view.curve)[-SHOWN_VERSIONS:]
         return Text.assemble(
             ("solved        ", "dim"),
             ("".join(_bar(share) for share in shown), "cyan"),
-            f"  {self.view.solved:.0%} lately, {self.view.turns_each:.1f} turns a trajectory",
-            (f"   step {self.view.step}", "dim"),
+            f"  {view.solved:.0%} lately, {view.turns_each:.1f} turns a trajectory",
+            (f"   step {view.step}", "dim"),
         )
+
+
+def executors_in_words(executors: Sequence[ExecutorFacts]) -> str:
+    """`2 executors ready, 1 starting`: those that serve nothing do not count as executors."""
+    counts: dict[str, int] = {}
+    for each in executors:
+        state = "silent" if each.silent else "refusing" if each.refused_version > each.version else each.state.value
+        counts[state] = counts.get(state, 0) + 1
+    if not counts:
+        return "no executor"
+    return f"executors: {', '.join(f'{count} {state}' for state, count in sorted(counts.items()))}"
+
+
+def executor_table(executors: Sequence[ExecutorFacts]) -> Table | Text:
+    """A row for each."""
+    if not executors:
+        return Text("no executor has been heard of", "dim")
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("executor")
+    table.add_column("state")
+    for title in ("version", "turns", "KV used", "tokens/s", "swap"):
+        table.add_column(title, justify="right")
+    for each in executors:
+        table.add_row(
+            each.worker,
+            _state(each),
+            str(each.version) if each.version >= 0 else "none",
+            f"{each.held} of {each.max_turns}",
+            f"{each.kv_used:.0%}",
+            f"{each.tokens_per_second:,.0f}",
+            f"{1000 * each.swap_seconds:.0f} ms",
+            style="dim" if each.silent else "",
+        )
+    return table
+
+
+def work_line(facts: Facts) -> Text:
+    """Where the work is."""
+    window = f" of {facts.window_groups}" if facts.window_groups is not None else ""
+    return Text.assemble(
+        ("groups        ", "dim"),
+        f"{facts.open_groups}{window} open: {facts.in_a_turn} trajectories in a turn, "
+        f"{facts.waiting_for_trainer} wait for the trainer   ",
+        (f"prompts waiting {facts.prompts_waiting}", "dim"),
+    )
+
+
+def finding_lines(findings: Sequence[Finding]) -> list[Text]:
+    """What is to be known, a line each."""
+    return [
+        Text.assemble((f"{finding.severity.value:<8}", STYLES[finding.severity]), f"{finding.who}: {finding.sentence}")
+        for finding in findings
+    ]
+
+
+def _state(executor: ExecutorFacts) -> Text:
+    if executor.silent:
+        return Text(f"silent for {executor.silent_seconds:.0f} s", "red")
+    if executor.refused_version > executor.version:
+        return Text(f"refuses {executor.refused_version}", "red")
+    return Text(executor.state.value, "green" if executor.state is ExecutorState.READY else "yellow")
 
 
 def _bar(share: float) -> str:

@@ -46,7 +46,7 @@ class ModelSection:
     """The policy that is trained and served."""
 
     folder: Path = WARM_START
-    """Hugging Face model folder with tokenizer and `turn_format.json`; the default is the warm start of the demo."""
+    """Hugging Face model folder with chat template or `turn_format.json`; the default is the warm start of the demo."""
     id: str = "policy"
     """Names the policy on the log."""
 

@@ -16,9 +16,10 @@ from pipeline.command.config import RESOLVED, Config, load
 from pipeline.command.options import Common
 from pipeline.command.processes import stop_on_signals
 from pipeline.command.resolved import resolved_toml
-from pipeline.command.screen import Watcher
+from pipeline.command.screen import Screen
 from pipeline.command.submit import send_prompts
 from pipeline.command.supervisor import Role, Supervisor
+from pipeline.command.watching import Watch
 from schemas.prompts import Prompt
 from topics.admin import create_topics
 
@@ -71,7 +72,13 @@ def run_roles(config: Config, broker: RunBroker, console: Console, *, prompts: S
     supervisor = Supervisor(roles_of(config, configuration), config.run_folder / LOGS)
     total = sum(prompt.group_size for prompt in prompts)
     stop = stop_on_signals()
-    watcher = Watcher(broker.settings, console, title=title, total=total)
+    watch = Watch(
+        broker.settings,
+        whole=total > 0,
+        window_groups=config.settings.environment.window_groups,
+        max_lag_versions=config.settings.router.max_lag_versions,
+    )
+    screen = Screen(watch, console, title=title, total=total)
 
     def look_after() -> list[str]:
         broker.check()
@@ -80,9 +87,9 @@ def run_roles(config: Config, broker: RunBroker, console: Console, *, prompts: S
     try:
         supervisor.start()
         send_prompts(broker.settings, prompts)
-        watcher.run(lambda: not (supervisor.finished or stop.is_set()), events=look_after)
+        screen.run(lambda: not (supervisor.finished or stop.is_set()), events=look_after)
     finally:
         supervisor.stop()
-        watcher.close()
+        watch.close()
     if not supervisor.finished:
         raise Interrupted

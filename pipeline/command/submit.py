@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from schemas.errors import RecordError, UsageError
-from schemas.prompts import Prompt
+from schemas.prompts import Prompt, unpriced
 from schemas.wire import encode
 from topics.catalog import PROMPTS
 from topics.settings import BusSettings
@@ -58,6 +58,8 @@ def read_prompts(path: Path, environments: Collection[str]) -> list[Prompt]:
                     f"unknown environment {prompt.environment!r}: the workers run {', '.join(environments)}; "
                     "name your own in environment.environments"
                 )
+            if prompt.sampling is not None and (reason := unpriced(prompt.sampling)):
+                raise UsageError(reason)
         except (UsageError, RecordError) as error:
             bad.append((number, str(error)))
         else:

@@ -1,14 +1,20 @@
-"""What a run looks like at this moment, from its log: the state behind `rose watch` and the progress of a run.
+"""What a run looks like at this moment, from its log: the state behind `rose watch`, `rose status` and `rose up`.
 
-Keeps true: a pure fold; `now` is an argument. An executor whose heartbeat is older than its TTL is shown as silent.
+Keeps true
+- A pure fold. `now` is seconds on the reader's own clock, the moment at which a record came here: who is silent is
+  told by that alone.
+- What was on the log before the looking began says how things stand, and is not taken for a sign of life.
 """
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from pipeline.command.diagnosis import ExecutorFacts
+from schemas.environments import Group, GroupState
+from schemas.prompts import trajectory_id
 from schemas.record import Record
 from schemas.samples import Outcome, Sample, SampleOutcome
-from schemas.slack import SlackHeartbeat
+from schemas.slack import ExecutorState, SlackHeartbeat
 from schemas.turns import TurnOutcome, TurnResult
 from schemas.weights import WeightManifest
 
@@ -23,11 +29,23 @@ CURVE_POINTS = 400
 
 
 @dataclass(slots=True)
+class Heard:
+    """The newest heartbeat of an executor."""
+
+    beat: SlackHeartbeat
+    at: float
+    """When it came; for one from before, when the looking began."""
+    clock_off_seconds: float
+    """The sender's clock against ours."""
+
+
+@dataclass(slots=True)
 class View:
     """Give it records with the moment at which they came; ask it for what to show."""
 
-    executors: dict[str, SlackHeartbeat] = field(default_factory=dict)
-    """The newest heartbeat of each."""
+    began: float
+    """When the looking began."""
+    executors: dict[str, Heard] = field(default_factory=dict)
     ends: Counter[Outcome] = field(default_factory=Counter)
     """Settled trajectories."""
     turns: Counter[TurnOutcome] = field(default_factory=Counter)
@@ -36,30 +54,58 @@ class View:
     """The newest optimizer step."""
     version: int = -1
     """The newest policy version on the log."""
+    versions: int = 0
+    """Policy versions on the log."""
+    applied_at: float = -1.0
+    """When a turn was last seen to be applied; before the beginning if never."""
+    settled_at: float = -1.0
+    """The same of an outcome."""
+    sampled_at: float = -1.0
+    """The same of a finished trajectory, which is what the trainer waits for."""
     curve: deque[float] = field(default_factory=lambda: deque(maxlen=CURVE_POINTS))
     """Share of recent trajectories that were solved, at the moment of each policy version."""
+    _unsettled: dict[str, set[str]] = field(default_factory=dict)
+    """By open group, the trajectories that have no outcome."""
+    _refused: dict[str, int] = field(default_factory=dict)
+    """By group whose prompt was refused, its size."""
+    _live: set[str] = field(default_factory=set)
     _recent: deque[Sample] = field(default_factory=lambda: deque(maxlen=RECENT_SAMPLES))
     _turn_moments: deque[float] = field(default_factory=deque)
 
-    def take(self, record: Record, now: float) -> None:
-        """Fold a record in. `now` and the records' own times are unix seconds."""
+    def take(self, record: Record, now: float, *, fresh: bool = True, wall: float | None = None) -> None:
+        """Fold a record in. `fresh`: it came after the looking began; `wall`: our wall clock then, unix seconds."""
         match record:
             case SlackHeartbeat():
-                self.executors[record.worker] = record
+                off = record.sent_at - wall if wall is not None and fresh else 0.0
+                self.executors[record.worker] = Heard(record, now if fresh else self.began, off)
             case TurnResult():
                 self.turns[record.outcome] += 1
-                if record.outcome is TurnOutcome.COMPLETED:
+                if record.outcome is TurnOutcome.COMPLETED and fresh:
                     self._turn_moments.append(now)
             case Sample():
                 self.samples += 1
                 self._recent.append(record)
+                if fresh:
+                    self.sampled_at = now
+            case Group():
+                self._group(record)
             case SampleOutcome():
                 self.ends[record.outcome] += 1
                 self.step = max(self.step, record.step)
+                self._settle(record)
+                if fresh:
+                    self.settled_at = now
             case WeightManifest():
+                self.versions += 1
                 self._publish(record.version)
             case _:
                 pass
+
+    def progress(self, trajectory_id: str, now: float, *, live: bool, fresh: bool = True) -> None:
+        """A trajectory has moved on: it asks for a turn, or (not `live`) has ended."""
+        (self._live.add if live else self._live.discard)(trajectory_id)
+        if fresh:
+            self.applied_at = now
 
     def turns_per_second(self, now: float) -> float:
         """Completed turns, over the last seconds."""
@@ -67,10 +113,30 @@ class View:
             self._turn_moments.popleft()
         return len(self._turn_moments) / RATE_SECONDS
 
-    def silent(self, worker: str, now: float) -> bool:
-        """Whether the executor's last heartbeat has expired."""
-        beat = self.executors[worker]
-        return now - beat.sent_at > beat.ttl_seconds
+    def present(self, now: float) -> list[ExecutorFacts]:
+        """The executors by name; who said that it stops is gone once it is silent."""
+        facts = [_facts(heard, now) for _, heard in sorted(self.executors.items())]
+        return [each for each in facts if not (each.silent and each.state is ExecutorState.STOPPING)]
+
+    @property
+    def open_groups(self) -> int:
+        """Groups of which not every trajectory has an outcome."""
+        return sum(bool(names) for names in self._unsettled.values())
+
+    @property
+    def in_a_turn(self) -> int:
+        """Trajectories of open groups that are under way."""
+        return sum(len(names & self._live) for names in self._unsettled.values())
+
+    @property
+    def waiting_for_trainer(self) -> int:
+        """Trajectories of open groups that have ended and have no outcome."""
+        return sum(len(names - self._live) for names in self._unsettled.values())
+
+    @property
+    def refused(self) -> int:
+        """Trajectories of prompts that were refused: nobody will ever settle them."""
+        return sum(self._refused.values())
 
     @property
     def settled(self) -> int:
@@ -87,8 +153,41 @@ class View:
         """Mean turns of the recent trajectories."""
         return sum(len(sample.turns) for sample in self._recent) / len(self._recent) if self._recent else 0.0
 
+    def _group(self, group: Group) -> None:
+        self._refused.pop(group.group_id, None)
+        if group.state is GroupState.REFUSED:
+            self._refused[group.group_id] = group.group_size
+        if group.state is not GroupState.OPEN:
+            self._unsettled.pop(group.group_id, None)
+        elif group.group_id not in self._unsettled:
+            names = {trajectory_id(group.group_id, index) for index in range(group.group_size)}
+            self._unsettled[group.group_id] = names
+
+    def _settle(self, outcome: SampleOutcome) -> None:
+        """One of a group that is not open says nothing: groups are read before outcomes."""
+        self._unsettled.get(outcome.group_id, set()).discard(outcome.trajectory_id)
+
     def _publish(self, version: int) -> None:
         if version > self.version:
             self.version = version
             if self.solved is not None:
                 self.curve.append(self.solved)
+
+
+def _facts(heard: Heard, now: float) -> ExecutorFacts:
+    beat = heard.beat
+    return ExecutorFacts(
+        worker=beat.worker,
+        state=beat.state,
+        version=beat.policy_version,
+        refused_version=beat.refused_version,
+        refused_reason=beat.refused_reason,
+        silent_seconds=max(0.0, now - heard.at),
+        ttl_seconds=beat.ttl_seconds,
+        held=beat.rollout.running + beat.rollout.waiting,
+        max_turns=beat.max_turns,
+        clock_off_seconds=heard.clock_off_seconds,
+        kv_used=1 - beat.kv_bytes_free / beat.kv_bytes_total if beat.kv_bytes_total else 0.0,
+        tokens_per_second=beat.hardware.decode_tokens_per_second,
+        swap_seconds=beat.swap_seconds,
+    )

@@ -1,39 +1,25 @@
 """Everything that the log holds of one trajectory, put in its order.
 
-Keeps true: nothing is left out. Every attempt of every turn is there, with each result that came, applied or not.
+Keeps true
+- Nothing is left out: every attempt of every turn is there, with each dispatch and result that came, applied or not.
+- Lives are not mixed: a trajectory that began anew, on a log that knew its group no more, is told twice. A result
+  belongs to the request whose moment it carries.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from confluent_kafka import OFFSET_BEGINNING
-
-from schemas.errors import UsageError
 from schemas.prompts import Prompt
 from schemas.samples import Sample, SampleOutcome, SampleTurn
 from schemas.turns import TurnDispatch, TurnRequest, TurnResult
-from topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Topic
-from topics.log import read_back, read_topics
-from topics.records import Envelope, Place
-from topics.settings import BusSettings
-
-CLIENT = "rose-replay"
-
-
-class UnknownTrajectory(UsageError):
-    """Nothing on the log is of this trajectory."""
-
-    def __init__(self, trajectory_id: str) -> None:
-        super().__init__(
-            f"the log knows no trajectory {trajectory_id}: ids are GROUP_ID:INDEX, and a prompt's group_id begins them"
-        )
 
 
 @dataclass(slots=True)
 class Attempt:
     """One execution of a turn, as far as the log knows."""
 
-    dispatch: TurnDispatch | None = None
+    dispatches: list[TurnDispatch] = field(default_factory=list)
+    """More than one when a router was started again at the wrong moment."""
     results: list[TurnResult] = field(default_factory=list)
     """In the order of the log; a second one was dropped."""
 
@@ -47,74 +33,115 @@ class LifeTurn:
     applied: SampleTurn | None = None
     """As the finished sample has it; None while the trajectory goes on."""
 
+    def was_applied(self, result: TurnResult) -> bool:
+        applied = self.applied
+        return applied is not None and (result.attempt, result.worker, result.times.finished_at) == (
+            applied.attempt,
+            applied.worker,
+            applied.times.finished_at,
+        )
+
 
 @dataclass(slots=True)
 class Life:
-    """A trajectory from its prompt to its outcome."""
+    """A trajectory from its first request to its sample."""
+
+    turns: dict[int, LifeTurn] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    """One at most, or the conservation law is broken."""
+
+
+@dataclass(slots=True)
+class Lives:
+    """What the log says of a trajectory."""
 
     trajectory_id: str
     prompt: Prompt | None = None
-    turns: dict[int, LifeTurn] = field(default_factory=dict)
-    sample: Sample | None = None
+    lives: list[Life] = field(default_factory=list)
     outcomes: list[SampleOutcome] = field(default_factory=list)
+    since: float | None = None
+    """Unix seconds: the stamp of the oldest request or result of its home that the log still has."""
 
 
-def read_life(settings: BusSettings, trajectory_id: str) -> Life:
-    """The life of one trajectory. Raises UnknownTrajectory, TopicMissing or BusError."""
-    group_id, _, index = trajectory_id.rpartition(":")
-    prompts = [
-        each
-        for each in read_topics(settings, [PROMPTS], client_id=CLIENT)
-        if isinstance(each.record, Prompt) and each.record.group_id == group_id
-    ]
-    asked = prompts[0].record if prompts else None
-    if not isinstance(asked, Prompt) or not index.isdecimal() or int(index) >= asked.group_size:
-        raise UnknownTrajectory(trajectory_id)
-    homes: dict[Place, int] = {(topic, prompts[0].partition): OFFSET_BEGINNING for topic in (REQUESTED, COMPLETED)}
-    return fold_life(
-        trajectory_id,
-        [
-            *prompts[:1],
-            *_own(read_back(settings, homes, client_id=CLIENT), trajectory_id),
-            *_own(_all(settings, DISPATCHED), trajectory_id),
-            *(each for each in _all(settings, SAMPLES) if each.key in (group_id, trajectory_id)),
-            *_own(_all(settings, OUTCOMES), trajectory_id),
-        ],
-    )
+@dataclass(slots=True)
+class Found:
+    """The records of one trajectory, each kind in the order of the log."""
+
+    prompt: Prompt | None = None
+    requests: list[TurnRequest] = field(default_factory=list)
+    dispatches: list[TurnDispatch] = field(default_factory=list)
+    results: list[TurnResult] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    outcomes: list[SampleOutcome] = field(default_factory=list)
+    since: float | None = None
+    """As in `Lives`."""
 
 
-def fold_life(trajectory_id: str, envelopes: Iterable[Envelope]) -> Life:
-    """Put the records of a trajectory in their places; those of others are passed over."""
-    life = Life(trajectory_id)
-    for envelope in envelopes:
-        match envelope.record:
-            case Prompt() as prompt:
-                life.prompt = prompt
-            case TurnRequest(trajectory_id=of) as request if of == trajectory_id:
-                life.turns.setdefault(request.turn, LifeTurn()).request = request
-            case TurnDispatch() as dispatch if dispatch.request.trajectory_id == trajectory_id:
-                _attempt(life, dispatch.request.turn, dispatch.request.attempt).dispatch = dispatch
-            case TurnResult(trajectory_id=of) as result if of == trajectory_id:
-                _attempt(life, result.turn, result.attempt).results.append(result)
-            case Sample(trajectory_id=of) as sample if of == trajectory_id:
-                life.sample = life.sample or sample
-            case SampleOutcome(trajectory_id=of) as outcome if of == trajectory_id:
-                life.outcomes.append(outcome)
+def fold_lives(trajectory_id: str, found: Found) -> Lives:
+    """Put the records of a trajectory in their places."""
+    told = Lives(trajectory_id, found.prompt, outcomes=list(found.outcomes), since=found.since)
+    for request in found.requests:
+        if not told.lives or (request.turn == 0 and 0 in told.lives[-1].turns):
+            told.lives.append(Life())
+        told.lives[-1].turns.setdefault(request.turn, LifeTurn()).request = request
+    for dispatch in found.dispatches:
+        request = dispatch.request
+        turn = _turn_of(told, request.turn, request.requested_at)
+        turn.attempts.setdefault(request.attempt, Attempt()).dispatches.append(dispatch)
+    for result in found.results:
+        turn = _turn_of(told, result.turn, result.times.requested_at)
+        turn.attempts.setdefault(result.attempt, Attempt()).results.append(result)
+    for sample in found.samples:
+        _place(told, sample)
+    for life in told.lives:
+        life.turns = dict(sorted(life.turns.items()))
+    return told
+
+
+def _place(told: Lives, sample: Sample) -> None:
+    """Give a sample to the life whose turns it holds."""
+    asked = [(turn.turn, turn.times.requested_at) for turn in sample.turns]
+    life = _life_of(told, *asked[0]) if asked else _newest(told)
+    life.samples.append(sample)
+    for applied in sample.turns:
+        turn = life.turns.setdefault(applied.turn, LifeTurn())
+        turn.applied = turn.applied or applied
+
+
+def _turn_of(told: Lives, number: int, requested_at: float) -> LifeTurn:
+    return _life_of(told, number, requested_at).turns.setdefault(number, LifeTurn())
+
+
+def _life_of(told: Lives, number: int, requested_at: float) -> Life:
+    """The life that asked for the turn at that moment; else the newest, whose request the log has no more."""
+    for life in told.lives:
+        request = life.turns.get(number, LifeTurn()).request
+        if request is not None and request.requested_at == requested_at:
+            return life
+    return _newest(told)
+
+
+def _newest(told: Lives) -> Life:
+    if not told.lives:
+        told.lives.append(Life())
+    return told.lives[-1]
+
+
+def keep(found: Found, records: Iterable[object]) -> None:
+    """Sort records of one trajectory by their kind."""
+    for record in records:
+        match record:
+            case Prompt():
+                found.prompt = found.prompt or record
+            case TurnRequest():
+                found.requests.append(record)
+            case TurnDispatch():
+                found.dispatches.append(record)
+            case TurnResult():
+                found.results.append(record)
+            case Sample():
+                found.samples.append(record)
+            case SampleOutcome():
+                found.outcomes.append(record)
             case _:
                 pass
-    for applied in life.sample.turns if life.sample is not None else ():
-        life.turns.setdefault(applied.turn, LifeTurn()).applied = applied
-    life.turns = dict(sorted(life.turns.items()))
-    return life
-
-
-def _attempt(life: Life, turn: int, attempt: int) -> Attempt:
-    return life.turns.setdefault(turn, LifeTurn()).attempts.setdefault(attempt, Attempt())
-
-
-def _all(settings: BusSettings, topic: Topic) -> Iterable[Envelope]:
-    return read_topics(settings, [topic], client_id=CLIENT)
-
-
-def _own(envelopes: Iterable[Envelope], key: str) -> Iterable[Envelope]:
-    return (envelope for envelope in envelopes if envelope.key == key)

@@ -6,32 +6,49 @@ Keeps true: without a tokenizer it says how many tokens there were, and guesses 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 
-from pipeline.replay.life import Attempt, Life, LifeTurn
+from pipeline.replay.legs import legs_of
+from pipeline.replay.life import Attempt, Life, LifeTurn, Lives
 from schemas.arrays import count, unpack_logprobs, unpack_tokens
-from schemas.turns import TurnDispatch, TurnRequest, TurnResult, VersionSpan
+from schemas.samples import Sample, SampleTurn
+from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes, VersionSpan
 
 Decode = Callable[[Sequence[int]], str]
 """Text of tokens."""
 
 
-def told(life: Life, decode: Decode | None = None) -> Iterator[str]:
-    """The life, line by line."""
-    yield f"trajectory {life.trajectory_id}"
-    if life.prompt is not None:
-        prompt = life.prompt
+def told(lives: Lives, decode: Decode | None = None) -> Iterator[str]:
+    """What the log says of a trajectory, line by line."""
+    yield f"trajectory {lives.trajectory_id}"
+    if lives.prompt is not None:
+        prompt = lives.prompt
         yield (
             f"  prompt     {prompt.environment}, seed {prompt.seed}, one of {prompt.group_size}, "
             f"at most {prompt.max_turns} turns{f', arguments {prompt.arguments}' if prompt.arguments else ''}"
         )
-    if not life.turns:
+    if lives.since is not None:
+        yield f"  looked     at the log from {_moment(lives.since)} on"
+    if not lives.lives:
         yield "  no turn has been asked for yet"
+    for number, life in enumerate(lives.lives, 1):
+        if len(lives.lives) > 1:
+            yield ""
+            yield f"life {number} of {len(lives.lives)}"
+        yield from _life(life, decode)
+    yield ""
+    yield from _outcomes(lives)
+
+
+def _life(life: Life, decode: Decode | None) -> Iterator[str]:
     seen = 0
     for number, turn in life.turns.items():
         yield ""
         yield from _turn(number, turn, seen, decode)
         seen = _length_after(turn, seen)
     yield ""
-    yield from _end(life)
+    if not life.samples:
+        yield "sample       none yet: the trajectory goes on"
+    for sample in life.samples:
+        yield _sample(sample)
 
 
 def _turn(number: int, turn: LifeTurn, seen: int, decode: Decode | None) -> Iterator[str]:
@@ -41,12 +58,17 @@ def _turn(number: int, turn: LifeTurn, seen: int, decode: Decode | None) -> Iter
     for attempt_number, attempt in sorted(turn.attempts.items()):
         yield from _attempt(attempt_number, attempt, turn, decode)
     if turn.applied is not None:
-        applied = turn.applied
-        wait = applied.times.applied_at - applied.times.finished_at
-        yield (
-            f"  applied    attempt {applied.attempt} of {applied.worker}, {_ms(wait)} after its last token; "
-            f"the environment took {_ms(applied.environment_seconds)}"
-        )
+        yield from _applied(turn.applied)
+
+
+def _applied(applied: SampleTurn) -> Iterator[str]:
+    times = applied.times
+    yield (
+        f"  applied    attempt {applied.attempt} of {applied.worker}; "
+        f"the environment took {_ms(applied.environment_seconds)}"
+    )
+    if times.requested_at and times.applied_at:
+        yield f"    turn     {_ms(times.applied_at - times.requested_at)} = {_legs(times)}"
 
 
 def _request(request: TurnRequest, seen: int, decode: Decode | None) -> Iterator[str]:
@@ -58,19 +80,20 @@ def _request(request: TurnRequest, seen: int, decode: Decode | None) -> Iterator
 
 
 def _attempt(number: int, attempt: Attempt, turn: LifeTurn, decode: Decode | None) -> Iterator[str]:
-    if attempt.dispatch is not None:
-        yield from _dispatch(attempt.dispatch, number)
-    for position, result in enumerate(attempt.results):
-        yield from _result(result, decode)
-        if position or (turn.applied is not None and result.attempt != turn.applied.attempt):
+    for dispatch in attempt.dispatches:
+        yield from _dispatch(dispatch, number)
+    for result in attempt.results:
+        applied = turn.was_applied(result)
+        yield from _result(result, decode, timed=not applied)  # the applied one's legs follow, to their end
+        if turn.applied is not None and result.outcome is TurnOutcome.COMPLETED and not applied:
             yield "             dropped: another result of this turn was applied"
 
 
 def _dispatch(dispatch: TurnDispatch, number: int) -> Iterator[str]:
     cost = dispatch.cost
-    waited = dispatch.dispatched_at - dispatch.queued_at
+    waited = f"{_ms(dispatch.dispatched_at - dispatch.queued_at)} after " if dispatch.queued_at else "at a time after "
     where = f"{dispatch.worker} (slot {dispatch.slot})"
-    yield f"  sent       attempt {number} to {where}, {_ms(waited)} after the router took it in"
+    yield f"  sent       attempt {number} to {where}, {waited}the router took it in"
     seconds = cost.wait_seconds + cost.prefill_seconds + cost.decode_seconds + cost.risk_seconds
     why = (
         f"wait {_ms(cost.wait_seconds)} + prefill {_ms(cost.prefill_seconds)} + decode {_ms(cost.decode_seconds)}"
@@ -80,20 +103,16 @@ def _dispatch(dispatch: TurnDispatch, number: int) -> Iterator[str]:
     yield f"    because  {_ms(seconds)} = {why}{over}"
 
 
-def _result(result: TurnResult, decode: Decode | None) -> Iterator[str]:
+def _result(result: TurnResult, decode: Decode | None, *, timed: bool) -> Iterator[str]:
     times = result.times
     reason = f", {result.reason}" if result.reason else ""
     ended = f" by {result.finish_reason}" if result.finish_reason else ""
     who = result.worker or "the router"
     yield f"  {result.outcome.value:10} by {who}: {count(result.tokens)} tokens{ended}{reason}"
-    if times.finished_at:
-        yield (
-            f"    times    inbox {_ms(times.received_at - times.dispatched_at)}, "
-            f"queue {_ms(times.scheduled_at - times.received_at)}, "
-            f"prefill {_ms(times.first_token_at - times.scheduled_at)}, "
-            f"decode {_ms(times.finished_at - times.first_token_at)}; "
-            f"{result.cached_tokens} of {result.context_tokens} context tokens from the cache"
-        )
+    if timed and (legs := _legs(times)):
+        yield f"    times    {legs}"
+    if result.context_tokens:
+        yield f"    cache    {result.cached_tokens} of {result.context_tokens} context tokens"
     if result.tokens:
         mean = float(unpack_logprobs(result.logprobs).mean())
         yield f"    policy   {_versions(result.spans)}, mean logprob {mean:.3f}"
@@ -101,24 +120,27 @@ def _result(result: TurnResult, decode: Decode | None) -> Iterator[str]:
             yield f"  writes     {_quoted(decode(unpack_tokens(result.tokens)))}"
 
 
-def _end(life: Life) -> Iterator[str]:
-    sample = life.sample
-    if sample is None:
-        yield "sample       none yet: the trajectory goes on"
-    elif sample.failure:
-        yield f"sample       failed: {sample.failure}; no reward"
-    else:
-        yield (
-            f"sample       reward {sample.reward:g}, {'solved' if sample.success else 'not solved'}, "
-            f"{len(sample.turns)} turns, {count(sample.tokens)} tokens, {_versions(sample.spans)}"
-            f"{f', {sample.info}' if sample.info else ''}"
-        )
-    if not life.outcomes:
+def _sample(sample: Sample) -> str:
+    if sample.failure:
+        return f"sample       failed: {sample.failure}; no reward"
+    return (
+        f"sample       reward {sample.reward:g}, {'solved' if sample.success else 'not solved'}, "
+        f"{len(sample.turns)} turns, {count(sample.tokens)} tokens, {_versions(sample.spans)}"
+        f"{f', {sample.info}' if sample.info else ''}"
+    )
+
+
+def _outcomes(lives: Lives) -> Iterator[str]:
+    if not lives.outcomes:
         yield "outcome      none yet"
-    for outcome in life.outcomes:
+    for outcome in lives.outcomes:
         reason = f": {outcome.reason}" if outcome.reason else ""
         when = f"step {outcome.step}, policy version {outcome.policy_version}"
         yield f"outcome      {outcome.outcome.value} at {when}{reason}"
+
+
+def _legs(times: TurnTimes) -> str:
+    return ", ".join(f"{name} {_ms(seconds)}" for name, seconds in legs_of(times))
 
 
 def _length_after(turn: LifeTurn, seen: int) -> int:
@@ -140,6 +162,10 @@ def _versions(spans: Sequence[VersionSpan]) -> str:
 
 def _clock(unix_seconds: float) -> str:
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%H:%M:%S.%f")[:-3]
+
+
+def _moment(unix_seconds: float) -> str:
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _ms(seconds: float) -> str:

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
-from pipeline.report.history import History, TurnFact
+from pipeline.report.history import RunHistory, TurnFact
 from pipeline.report.summary import Success
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e9edf1"
@@ -34,7 +34,7 @@ QUANTILES = ((0.99, "99th percentile", GREY), (0.9, "90th percentile", "#7fa3d1"
 """Of latencies, the widest bar last."""
 
 
-def learning_curve(history: History, success: Success) -> go.Figure | None:
+def learning_curve(history: RunHistory, success: Success) -> go.Figure | None:
     """Success of the trajectories that began under each policy version, between the two held-out measurements."""
     versions = history.by_version()
     if not versions:
@@ -88,7 +88,7 @@ def learning_curve(history: History, success: Success) -> go.Figure | None:
     return figure
 
 
-def trajectory_turns(history: History) -> go.Figure | None:
+def trajectory_turns(history: RunHistory) -> go.Figure | None:
     """How many turns trajectories took, solved or not: the long tail."""
     counts = {
         solved: Counter(each.turns for each in history.trajectories if each.success is solved and not each.failure)
@@ -112,7 +112,7 @@ def trajectory_turns(history: History) -> go.Figure | None:
     return figure
 
 
-def occupancy(history: History) -> go.Figure | None:
+def occupancy(history: RunHistory) -> go.Figure | None:
     """Turns in each engine over the whole run, and when policy versions were published."""
     turns = [turn for turn in history.turns if turn.worker]
     if not turns:
@@ -139,7 +139,7 @@ def occupancy(history: History) -> go.Figure | None:
     return figure
 
 
-def timeline(history: History) -> go.Figure | None:
+def timeline(history: RunHistory) -> go.Figure | None:
     """Single turns on the workers, coloured by policy version, in a window around a swap."""
     window = _window(history)
     if not window:
@@ -175,7 +175,7 @@ def timeline(history: History) -> go.Figure | None:
     return figure
 
 
-def latency(history: History) -> go.Figure | None:
+def latency(history: RunHistory) -> go.Figure | None:
     """Where a turn's time goes: the median and the tail of each stage."""
     turns = history.turns
     if not turns:
@@ -190,11 +190,7 @@ def latency(history: History) -> go.Figure | None:
     }
     figure = _figure(height=340)
     names = list(stages)[::-1]
-    for share, label, colour in (
-        (0.99, "99th percentile", GREY),
-        (0.9, "90th percentile", "#7fa3d1"),
-        (0.5, "median", BLUE),
-    ):
+    for share, label, colour in QUANTILES:
         figure.add_bar(
             y=names,
             x=[1000 * max(0.0, float(np.quantile(stages[name], share))) for name in names],
@@ -210,7 +206,7 @@ def latency(history: History) -> go.Figure | None:
     return figure
 
 
-def prefix_cache(history: History) -> go.Figure | None:
+def prefix_cache(history: RunHistory) -> go.Figure | None:
     """By turn number, how much of a context came from the cache."""
     totals: dict[int, list[int]] = {}
     for turn in history.turns:
@@ -289,7 +285,7 @@ def _ends(turns: Sequence[TurnFact]) -> float:
     return max(turn.times.finished_at for turn in turns)
 
 
-def _window(history: History) -> list[TurnFact]:
+def _window(history: RunHistory) -> list[TurnFact]:
     """Turns in order of arrival around the swap that the most turns lived through."""
     turns = sorted((turn for turn in history.turns if turn.worker), key=_starts)
     workers = {turn.worker for turn in turns}

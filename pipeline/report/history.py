@@ -100,7 +100,7 @@ class Swap:
 
 
 @dataclass(slots=True)
-class History:
+class RunHistory:
     """Everything in order of time."""
 
     turns: list[TurnFact] = field(default_factory=list)
@@ -129,15 +129,15 @@ class History:
         return (min(moments), max(moments)) if moments else (0.0, 0.0)
 
 
-def read_history(settings: BusSettings) -> History:
+def read_history(settings: BusSettings) -> RunHistory:
     """The history of all that the log keeps. Raises TopicMissing or BusError."""
     envelopes = read_topics(settings, [SAMPLES, OUTCOMES, HEARTBEATS, MANIFESTS], client_id="rose-report")
     return fold_history(envelope.record for envelope in envelopes if envelope.record is not None)
 
 
-def fold_history(records: Iterable[Record]) -> History:
+def fold_history(records: Iterable[Record]) -> RunHistory:
     """The history that these records tell; samples that come twice count once."""
-    history = History()
+    history = RunHistory()
     known: set[str] = set()
     proven: dict[str, tuple[int, int]] = {}
     for record in records:

@@ -10,12 +10,12 @@ from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
 from pipeline.report import figures
-from pipeline.report.history import History
+from pipeline.report.history import RunHistory
 from pipeline.report.summary import Success, Summary
 
 
 def report_html(
-    summary: Summary, history: History, *, configuration: str, steps: Sequence[Mapping[str, Any]] = ()
+    summary: Summary, history: RunHistory, *, configuration: str, steps: Sequence[Mapping[str, Any]] = ()
 ) -> str:
     """The whole page; `configuration` is the resolved TOML, `steps` are the lines of the trainer's `metrics.jsonl`."""
     drawn = {

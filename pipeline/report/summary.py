@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from pipeline.accounting.ledger import Audit
-from pipeline.report.history import History
+from pipeline.report.history import RunHistory
 
 
 class Success(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise(
-    history: History,
+    history: RunHistory,
     audit: Audit,
     *,
     run: str,

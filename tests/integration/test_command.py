@@ -56,7 +56,21 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.rstrip().endswith("heavy: []")
-    for command in ("demo", "up", "submit", "environment", "executor", "router", "trainer", "watch", "audit", "replay"):
+    for command in (
+        "demo",
+        "up",
+        "submit",
+        "environment",
+        "executor",
+        "router",
+        "trainer",
+        "watch",
+        "status",
+        "why",
+        "letters",
+        "audit",
+        "replay",
+    ):
         assert re.search(rf"\b{command}\b", done.stdout)
 
 
@@ -84,7 +98,7 @@ def test_check_tells_what_has_drifted(broker: AnyBroker, namespace: str) -> None
     common = on(broker, namespace)
     rose("topics", "create", *common, "--set", "topics.home_partitions=2")
     drifted = rose("topics", "check", *common)
-    refused(drifted, "differs from the catalog in 4 things", status=1)
+    refused(drifted, "differs from the catalog in 6 things", status=1)
     assert f"{namespace}rose.turns.requested.v1: partitions is 2, the catalog says 8" in drifted.stdout
 
 

@@ -1,7 +1,6 @@
-"""The command's cores: prompt files, restarts, the live view, and a trajectory's life in words."""
+"""The command's cores: prompt files, restarts, tasks, and the live view."""
 
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import pytest
@@ -13,20 +12,14 @@ from pipeline.command.submit import BadPrompts, read_prompts
 from pipeline.command.supervisor import MOST_QUICK_CRASHES, QUICK_SECONDS, Restarts
 from pipeline.command.tasks import training_prompts
 from pipeline.command.view import View
-from pipeline.replay.life import fold_life
-from pipeline.replay.text import told
+from schemas.environments import Group, GroupState
 from schemas.errors import UsageError
-from schemas.prompts import Prompt
-from schemas.record import Record
-from schemas.samples import Sample, SampleOutcome
-from schemas.slack import SlackHeartbeat
-from schemas.turns import TurnDispatch, TurnResult
-from tests.golden.examples import EXAMPLES, PROMPT, REQUEST
-from topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Topic
-from topics.records import Envelope
+from schemas.samples import SampleOutcome
+from schemas.slack import ExecutorState, SlackHeartbeat
+from tests.golden.examples import EXAMPLES
 from workers.environments.registry import BUILT_IN
 
-R = TypeVar("R", bound=Record)
+OUTCOME = next(record for record in EXAMPLES if isinstance(record, SampleOutcome))
 
 
 def line(**changes: object) -> bytes:
@@ -54,12 +47,13 @@ def test_every_bad_line_is_named_with_its_reason(tmp_path: Path) -> None:
         9: (line(group_id="g9", arguments={"text": "x" * 1_000_000}), "over the limit"),
         10: (b"[1]", "array"),
         11: (b"\xff\xfe", "line 11"),
+        12: (line(group_id="g12", sampling={"temperature": 0}), "temperature 0"),
     }
     file.write_bytes(b"\n".join([line(), *(text for text, _ in bad.values())]))
     with pytest.raises(BadPrompts) as refused:
         read_prompts(file, BUILT_IN)
     first, *named = str(refused.value).splitlines()
-    assert "10 of 11 lines" in first
+    assert "11 of 12 lines" in first
     assert "nothing was sent" in first
     for told_line, (number, (_, reason)) in zip(named, bad.items(), strict=True):
         assert told_line.startswith(f"  line {number}: ")
@@ -102,57 +96,66 @@ def test_only_quick_crashes_in_a_row_end_a_run(runs: list[float]) -> None:
         assert restarts.pause_seconds == 0.5 * 2 ** (row - 1)
 
 
-def example(kind: type[R]) -> R:
-    return next(record for record in EXAMPLES if isinstance(record, kind))
+def beat(**changes: object) -> SlackHeartbeat:
+    found = next(record for record in EXAMPLES if isinstance(record, SlackHeartbeat))
+    return msgspec.structs.replace(found, **changes)
 
 
-DISPATCH, RESULT, SAMPLE, OUTCOME = example(TurnDispatch), example(TurnResult), example(Sample), example(SampleOutcome)
-
-
-def test_the_view_shows_what_is_recent_and_who_is_silent() -> None:
-    view = View()
+def test_the_view_shows_what_is_recent() -> None:
+    view = View(began=0.0)
     for record in EXAMPLES:
         view.take(record, 10.0)
     assert (view.settled, view.step, view.version, view.solved, view.turns_each) == (1, 5, 5, 1.0, 1.0)
     assert list(view.curve) == [1.0]
     assert view.turns_per_second(10.0) == 0.1
     assert view.turns_per_second(30.0) == 0.0
-    beat = example(SlackHeartbeat)
-    assert not view.silent(beat.worker, beat.sent_at + beat.ttl_seconds)
-    assert view.silent(beat.worker, beat.sent_at + beat.ttl_seconds + 0.1)
 
 
-def envelope(record: Record, topic: Topic) -> Envelope:
-    return Envelope(record, topic, 0, 0, "", 0.0)
+@given(st.floats(-1e6, 1e6))
+def test_silence_is_told_by_when_a_heartbeat_came_here_and_by_no_other_clock(off: float) -> None:
+    view = View(began=0.0)
+    view.take(beat(sent_at=1000.0 + off, ttl_seconds=2.0), 10.0, wall=1000.0)
+    [fresh], [old] = view.present(12.0), view.present(12.1)
+    assert (fresh.silent, old.silent) == (False, True)
+    assert fresh.clock_off_seconds == pytest.approx(off)
 
 
-def test_a_life_is_told_with_every_attempt_and_text() -> None:
-    stranger = msgspec.structs.replace(RESULT, trajectory_id="other:0")
-    late = msgspec.structs.replace(RESULT, attempt=0)
-    records = [
-        envelope(PROMPT, PROMPTS),
-        envelope(REQUEST, REQUESTED),
-        envelope(DISPATCH, DISPATCHED),
-        envelope(RESULT, COMPLETED),
-        envelope(late, COMPLETED),
-        envelope(stranger, COMPLETED),
-        envelope(SAMPLE, SAMPLES),
-        envelope(OUTCOME, OUTCOMES),
-    ]
-    life = fold_life(REQUEST.trajectory_id, records)
-    assert life.prompt == PROMPT
-    turn = life.turns[REQUEST.turn]
-    assert turn.request == REQUEST
-    assert turn.attempts[DISPATCH.request.attempt].dispatch == DISPATCH
-    assert [each for _, attempt in sorted(turn.attempts.items()) for each in attempt.results] == [late, RESULT]
-    assert life.sample == SAMPLE
-    text = "\n".join(told(life, lambda tokens: f"<{len(tokens)} tokens>"))
-    for words in (REQUEST.trajectory_id, "calculator", "executor-0", "because", "trained at step 5", "reward 1", "<2"):
-        assert words in text
-    assert "<" not in "\n".join(told(life))
+def test_what_was_on_the_log_before_is_no_sign_of_life() -> None:
+    view = View(began=5.0)
+    view.take(beat(), 9.0, fresh=False, wall=9.0)
+    view.progress("g:0", 9.0, live=True, fresh=False)
+    assert view.present(9.0)[0].silent_seconds == 4.0
+    assert view.applied_at < view.began
+    view.take(beat(state=ExecutorState.STOPPING), 9.0)
+    assert view.present(10.0)
+    assert not view.present(20.0)
 
 
-def test_a_prompt_alone_is_a_life_too() -> None:
-    prompt = Prompt(group_id="g", group_size=1, environment="calculator", seed=0)
-    text = "\n".join(told(fold_life("g:0", [envelope(prompt, PROMPTS)])))
-    assert "no turn has been asked for yet" in text
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["live", "ended", "settled"])), max_size=30))
+def test_every_trajectory_of_an_open_group_is_in_a_turn_or_waits_for_the_trainer(
+    events: list[tuple[int, str]],
+) -> None:
+    view = View(began=0.0)
+    view.take(Group(group_id="g", group_size=3, state=GroupState.OPEN, offset=0, changed_at=0.0), 0.0)
+    live: set[int] = set()
+    settled: set[int] = set()
+    for index, event in events:
+        name = f"g:{index}"
+        if event == "settled":
+            settled.add(index)
+            view.take(msgspec.structs.replace(OUTCOME, group_id="g", trajectory_id=name), 1.0)
+        else:
+            (live.add if event == "live" else live.discard)(index)
+            view.progress(name, 1.0, live=event == "live")
+    assert view.in_a_turn == len(live - settled)
+    assert view.waiting_for_trainer == 3 - len(live | settled)
+    assert view.open_groups == (len(settled) < 3)
+    view.take(Group(group_id="g", group_size=3, state=GroupState.SETTLED, offset=0, changed_at=0.0), 2.0)
+    assert (view.open_groups, view.in_a_turn, view.waiting_for_trainer) == (0, 0, 0)
+
+
+def test_a_refused_prompt_is_asked_for_no_more_until_a_mended_one_opens_its_group() -> None:
+    view = View(began=0.0)
+    for state, refused in ((GroupState.REFUSED, 3), (GroupState.OPEN, 0), (GroupState.SETTLED, 0)):
+        view.take(Group(group_id="g", group_size=3, state=state, offset=0, changed_at=0.0), 0.0)
+        assert view.refused == refused

@@ -8,112 +8,97 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.accounting.ledger import Audit, Ledger
-from schemas.environments import EnvSnapshot, LogPosition
-from schemas.prompts import Prompt, Sampling, trajectory_id
-from schemas.samples import Outcome, Sample, SampleOutcome
-from schemas.turns import TurnRequest
+from schemas.environments import Group, GroupState
+from schemas.prompts import trajectory_id
+from schemas.samples import Outcome, SampleOutcome
 
-PROMPT = Prompt(group_id="g", group_size=4, environment="calculator", seed=1)
 Event = Callable[[Ledger], None]
 
 
-def request(name: str) -> Event:
-    record = TurnRequest(
-        trajectory_id=name,
-        group_id="g",
-        home=0,
-        turn=0,
-        context=b"",
-        sampling=Sampling(),
-        requested_at=0.0,
-        deadline=1.0,
-    )
-    return lambda ledger: ledger.turn(record)
-
-
-def snapshot(name: str) -> Event:
-    record = EnvSnapshot(
-        trajectory_id=name,
-        index=0,
-        prompt=PROMPT,
-        home=0,
-        turn=0,
-        digest=bytes(16),
-        state=b"",
-        opened=LogPosition(requested=0, completed=0),
-    )
-    return lambda ledger: ledger.snapshot(name, record)
+def progress(name: str) -> Event:
+    return lambda ledger: ledger.progress(name, live=True)
 
 
 def tombstone(name: str) -> Event:
-    return lambda ledger: ledger.snapshot(name, None)
+    return lambda ledger: ledger.progress(name, live=False)
 
 
 def finished(name: str) -> Event:
-    record = Sample(
-        trajectory_id=name,
-        group_id="g",
-        group_size=4,
-        environment="calculator",
-        seed=1,
-        tokens=b"",
-        loss_mask=b"",
-        logprobs=b"",
-        spans=(),
-        turns=(),
-        reward=1.0,
-        success=True,
-        completed_at=0.0,
-    )
-    return lambda ledger: ledger.sample(record)
+    return lambda ledger: ledger.sample(name)
 
 
-def settled(name: str, outcome: Outcome = Outcome.TRAINED) -> Event:
-    record = SampleOutcome(trajectory_id=name, group_id="g", outcome=outcome, step=1, policy_version=0, recorded_at=0.0)
+def settled(name: str, outcome: Outcome = Outcome.TRAINED, *, at: float = 0.0) -> Event:
+    record = SampleOutcome(trajectory_id=name, group_id="g", outcome=outcome, step=1, policy_version=0, recorded_at=at)
     return lambda ledger: ledger.outcome(record)
 
 
+def group(
+    state: GroupState = GroupState.OPEN, *, name: str = "g", size: int = 4, offset: int = 3, outcomes_from: int = 0
+) -> Event:
+    record = Group(
+        group_id=name, group_size=size, state=state, offset=offset, outcomes_from=outcomes_from, changed_at=0.0
+    )
+    return lambda ledger: ledger.group(name, record)
+
+
+def forgotten(ledger: Ledger) -> None:
+    ledger.group("g", None)
+
+
+def prompt(place: tuple[int, int] = (0, 3), size: int = 4, *, at_home: bool = True) -> Event:
+    return lambda ledger: ledger.prompt("g", size, place=place, at_home=at_home)
+
+
+def dead(place: tuple[int, int] = (0, 3)) -> Event:
+    return lambda ledger: ledger.dead_prompt(place)
+
+
+def audit_of(*events: Event, **since: float) -> Audit:
+    ledger = Ledger()
+    for event in events:
+        event(ledger)
+    return ledger.audit(**since)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
-class Life:
+class Course:
     """How far a trajectory came, and what the audit must say of it."""
 
     events: tuple[tuple[str, Callable[[str], Event]], ...]
     said: str
 
 
-TOPICS = ["requests", "snapshots", "samples", "outcomes", "prompts"]
+TOPICS = ["groups", "progress", "samples", "outcomes", "prompts"]
 
-LIVES = (
-    Life((), "not_opened"),
-    Life((("requests", request), ("snapshots", snapshot)), "in_a_turn"),
-    Life((("samples", finished),), "waiting"),
-    Life((("requests", request), ("snapshots", snapshot), ("snapshots", tombstone), ("samples", finished)), "waiting"),
-    Life((("samples", finished), ("outcomes", settled)), "trained"),
-    Life((("outcomes", lambda name: settled(name, Outcome.STALE)),), "stale"),
-    Life((("snapshots", snapshot), ("snapshots", tombstone)), "lost"),
-    Life((("requests", request),), "lost"),
-    Life((("samples", finished), ("outcomes", settled), ("outcomes", settled)), "doubled"),
-    Life((("samples", finished), ("samples", finished), ("outcomes", settled)), "doubled"),
+COURSES = (
+    Course((("progress", progress),), "in_a_turn"),
+    Course((("samples", finished),), "waiting"),
+    Course((("progress", progress), ("progress", tombstone), ("samples", finished)), "waiting"),
+    Course((("samples", finished), ("outcomes", settled)), "trained"),
+    Course((("outcomes", lambda name: settled(name, Outcome.STALE)),), "stale"),
+    Course((("progress", progress), ("progress", tombstone)), "lost"),
+    Course((("progress", tombstone),), "lost"),
+    Course((), "lost"),
+    Course((("samples", finished), ("outcomes", settled), ("outcomes", settled)), "doubled"),
+    Course((("samples", finished), ("samples", finished), ("outcomes", settled)), "doubled"),
 )
 
 
-@given(st.lists(st.sampled_from(LIVES), min_size=1, max_size=12), st.permutations(TOPICS))
-def test_every_trajectory_is_counted_where_it_is(lives: list[Life], order: list[str]) -> None:
+@given(st.lists(st.sampled_from(COURSES), min_size=1, max_size=12), st.permutations(TOPICS), st.booleans())
+def test_every_trajectory_of_an_opened_group_is_counted_where_it_is(
+    courses: list[Course], order: list[str], deleted: bool
+) -> None:
     topics: dict[str, list[Event]] = {name: [] for name in order}
-    topics["prompts"].append(
-        lambda ledger: ledger.prompt(Prompt(group_id="g", group_size=len(lives), environment="e", seed=0), place=(0, 0))
-    )
-    for index, life in enumerate(lives):
-        for topic, event in life.events:
+    topics["groups"].append(group(size=len(courses)))
+    if not deleted:  # after some days the group alone knows what was asked for
+        topics["prompts"].append(prompt(size=len(courses)))
+    for index, course in enumerate(courses):
+        for topic, event in course.events:
             topics[topic].append(event(trajectory_id("g", index)))
-    ledger = Ledger()
-    for name in order:
-        for fold in topics[name]:
-            fold(ledger)
-    audit = ledger.audit()
-    said = [life.said for life in lives]
-    assert audit.requested == len(lives)
-    assert audit.in_flight.not_opened == said.count("not_opened")
+    audit = audit_of(*(fold for name in order for fold in topics[name]))
+    said = [course.said for course in courses]
+    assert audit.requested == len(courses)
+    assert audit.in_flight.not_opened == 0
     assert audit.in_flight.in_a_turn == said.count("in_a_turn")
     assert audit.in_flight.waiting_for_trainer == said.count("waiting")
     assert audit.stale == said.count("stale")
@@ -123,16 +108,34 @@ def test_every_trajectory_is_counted_where_it_is(lives: list[Life], order: list[
     assert audit.clean == (not {"lost", "doubled"} & set(said))
 
 
-def audit_of(*events: Event) -> Audit:
-    ledger = Ledger()
-    for event in events:
-        event(ledger)
-    return ledger.audit()
-
-
-def prompt(place: tuple[int, int], size: int = 4) -> Event:
-    record = Prompt(group_id="g", group_size=size, environment="calculator", seed=1)
-    return lambda ledger: ledger.prompt(record, place=place)
+@given(
+    copies=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6),
+    known=st.sampled_from([None, *GroupState]),
+    order=st.randoms(use_true_random=False),
+)
+def test_a_group_is_asked_for_once_however_often_and_wherever_its_prompt_lies(
+    copies: list[tuple[int, bool]], known: GroupState | None, order: object
+) -> None:
+    """Partition 0 is the home; `known` None: nothing was decided at home yet."""
+    events = []
+    for offset, (partition, is_dead) in enumerate(copies):
+        events.append(prompt((partition, offset), at_home=partition == 0))
+        if is_dead:
+            events.append(dead((partition, offset)))
+    if known is not None:
+        events.append(group(known, offset=99))
+    order.shuffle(events)  # type: ignore[attr-defined]
+    audit = audit_of(*events)
+    assert audit.requested in (0, 4)
+    waits_at_home = any(partition == 0 and not is_dead for partition, is_dead in copies)
+    on_its_way = any(partition and not is_dead for partition, is_dead in copies)
+    nothing_at_home = all(partition for partition, _ in copies)
+    if known in (GroupState.OPEN, GroupState.SETTLED):
+        assert audit.requested == 4
+    elif known is GroupState.REFUSED:
+        assert audit.requested == 4 * waits_at_home
+    else:
+        assert audit.requested == 4 * (waits_at_home or (on_its_way and nothing_at_home))
 
 
 def test_a_second_prompt_of_a_known_group_asks_for_nothing() -> None:
@@ -140,9 +143,17 @@ def test_a_second_prompt_of_a_known_group_asks_for_nothing() -> None:
 
 
 def test_a_dead_lettered_prompt_asks_for_nothing_and_its_group_may_be_asked_for_again() -> None:
-    dead: Event = lambda ledger: ledger.dead_prompt((0, 3))  # noqa: E731
-    assert audit_of(dead, prompt((0, 3))).requested == 0
-    assert audit_of(prompt((0, 3)), dead, prompt((0, 7), size=2)).requested == 2
+    assert audit_of(dead(), prompt()).requested == 0
+    assert audit_of(prompt(), dead(), prompt((0, 7), size=2)).requested == 2
+    refused = group(GroupState.REFUSED, offset=3)
+    assert audit_of(prompt(), refused).requested == 0
+    assert audit_of(prompt(), refused, prompt((0, 7), size=2)).in_flight.not_opened == 2
+
+
+def test_a_forwarded_prompt_whose_copy_was_refused_asks_for_nothing() -> None:
+    assert audit_of(prompt((1, 5), at_home=False)).requested == 4
+    assert audit_of(prompt((1, 5), at_home=False), prompt((0, 3)), dead((0, 3))).requested == 0
+    assert audit_of(prompt((1, 5), at_home=False), group(GroupState.REFUSED)).requested == 0
 
 
 @pytest.mark.parametrize("what", [finished, settled])
@@ -152,10 +163,13 @@ def test_what_nobody_asked_for_is_named(what: Callable[[str], Event]) -> None:
     assert not audit.clean
 
 
-def test_expired_prompts_accuse_nobody() -> None:
-    ledger = Ledger()
-    settled("old:0")(ledger)
-    assert ledger.audit(prompts_expired=True).clean
+def test_what_is_older_than_the_log_keeps_accuses_nobody() -> None:
+    assert audit_of(settled("old:0", at=1.0), forgotten_before=2.0).clean
+    assert audit_of(group(), forgotten, settled("g:0", at=1.0), forgotten_before=2.0).clean
+    assert not audit_of(settled("new:0", at=3.0), forgotten_before=2.0).clean
+    half_deleted = audit_of(group(GroupState.SETTLED, outcomes_from=5), settled("g:1"), outcomes_from=6)
+    assert (half_deleted.requested, half_deleted.clean) == (1, True)
+    assert audit_of(group(GroupState.SETTLED, outcomes_from=5), outcomes_from=5).lost
 
 
 def test_the_terms_have_the_names_of_the_summary() -> None:

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from pipeline.accounting.ledger import Ledger
-from pipeline.report.history import History, fold_history
+from pipeline.report.history import RunHistory, fold_history
 from pipeline.report.machine import this_machine
 from pipeline.report.page import report_html
 from pipeline.report.summary import Success, Summary, summarise
-from schemas.prompts import Prompt
+from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
@@ -30,6 +30,7 @@ def turn(number: int, *, start: int, end: int, cached: int, at: float, worker: s
         turn=number,
         attempt=0,
         worker=worker,
+        sampling=Sampling(),
         start=start,
         end=end,
         cached_tokens=cached,
@@ -44,6 +45,7 @@ def sample(index: int, *, turns: Iterable[SampleTurn], versions: Iterable[int], 
         trajectory_id=f"g:{index}",
         group_id="g",
         group_size=2,
+        model_id="policy",
         environment="calculator",
         seed=1,
         tokens=b"",
@@ -126,11 +128,11 @@ RECORDS: list[Record] = [
 ]
 
 
-def summary_of(history: History) -> Summary:
+def summary_of(history: RunHistory) -> Summary:
     ledger = Ledger()
-    ledger.prompt(Prompt(group_id="g", group_size=2, environment="calculator", seed=1), place=(0, 0))
+    ledger.prompt("g", 2, place=(0, 0), at_home=True)
     for record in (FIRST, SECOND):
-        ledger.sample(record)
+        ledger.sample(record.trajectory_id)
     for index in (0, 1):
         ledger.outcome(outcome(index, Outcome.TRAINED))
     return summarise(

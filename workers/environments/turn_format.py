@@ -5,10 +5,12 @@ Keeps true
   Nothing that was sampled is ever decoded and encoded again.
 - An environment's text cannot forge a special token: only the format's own strings may contain those.
 
-A model folder says how its policy reads turns in `turn_format.json`:
+A model folder says how its policy reads turns by its chat template (see `chat_template.py`), or, where that does not
+fit or is not there, by a `turn_format.json`, which wins:
     {"first_prefix": "<|im_start|>user\\n", "prefix": "\\n<|im_start|>user\\n",
      "suffix": "<|im_end|>\\n<|im_start|>assistant\\n"}
-The stop tokens are the `eos_token_id` of its `generation_config.json`. Needs `tokenizers` alone, no torch.
+The stop tokens are the template's end of a turn and the `eos_token_id` of `generation_config.json`. Needs `tokenizers`
+and `jinja2` alone, no torch.
 """
 
 from collections.abc import Sequence
@@ -17,11 +19,20 @@ from typing import Any
 
 import msgspec
 
-from schemas.errors import UsageError
+from workers.environments.chat_template import (
+    FIX,
+    TEMPLATE_FILE,
+    TURNS,
+    eos_token,
+    framing_of,
+    has_template,
+    probes,
+    written,
+)
+from workers.environments.chat_template import TurnFormatError as TurnFormatError
 
-
-class TurnFormatError(UsageError):
-    """A model folder that does not say how its policy reads turns."""
+FORMAT_FILE, GENERATION_FILE = "turn_format.json", "generation_config.json"
+"""Files of a model folder."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,18 +57,57 @@ class TurnFormat:
         """Raises TurnFormatError when a file is missing or does not parse."""
         from tokenizers import Tokenizer
 
-        frame = _read(model_folder / "turn_format.json", Frame)
-        stops = _read(model_folder / "generation_config.json", _Generation).eos_token_id
+        own = (model_folder / FORMAT_FILE).exists()
+        if not own and not has_template(model_folder):
+            raise TurnFormatError(f"{model_folder} has neither a {TEMPLATE_FILE} nor a {FORMAT_FILE}: {FIX}")
         tokenizer_file = model_folder / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
         except Exception as error:  # tokenizers raises bare Exception for every broken file
             raise TurnFormatError(f"{tokenizer_file} is not a Hugging Face fast tokenizer: {error}") from error
-        self.stop_token_ids: tuple[int, ...] = (stops,) if isinstance(stops, int) else stops
-        self._first_prefix, self._prefix, self._suffix = (
-            self._encode(text) for text in (frame.first_prefix, frame.prefix, frame.suffix)
-        )
+        self._first_prefix: list[int] = []
+        self._prefix: list[int] = []
+        self._suffix: list[int] = []
+        self.stop_token_ids: tuple[int, ...] = ()
+        """Any of these ends an action; the first is what a demonstration ends one with."""
+        if own:
+            self._take_frame(_read(model_folder / FORMAT_FILE, Frame))
+            self.stop_token_ids = _stops(model_folder)
+        else:
+            self._take_template(model_folder)
+
+    def _take_template(self, folder: Path) -> None:
+        """Read turns as the folder's chat template does. Raises TurnFormatError."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        framing = framing_of(folder, special=[token.content for token in added if token.special])
+        wholes = {probe: self._encode("".join(written(framing, *probe, TURNS))) for probe in probes()}
+        self._take_frame(Frame(first_prefix=framing.first_prefix, prefix=framing.prefix, suffix=framing.suffix))
+        others = _stops(folder) if (folder / GENERATION_FILE).exists() else (self._id(eos_token(folder)),)
+        stops = (self._id(framing.stop), *others)
+        self.stop_token_ids = tuple(dict.fromkeys(stop for stop in stops if stop is not None))
+        for (observation, action), whole in wholes.items():
+            if self._conversation(observation, action, TURNS) != whole:
+                raise TurnFormatError(
+                    f"{folder}: its tokenizer joins {observation!r} or {action!r} with what its chat template puts "
+                    f"around it, so a context could not grow token by token: {FIX}"
+                )
+
+    def _take_frame(self, frame: Frame) -> None:
+        """From here on text cannot spell a special token."""
+        texts = frame.first_prefix, frame.prefix, frame.suffix
+        self._first_prefix, self._prefix, self._suffix = (self._encode(text) for text in texts)
         self._tokenizer.encode_special_tokens = True
+
+    def _conversation(self, observation: str, action: str, turns: int) -> list[int]:
+        """A conversation of so many observations as a context has it."""
+        tokens = self.observation_tokens(observation, first=True)
+        for _ in range(turns - 1):
+            tokens += self.action_tokens(action) + self.observation_tokens(observation, first=False)
+        return tokens
+
+    def _id(self, token: str) -> int | None:
+        found: int | None = self._tokenizer.token_to_id(token) if token else None
+        return found
 
     def observation_tokens(self, observation: str, *, first: bool) -> list[int]:
         """What an observation appends to the context."""
@@ -74,6 +124,11 @@ class TurnFormat:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _stops(folder: Path) -> tuple[int, ...]:
+    stops: int | tuple[int, ...] = _read(folder / GENERATION_FILE, _Generation).eos_token_id
+    return (stops,) if isinstance(stops, int) else stops
 
 
 def _read(path: Path, kind: type[Any]) -> Any:

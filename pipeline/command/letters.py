@@ -1,0 +1,227 @@
+"""`rose letters`: the dead letters of a log, looked at and sent back, mended or as they came.
+
+Keeps true
+- Nothing is sent back that would be refused again for what can be known here: bytes that are no record, a prompt of a
+  group that is taken, an environment that no worker has, sampling that cannot be learned from.
+- What is sent back goes under its original key to where its readers expect it: a prompt into the home of its group.
+- What is mended says that it is a record of its topic, whatever it said before.
+"""
+
+import sys
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.command.broker import log_of
+from pipeline.command.config import Config, load
+from pipeline.command.options import Common
+from pipeline.replay.search import find_group
+from schemas.errors import RecordError, UsageError
+from schemas.homes import home_of
+from schemas.prompts import Prompt, unpriced
+from schemas.record import Record
+from schemas.wire import SCHEMA_HEADER, decode, encode
+from topics.admin import reach
+from topics.catalog import PROMPTS, RECORD_TOPICS, Topic
+from topics.letters import Letter, read_letters, send_back
+from topics.reader import Reader
+from topics.records import Raw
+from topics.settings import BusSettings
+
+SHOWN_BYTES = 4_096
+"""Of a value that is neither text nor a record, so many are shown."""
+
+
+class LetterRefused(UsageError):
+    """What would be sent back would be refused again."""
+
+
+def list_letters(common: Common, topic: str | None) -> None:
+    """`rose letters list`: one line each."""
+    with log_of(load(common)) as settings:
+        reach(settings)
+        letters = list(read_letters(settings, *_topics(topic)))
+    for letter in letters:
+        key = (letter.raw.key or b"").decode(errors="replace")
+        again = f"  (sent back {_moment(letter.sent_back_at)})" if letter.sent_back_at is not None else ""
+        _say(f"{letter.place}  {_moment(letter.buried_at)}  {_line(letter.reason)}  key {key or '-'}{again}")
+    _say(f"{len(letters)} dead letters{f' of {topic}' if topic else ''}")
+
+
+def show_letter(common: Common, place: str) -> None:
+    """`rose letters show`: all of one."""
+    with log_of(load(common)) as settings:
+        reach(settings)
+        letter = _find(settings, place)
+    value = letter.raw.value
+    _say(f"place    {letter.place}")
+    _say(f"buried   {_moment(letter.buried_at)}")
+    if letter.sent_back_at is not None:
+        _say(f"sent     back to its topic {_moment(letter.sent_back_at)}")
+    _say(f"because  {letter.reason}")
+    _say(f"key      {_bytes(letter.raw.key)}")
+    for name, held in letter.raw.headers:
+        _say(f"header   {name} = {_bytes(held)}")
+    _say(f"value    {'none' if value is None else f'{len(value)} bytes'}")
+    _say(_told(letter))
+
+
+def retry_letter(
+    common: Common, place: str, edit: Path | None, changes: list[str] | None, *, again: bool = False
+) -> None:
+    """`rose letters retry`. Raises LetterRefused, or UsageError for a letter that was sent back before."""
+    with log_of(config := load(common)) as settings:
+        reach(settings)
+        letter = _find(settings, place)
+        if letter.sent_back_at is not None and not again:
+            raise UsageError(f"{place} was sent back {_moment(letter.sent_back_at)}: --again sends it once more")
+        raw = mended(letter, edit, changes or [])
+        record, partition = _checked(letter, raw), letter.partition
+        if isinstance(record, Prompt):
+            _check_prompt(settings, config, record)
+            with closing(Reader(settings, "rose-letters", group="log")) as reader:
+                partition = home_of(record.group_id, reader.partitions(PROMPTS))
+            raw = raw._replace(key=raw.key or record.group_id.encode())
+        send_back(settings, letter, raw, partition=partition)
+    _say(f"{place} was sent back to {letter.topic.name} partition {partition}")
+
+
+def mended(letter: Letter, edit: Path | None, changes: list[str]) -> Raw:
+    """The message to send: the letter's own, or one with the bytes of a file, or with fields set. Raises UsageError.
+
+    A file whose text is a JSON object is the record written out as `rose letters show` does, bytes in base64.
+    """
+    if edit is None and not changes:
+        return letter.raw
+    value = letter.raw.value or b""
+    if edit is not None:
+        try:
+            value = edit.read_bytes()
+        except OSError as error:
+            raise UsageError(f"cannot read {edit}: {error.strerror}") from None
+        value = _from_json(letter.topic, value)
+    if changes:
+        value = _with(changes, letter, value)
+    schema = SCHEMA_HEADER, _record(letter.topic).SCHEMA.encode()
+    others = (header for header in letter.raw.headers if header[0] != SCHEMA_HEADER)
+    return letter.raw._replace(value=value, headers=(schema, *others))
+
+
+def _with(changes: list[str], letter: Letter, value: bytes) -> bytes:
+    """The record's bytes with some fields said anew."""
+    fields = _fields(value)
+    if fields is None:
+        raise UsageError(f"{letter.place} holds no fields that could be set: send mended bytes by --edit FILE")
+    known = {field.encode_name for field in msgspec.structs.fields(_record(letter.topic))}
+    for change in changes:
+        name, equals, said = change.partition("=")
+        if not equals or name not in known:
+            raise UsageError(f"--field {change}: write it as FIELD=VALUE; the fields are {', '.join(sorted(known))}")
+        fields[name] = _from_text(said)
+    try:
+        return msgspec.msgpack.encode(fields)
+    except (msgspec.MsgspecError, OverflowError) as error:
+        raise LetterRefused(f"{letter.place} cannot be written: {error}") from None
+
+
+def _checked(letter: Letter, raw: Raw) -> Record:
+    try:
+        return decode(_record(letter.topic), raw.value or b"", raw.headers)
+    except RecordError as error:
+        raise LetterRefused(f"{letter.place} would be refused again: {error}") from None
+
+
+def _check_prompt(settings: BusSettings, config: Config, prompt: Prompt) -> None:
+    if prompt.environment not in config.environments:
+        raise LetterRefused(
+            f"group {prompt.group_id} would be refused again: the workers of this configuration run "
+            f"{', '.join(config.environments)}, not {prompt.environment}"
+        )
+    if prompt.sampling is not None and (reason := unpriced(prompt.sampling)):
+        raise LetterRefused(f"group {prompt.group_id} would be refused again: {reason}")
+    if find_group(settings, prompt.group_id).opened:
+        raise LetterRefused(
+            f"group {prompt.group_id} would be refused again: its id is taken; give it one of its own "
+            "by --field group_id=ID"
+        )
+
+
+def _find(settings: BusSettings, place: str) -> Letter:
+    """The letter that lay there. Raises UsageError."""
+    name, _, rest = place.removeprefix(settings.namespace).partition("/")
+    for letter in read_letters(settings, *_topics(name)):
+        if letter.place == f"{name}/{rest}":
+            return letter
+    raise UsageError(f"no dead letter lay at {place}: `rose letters list` names their places")
+
+
+def _topics(name: str | None) -> tuple[Topic, ...]:
+    found = tuple(topic for topic in RECORD_TOPICS if name is None or topic.name == name)
+    if not found:
+        raise UsageError(f"there is no topic {name}; there are {', '.join(topic.name for topic in RECORD_TOPICS)}")
+    return found
+
+
+def _record(topic: Topic) -> type[Record]:
+    assert topic.record is not None
+    return topic.record
+
+
+def _from_json(topic: Topic, data: bytes) -> bytes:
+    if topic is PROMPTS or not data.lstrip().startswith(b"{"):
+        return data.strip() if topic is PROMPTS else data
+    try:
+        return encode(msgspec.json.decode(data, type=_record(topic)))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecordError) as error:
+        raise LetterRefused(f"the file is no {_record(topic).SCHEMA}: {error}") from None
+
+
+def _from_text(said: str) -> Any:
+    try:
+        return msgspec.json.decode(said)
+    except msgspec.DecodeError:
+        return said
+
+
+def _fields(value: bytes) -> dict[str, Any] | None:
+    """The record's fields as plain values; None if the bytes are no map."""
+    try:
+        decoded = msgspec.json.decode(value) if value[:1] == b"{" else msgspec.msgpack.decode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return decoded if isinstance(decoded, dict) else None
+
+
+def _told(letter: Letter) -> str:
+    """The value for a person: its fields as JSON, else text, else hexadecimal."""
+    value = letter.raw.value
+    if value is None:
+        return ""
+    fields = _fields(value)
+    if fields is not None:
+        return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode()
+    more = f"\n... {len(value) - SHOWN_BYTES} bytes more" if len(value) > SHOWN_BYTES else ""
+    return _bytes(value[:SHOWN_BYTES]) + more
+
+
+def _bytes(held: bytes | None) -> str:
+    """As text where it is some, else in hexadecimal."""
+    if held is None:
+        return "none"
+    text = held.decode(errors="replace")
+    return text if "�" not in text and all(each.isprintable() or each in "\n\t" for each in text) else held.hex()
+
+
+def _line(reason: str) -> str:
+    return " ".join(reason.split())
+
+
+def _moment(unix_seconds: float) -> str:
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")

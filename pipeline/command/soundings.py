@@ -1,0 +1,200 @@
+"""What the broker itself knows of a run: who is a member of which group, how far everybody has read, what waits.
+
+Keeps true
+- It only asks; a broker that does not answer leaves the last sounding standing, and says that it did not.
+- Offsets count transactions' markers too: what waits is counted by reading where it could be few.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from threading import Event, Thread
+from time import monotonic
+from typing import Any
+
+from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec
+
+from schemas.errors import RoseError
+from topics.admin import reach
+from topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, RECORD_TOPICS, REQUESTED, SAMPLES, Topic
+from topics.errors import TopicMissing
+from topics.letters import read_letters
+from topics.messages import read_keyed
+from topics.records import Place
+from topics.settings import BusSettings
+
+CLIENT = "rose-status"
+
+ENVIRONMENT_GROUP, ROUTER_GROUP = "environment", "router"
+"""The consumer groups of all environment workers and of all routers."""
+
+ANSWER_SECONDS = 3.0
+"""How long one question to the broker may take."""
+
+EVERY_SECONDS = 2.0
+"""Between two soundings."""
+
+COUNTED = 1_000
+"""Up to so many offsets, the prompts that wait are counted one by one; above, markers of transactions count too."""
+
+LAGGING = {ENVIRONMENT_GROUP: (PROMPTS, COMPLETED), ROUTER_GROUP: (REQUESTED,)}
+"""Whose committed offsets say how far which topics are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sounding:
+    """The broker's answers."""
+
+    at: float
+    """Seconds on this machine's monotonic clock."""
+    ends: Mapping[Place, int] = field(default_factory=dict)
+    """Next offset of every partition."""
+    environment_workers: int | None = None
+    homes_owned: int | None = None
+    homes: int = 0
+    routers: int | None = None
+    """Members of the routers' group: one serves, the others wait."""
+    lag: Mapping[Topic, int] = field(default_factory=dict)
+    """Offsets that the topic's consumer has not come to."""
+    prompts_waiting: int = 0
+    letters: Mapping[str, int] = field(default_factory=dict)
+    """Dead letters by topic."""
+
+    def end(self, topic: Topic) -> int:
+        """Of all partitions together."""
+        return sum(offset for (other, _), offset in self.ends.items() if other is topic)
+
+
+class Sounder:
+    """Sounds a broker out. Raises BrokerUnreachable or TopicMissing at the start; later a failure is None."""
+
+    def __init__(self, settings: BusSettings) -> None:
+        self._settings = settings
+        self._client = reach(settings)
+        self._places = _places(self._client, settings)
+        self._letters: tuple[int, dict[str, int]] = (-1, {})
+
+    def sound(self) -> Sounding | None:
+        """Ask everything once; None when the broker does not answer."""
+        try:
+            ends = self._ends(self._places)
+            committed = {group: self._committed(group, topics) for group, topics in LAGGING.items()}
+            lag = {
+                topic: sum(max(0, ends[place] - read[place]) for place in self._places if place[0] is topic)
+                for group, read in committed.items()
+                for topic in LAGGING[group]
+            }
+            workers, owned = self._members(ENVIRONMENT_GROUP)
+            routers, _ = self._members(ROUTER_GROUP)
+            return Sounding(
+                at=monotonic(),
+                ends=ends,
+                environment_workers=workers,
+                homes_owned=owned,
+                homes=sum(topic is PROMPTS for topic, _ in self._places),
+                routers=routers,
+                lag=lag,
+                prompts_waiting=self._waiting(committed[ENVIRONMENT_GROUP], lag[PROMPTS]),
+                letters=self._count_letters(ends),
+            )
+        except (KafkaException, RoseError):
+            return None
+
+    def _ends(self, places: list[Place]) -> dict[Place, int]:
+        asked = {TopicPartition(self._name(place[0]), place[1]): OffsetSpec.latest() for place in places}
+        names = {(self._name(topic), part): (topic, part) for topic, part in places}
+        answers = self._client.list_offsets(asked, request_timeout=ANSWER_SECONDS)
+        return {names[each.topic, each.partition]: future.result().offset for each, future in answers.items()}
+
+    def _committed(self, group: str, topics: tuple[Topic, ...]) -> dict[Place, int]:
+        """The next offset that the group reads of each partition; 0 where it has committed none."""
+        places = [place for place in self._places if place[0] in topics]
+        wanted = [TopicPartition(self._name(topic), part) for topic, part in places]
+        asked = [ConsumerGroupTopicPartitions(self._settings.name(group), wanted)]
+        answers = self._client.list_consumer_group_offsets(asked, request_timeout=ANSWER_SECONDS)
+        found = next(iter(answers.values())).result().topic_partitions
+        offsets = {(each.topic, each.partition): max(0, each.offset) for each in found}
+        return {(topic, part): offsets.get((self._name(topic), part), 0) for topic, part in places}
+
+    def _members(self, group: str) -> tuple[int, int]:
+        """Members of a group, and the homes that they own together."""
+        name = self._settings.name(group)
+        described = self._client.describe_consumer_groups([name], request_timeout=ANSWER_SECONDS)[name].result()
+        prompts = self._name(PROMPTS)
+        owned = {
+            each.partition
+            for member in described.members
+            for each in (member.assignment.topic_partitions if member.assignment else ())
+            if each.topic == prompts
+        }
+        return len(described.members), len(owned)
+
+    def _waiting(self, read: Mapping[Place, int], lag: int) -> int:
+        if not 0 < lag <= COUNTED:
+            return lag
+        begins = {place: offset for place, offset in read.items() if place[0] is PROMPTS}
+        return sum(1 for _ in read_keyed(self._settings, begins, client_id=CLIENT))
+
+    def _count_letters(self, ends: Mapping[Place, int]) -> dict[str, int]:
+        """Counted anew when there is something new."""
+        end = sum(self._letter_ends())
+        if end != self._letters[0]:
+            counts: dict[str, int] = {}
+            for letter in read_letters(self._settings, *RECORD_TOPICS, client_id=CLIENT):
+                if letter.sent_back_at is None:
+                    counts[letter.topic.name] = counts.get(letter.topic.name, 0) + 1
+            self._letters = end, counts
+        return self._letters[1]
+
+    def _letter_ends(self) -> list[int]:
+        names = [f"{self._settings.namespace}{topic.dead_letters}" for topic in RECORD_TOPICS]
+        asked = {TopicPartition(name, 0): OffsetSpec.latest() for name in names}
+        answers = self._client.list_offsets(asked, request_timeout=ANSWER_SECONDS)
+        return [future.result().offset for future in answers.values()]
+
+    def _name(self, topic: Topic) -> str:
+        return self._settings.topic(topic)
+
+
+class SoundingThread:
+    """Sounds on a thread of its own, so that a broker that does not answer holds nobody up."""
+
+    def __init__(self, settings: BusSettings) -> None:
+        """Raises BrokerUnreachable or TopicMissing."""
+        self._sounder = Sounder(settings)
+        self._stop = Event()
+        self.latest: Sounding | None = None
+        self.dispatched_at = monotonic()
+        """When a turn was last seen to be sent to an executor, or the beginning."""
+        self.answered_at = monotonic()
+        """When the broker last answered."""
+        self._thread = Thread(target=self._run, name="soundings", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(ANSWER_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            found = self._sounder.sound()
+            if found is not None:
+                before, self.latest, self.answered_at = self.latest, found, found.at
+                if before is not None and found.end(DISPATCHED) != before.end(DISPATCHED):
+                    self.dispatched_at = found.at
+            self._stop.wait(EVERY_SECONDS)
+
+
+def _places(client: AdminClient, settings: BusSettings) -> list[Place]:
+    there: Any = client.list_topics(timeout=ANSWER_SECONDS).topics
+    return [
+        (topic, partition)
+        for topic in (PROMPTS, REQUESTED, DISPATCHED, COMPLETED, SAMPLES, OUTCOMES)
+        for partition in _partitions(there, settings.topic(topic))
+    ]
+
+
+def _partitions(there: Any, name: str) -> list[int]:
+    if name not in there:
+        raise TopicMissing(name)
+    return list(there[name].partitions)

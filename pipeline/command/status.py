@@ -1,0 +1,109 @@
+"""`rose status`: one look at a run, on one screen.
+
+Keeps true
+- It looks for longer than a heartbeat is good for: an executor that lives is heard.
+- The exit status is 1 exactly when something is unwell.
+"""
+
+import sys
+import time
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.command.broker import log_of
+from pipeline.command.config import load
+from pipeline.command.diagnosis import Facts, Finding, Severity, diagnose
+from pipeline.command.options import Common
+from pipeline.command.screen import executor_table, finding_lines, work_line
+from pipeline.command.soundings import Sounding
+from pipeline.command.watching import Watch
+from schemas.errors import RoseError
+from topics.admin import reach
+
+LOOK_SECONDS = 2.5
+"""How long one look lasts; an executor speaks several times in it, and its word is good for 2 s."""
+
+LONGEST_SECONDS = 20.0
+"""How long the log's present state may take to read."""
+
+READ_SECONDS = 0.1
+"""Longest wait for records between two looks at the clock."""
+
+
+class Unwell(RoseError):
+    """Something has to be mended."""
+
+
+def show_status(common: Common, *, as_json: bool) -> None:
+    """Look, and tell. Raises Unwell, BrokerUnreachable, TopicMissing or BusError."""
+    config = load(common)
+    settings = config.settings
+    with log_of(config) as bus:
+        reach(bus)
+        watch = Watch(
+            bus,
+            whole=False,
+            window_groups=settings.environment.window_groups,
+            max_lag_versions=settings.router.max_lag_versions,
+        )
+        try:
+            began = time.monotonic()
+            while (looked := time.monotonic() - began) < LOOK_SECONDS or not _enough(watch, looked):
+                watch.read(READ_SECONDS)
+            facts, sounding, versions = watch.facts(), watch.sounding, watch.view.versions
+        finally:
+            watch.close()
+    findings = diagnose(facts)
+    if as_json:
+        told = msgspec.json.encode(_plain(facts, findings, sounding, versions))
+        sys.stdout.write(f"{msgspec.json.format(told, indent=2).decode()}\n")
+    else:
+        _print(facts, findings, sounding, versions, title=f"ROSE on {bus.bootstrap}{_of(bus.namespace)}")
+    unwell = [finding.sentence for finding in findings if finding.severity is Severity.UNWELL]
+    if unwell:
+        more = f"; and {len(unwell) - 1} more to mend" if len(unwell) > 1 else ""
+        raise Unwell(f"unwell: {unwell[0]}{more}")
+
+
+def _enough(watch: Watch, looked_seconds: float) -> bool:
+    return (watch.caught_up and watch.sounding is not None) or looked_seconds > LONGEST_SECONDS
+
+
+def _print(facts: Facts, findings: list[Finding], sounding: Sounding | None, versions: int, *, title: str) -> None:
+    console = Console()
+    console.print(Text(title, "bold"))
+    console.print(executor_table(facts.executors))
+    console.print()
+    console.print(work_line(facts))
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", min_width=12)
+    table.add_column()
+    newest = f", the newest is {facts.newest_version}" if versions else ""
+    table.add_row("versions", f"{versions} on the log{newest}")
+    if sounding is not None:
+        owned = f", {sounding.homes_owned} of {sounding.homes} homes owned"
+        table.add_row("environments", f"{sounding.environment_workers} workers{owned}")
+        table.add_row("routers", str(sounding.routers))
+        lag = ", ".join(f"{count} in {topic.name}" for topic, count in sounding.lag.items())
+        table.add_row("behind by", f"{lag} (offsets)")
+    console.print(table, highlight=False)
+    console.print()
+    for line in finding_lines(findings):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _plain(facts: Facts, findings: list[Finding], sounding: Sounding | None, versions: int) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(facts)
+    told["versions"] = versions
+    told["lag"] = {topic.name: count for topic, count in sounding.lag.items()} if sounding is not None else {}
+    told["findings"] = msgspec.to_builtins(findings)
+    told["well"] = all(finding.severity is not Severity.UNWELL for finding in findings)
+    return told
+
+
+def _of(namespace: str) -> str:
+    return f", {namespace}*" if namespace else ""

@@ -1,0 +1,117 @@
+"""`rose replay` and `rose why`: what the log says of one trajectory or group."""
+
+import sys
+from contextlib import closing
+
+from pipeline.command.broker import log_of
+from pipeline.command.config import load
+from pipeline.command.options import Common
+from pipeline.command.soundings import ENVIRONMENT_GROUP
+from pipeline.replay.life import fold_lives
+from pipeline.replay.search import GroupFound, TrajectoryFound, UnknownTrajectory, find_group, find_trajectory
+from pipeline.replay.text import told
+from pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
+from schemas.homes import home_of
+from topics.admin import reach
+from topics.catalog import PROMPTS, Topic
+from topics.reader import Reader
+from topics.records import Place
+from topics.settings import BusSettings
+from workers.environments.turn_format import TurnFormat, TurnFormatError
+
+
+def replay_trajectory(common: Common, trajectory: str) -> None:
+    """`rose replay`. Raises UnknownTrajectory."""
+    config = load(common)
+    with log_of(config) as settings:
+        reach(settings)
+        group, index = _group_and_index(settings, trajectory)
+        if group.size is None or index is None:
+            raise UnknownTrajectory(trajectory)
+        found = find_trajectory(settings, group, trajectory).found
+    decode = None
+    try:
+        decode = TurnFormat(config.settings.environment.model_folder).action_text
+    except TurnFormatError as error:
+        sys.stderr.write(f"without text: {error}\n")
+    for line in told(fold_lives(trajectory, found), decode):
+        sys.stdout.write(f"{line}\n")
+
+
+def tell_why(common: Common, name: str) -> None:
+    """`rose why`, of a trajectory or a group. Raises UnknownTrajectory."""
+    with log_of(load(common)) as settings:
+        reach(settings)
+        whole_group = find_group(settings, name)
+        group, index = (whole_group, None) if _is_known(whole_group) else _group_and_index(settings, name)
+        if not _is_known(group) or (group is not whole_group and index is None):
+            raise UnknownTrajectory(name)
+        found = find_trajectory(settings, group, name)
+        facts = _group_facts(settings, group, found)
+    if index is None:
+        sys.stdout.write(f"group {name} {why_group(facts)}\n")
+        return
+    sys.stdout.write(f"{name}: {why_trajectory(facts, _trajectory_facts(name, found))}\n")
+
+
+def _group_and_index(settings: BusSettings, trajectory: str) -> tuple[GroupFound, int | None]:
+    """The trajectory's group, and its index there; None if the group has no such trajectory."""
+    group_id, _, index = trajectory.rpartition(":")
+    group = find_group(settings, group_id)
+    known = index.isdecimal() and (group.size is None or int(index) < group.size)
+    return group, int(index) if known else None
+
+
+def _is_known(group: GroupFound) -> bool:
+    return group.size is not None or bool(group.letters)
+
+
+def _group_facts(settings: BusSettings, group: GroupFound, found: TrajectoryFound) -> GroupFacts:
+    prompts: list[PromptAt] = []
+    refused = {(letter.partition, letter.offset): letter.reason for letter in group.letters}
+    with closing(Reader(settings, "rose-why", group=ENVIRONMENT_GROUP)) as reader:
+        homes = reader.partitions(PROMPTS)
+        places: list[Place] = [(PROMPTS, prompt.partition) for prompt in group.prompts]
+        read = reader.committed(places) if places else {}
+    home = home_of(group.group_id, homes)
+    for prompt in group.prompts:
+        place = prompt.partition, prompt.offset
+        prompts.append(
+            PromptAt(
+                place=_place(PROMPTS, *place),
+                home=home,
+                at_home=prompt.partition == home,
+                refused=refused.pop(place, None),
+                before=max(0, prompt.offset - (read[PROMPTS, prompt.partition] or 0)),
+            )
+        )
+    for (partition, offset), reason in refused.items():  # the prompt itself is on the log no more, or never decoded
+        at_home = partition == home
+        prompts.append(PromptAt(place=_place(PROMPTS, partition, offset), home=home, at_home=at_home, refused=reason))
+    return GroupFacts(
+        group_id=group.group_id,
+        group=group.record,
+        prompts=tuple(prompts),
+        open_at_home=group.open_at_home,
+        size=group.size or 0,
+        live=frozenset(found.live),
+        sampled=frozenset(found.sampled),
+        settled=tuple(found.settled),
+    )
+
+
+def _trajectory_facts(name: str, found: TrajectoryFound) -> TrajectoryFacts:
+    own = found.found
+    return TrajectoryFacts(
+        trajectory_id=name,
+        progress=found.progress,
+        requests=tuple(own.requests),
+        dispatches=tuple(own.dispatches),
+        results=tuple(own.results),
+        samples=tuple(own.samples),
+        outcomes=tuple(own.outcomes),
+    )
+
+
+def _place(topic: Topic, partition: int, offset: int) -> str:
+    return f"{topic.name}/{partition}/{offset}"

@@ -1,0 +1,143 @@
+"""Looking at a run: records folded into a `View`, soundings of the broker, and the facts that both give.
+
+Keeps true
+- Reading begins where the present state begins: open groups and their outcomes, live trajectories, a minute of
+  heartbeats. What lies before the end that the topics had at the start is history: it moves nothing.
+"""
+
+import time
+
+from pipeline.command.diagnosis import Facts
+from pipeline.command.soundings import Sounding, SoundingThread
+from pipeline.command.view import View
+from schemas.environments import Group, GroupState
+from topics.catalog import COMPLETED, GROUPS, HEARTBEATS, MANIFESTS, OUTCOMES, PROGRESS, SAMPLES, Topic
+from topics.log import read_topics
+from topics.reader import Reader
+from topics.records import EndOfPartition, Envelope, Place
+from topics.settings import BusSettings
+
+HEARTBEATS_SECONDS = 60.0
+"""Executors that were silent for longer before the looking began are not known."""
+
+BATCH = 2_000
+"""Records taken at once."""
+
+
+class Watch:
+    """A run as it goes on. `read` it often; `close` it."""
+
+    def __init__(self, settings: BusSettings, *, whole: bool, window_groups: int, max_lag_versions: int) -> None:
+        """`whole`: from the run's beginning, so that its counts are complete. `window_groups`: of one worker.
+
+        Raises BrokerUnreachable, TopicMissing or BusError.
+        """
+        self._window_groups = window_groups
+        self._max_lag_versions = max_lag_versions
+        self.view = View(began=time.monotonic())
+        self._soundings = SoundingThread(settings)
+        self._reader = Reader(settings, "rose-watch", group="watch", ends=True)
+        self._history: dict[Place, int] = {}
+        self._behind: set[Place] = set()
+        self._assign(settings, whole=whole)
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether all that was there at the beginning has been read."""
+        return not self._behind
+
+    @property
+    def sounding(self) -> Sounding | None:
+        """The broker's newest answers; None until the first."""
+        return self._soundings.latest
+
+    @property
+    def unanswered_seconds(self) -> float:
+        """Since the broker last answered."""
+        return time.monotonic() - self._soundings.answered_at
+
+    def read(self, seconds: float) -> None:
+        """Take in what came, waiting for it so long at most. Raises TopicMissing or BusError."""
+        for item in self._reader.read(BATCH, seconds):
+            if isinstance(item, EndOfPartition):
+                self._behind.discard((item.topic, item.partition))
+            elif isinstance(item, Envelope):
+                self._take(item)
+
+    def facts(self) -> Facts:
+        """What is known at this moment."""
+        now, view, sounding = time.monotonic(), self.view, self.sounding
+        known = sounding or Sounding(at=now)
+        workers = known.environment_workers
+        return Facts(
+            executors=view.present(now),
+            newest_version=view.version,
+            max_lag_versions=self._max_lag_versions,
+            environment_workers=workers,
+            homes=known.homes,
+            homes_owned=known.homes_owned,
+            routers=known.routers,
+            prompts_waiting=known.prompts_waiting,
+            open_groups=view.open_groups,
+            window_groups=self._window_groups * workers if workers else None,
+            in_a_turn=view.in_a_turn,
+            waiting_for_trainer=view.waiting_for_trainer,
+            results_waiting=known.lag.get(COMPLETED, 0),
+            applied_seconds=now - max(view.began, view.applied_at),
+            dispatched_seconds=now - self._soundings.dispatched_at,
+            settled_seconds=now - max(view.began, view.settled_at, view.sampled_at),
+            letters=known.letters,
+        )
+
+    def close(self) -> None:
+        self._soundings.close()
+        self._reader.close()
+
+    def _take(self, envelope: Envelope) -> None:
+        place = envelope.topic, envelope.partition
+        fresh = envelope.offset >= self._history.get(place, 0)
+        now = time.monotonic()
+        if envelope.topic is PROGRESS:
+            self.view.progress(envelope.key, now, live=envelope.record is not None, fresh=fresh)
+        elif envelope.record is not None:
+            self.view.take(envelope.record, now, fresh=fresh, wall=time.time())
+
+    def _assign(self, settings: BusSettings, *, whole: bool) -> None:
+        topics = (HEARTBEATS, MANIFESTS, GROUPS, PROGRESS, OUTCOMES, COMPLETED, SAMPLES)
+        places: list[Place] = [(topic, part) for topic in topics for part in range(self._reader.partitions(topic))]
+        bounds = {place: self._reader.watermarks(place) for place in places}
+        self._history = {place: end for place, (_, end) in bounds.items()}
+        beats = [place for place in places if place[0] is HEARTBEATS]
+        recent = self._reader.offsets_at(beats, time.time() - HEARTBEATS_SECONDS)
+        open_from = self._open_groups_from(settings)
+        begins: dict[Place, int] = {}
+        for place, (low, end) in bounds.items():
+            begins[place] = _begin(place[0], low, end, whole=whole, recent=recent.get(place, end), open_from=open_from)
+        self._behind = {place for place, begin in begins.items() if begin < bounds[place][1]}
+        self._reader.assign(begins)
+
+    def _open_groups_from(self, settings: BusSettings) -> int | None:
+        """Take the groups in; the offset from which the outcomes of the open ones lie, None where none is open."""
+        newest: dict[str, Group] = {}
+        for envelope in read_topics(settings, [GROUPS], client_id="rose-watch"):
+            if isinstance(envelope.record, Group):
+                newest[envelope.record.group_id] = envelope.record
+        opened = [group for group in newest.values() if group.state is GroupState.OPEN]
+        for group in newest.values():
+            self.view.take(group, self.view.began, fresh=False)
+        return min((group.outcomes_from for group in opened), default=None)
+
+
+def _begin(topic: Topic, low: int, end: int, *, whole: bool, recent: int, open_from: int | None) -> int:
+    """The offset at which to begin with a partition."""
+    if topic is HEARTBEATS:
+        return recent
+    if topic in (MANIFESTS, PROGRESS):
+        return low
+    if topic is GROUPS:
+        return end
+    if whole:
+        return low
+    if topic is OUTCOMES and open_from is not None:
+        return max(low, min(open_from, end))
+    return end

@@ -1,0 +1,209 @@
+"""Finding what the log holds of one group or trajectory, reading little else.
+
+Keeps true
+- Of the home's topics its home partition alone is read, from `CLOCKS_APART_SECONDS` before its prompt was stamped;
+  and what belongs to others is not decoded.
+- A prompt is found wherever it lies: in its home, or on its way there.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from pipeline.replay.life import Found, keep
+from schemas.environments import Group, GroupState, TrajectoryProgress
+from schemas.errors import RecordError, UsageError
+from schemas.homes import home_of
+from schemas.prompts import Prompt
+from schemas.record import Record
+from schemas.samples import Sample, SampleOutcome
+from schemas.wire import decode
+from topics.catalog import COMPLETED, DISPATCHED, GROUPS, OUTCOMES, PROGRESS, PROMPTS, REQUESTED, SAMPLES, Topic
+from topics.letters import Letter, read_letters
+from topics.messages import Keyed, read_keyed, whole
+from topics.reader import Reader
+from topics.records import Place
+from topics.settings import BusSettings
+
+CLIENT = "rose-replay"
+
+CLOCKS_APART_SECONDS = 3600.0
+"""By as much the clocks may differ of who stamped a prompt and of who stamped what followed from it."""
+
+R = TypeVar("R", bound=Record)
+
+
+class UnknownTrajectory(UsageError):
+    """Nothing on the log is of this trajectory."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the log knows no trajectory {name}: ids are GROUP_ID:INDEX, and a prompt's group_id begins them"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFound:
+    """A prompt and where it lies."""
+
+    prompt: Prompt
+    partition: int
+    offset: int
+    stamp: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFound:
+    """What the log says of a group."""
+
+    group_id: str
+    home: int
+    record: Group | None
+    """The newest of its home; None: the home knows nothing of it."""
+    prompts: tuple[PromptFound, ...]
+    """By partition and offset; where its record is of an opened group, the one that opened it, if it is still kept."""
+    letters: tuple[Letter, ...]
+    """Its prompts that were refused, oldest first."""
+    open_at_home: int
+    """Groups of its home that are open."""
+
+    @property
+    def size(self) -> int | None:
+        """Trajectories; None: nothing on the log is of this group."""
+        sizes = [found.prompt.group_size for found in self.prompts]
+        return self.record.group_size if self.record is not None else next(iter(sizes), None)
+
+    @property
+    def opened(self) -> bool:
+        return self.record is not None and self.record.state is not GroupState.REFUSED
+
+
+@dataclass(slots=True)
+class TrajectoryFound:
+    """What the log says of a trajectory and of its group's others."""
+
+    found: Found
+    progress: TrajectoryProgress | None = None
+    """None: it is not live."""
+    live: set[str] = field(default_factory=set)
+    """Of its group, those under way."""
+    sampled: set[str] = field(default_factory=set)
+    """Of its group, those with a sample."""
+    settled: list[SampleOutcome] = field(default_factory=list)
+    """Of its group, in the order of the log."""
+
+
+def find_group(settings: BusSettings, group_id: str) -> GroupFound:
+    """Raises TopicMissing or BusError."""
+    homes = whole(settings, [PROMPTS], client_id=CLIENT)
+    home = home_of(group_id, len(homes))
+    groups: dict[str, Group | None] = {}
+    for message in read_keyed(settings, {(GROUPS, home): 0}, client_id=CLIENT):
+        groups[message.key] = _decoded(Group, message)
+    record = groups.get(group_id)
+    begins: Mapping[Place, int] = homes
+    if record is not None and record.state is not GroupState.REFUSED:
+        begins = {(PROMPTS, home): record.offset}
+    prompts = []
+    for message in read_keyed(settings, begins, client_id=CLIENT):
+        prompt = _prompt_of(group_id, message)
+        if prompt is not None:
+            prompts.append(PromptFound(prompt, message.partition, message.offset, message.timestamp_seconds))
+            if begins is not homes:
+                break
+    letters = tuple(
+        letter
+        for letter in read_letters(settings, PROMPTS, client_id=CLIENT)
+        if _names(letter.raw.value, group_id) or (letter.raw.key or b"") == group_id.encode()
+    )
+    prompts.sort(key=lambda found: (found.partition, found.offset))
+    open_at_home = sum(group is not None and group.state is GroupState.OPEN for group in groups.values())
+    return GroupFound(group_id, home, record, tuple(prompts), letters, open_at_home)
+
+
+def find_trajectory(settings: BusSettings, group: GroupFound, trajectory_id: str) -> TrajectoryFound:
+    """Everything of one trajectory. Raises TopicMissing or BusError."""
+    result = TrajectoryFound(Found())
+    for message in read_keyed(settings, {(PROGRESS, group.home): 0}, client_id=CLIENT):
+        if message.key.rpartition(":")[0] == group.group_id:
+            (result.live.discard if message.raw.value is None else result.live.add)(message.key)
+            if message.key == trajectory_id:
+                result.progress = _decoded(TrajectoryProgress, message)
+    records = _records(settings, group, trajectory_id, result)
+    keep(result.found, [group.prompts[0].prompt] if group.prompts else [])
+    keep(result.found, records)
+    return result
+
+
+def _records(settings: BusSettings, group: GroupFound, trajectory_id: str, result: TrajectoryFound) -> Iterator[Record]:
+    begins = _begins(settings, group)
+    for message in read_keyed(settings, begins, client_id=CLIENT):
+        if message.topic in (REQUESTED, COMPLETED):
+            stamp, since = message.timestamp_seconds, result.found.since
+            result.found.since = stamp if since is None else min(since, stamp)
+        record: Record | None = None
+        if message.topic is SAMPLES:
+            record = _sample(message, group.group_id, trajectory_id, result)
+        elif message.topic is OUTCOMES:
+            record = _outcome(message, group.group_id, trajectory_id, result)
+        elif message.key == trajectory_id:
+            assert message.topic.record is not None
+            record = _decoded(message.topic.record, message)
+        if record is not None:
+            yield record
+
+
+def _begins(settings: BusSettings, group: GroupFound) -> dict[Place, int]:
+    """Where to begin in each partition that may hold something of the group."""
+    spread: tuple[Topic, ...] = (DISPATCHED, SAMPLES, OUTCOMES)
+    places: list[Place] = [(REQUESTED, group.home), (COMPLETED, group.home), *whole(settings, spread, client_id=CLIENT)]
+    if not group.prompts:
+        return dict.fromkeys(places, 0)
+    submitted = min(found.stamp for found in group.prompts)
+    with closing(Reader(settings, CLIENT, group="log")) as reader:
+        return reader.offsets_at(places, submitted - CLOCKS_APART_SECONDS)
+
+
+def _sample(message: Keyed, group_id: str, trajectory_id: str, result: TrajectoryFound) -> Sample | None:
+    """The sample, if it is of this trajectory; of the group's others, the name is noted."""
+    if not _names(message.raw.value, group_id):
+        return None
+    sample = _decoded(Sample, message)
+    if sample is None or sample.group_id != group_id:
+        return None
+    result.sampled.add(sample.trajectory_id)
+    return sample if sample.trajectory_id == trajectory_id else None
+
+
+def _outcome(message: Keyed, group_id: str, trajectory_id: str, result: TrajectoryFound) -> SampleOutcome | None:
+    """The outcome, if it is of this trajectory; those of the group are noted."""
+    if message.key.rpartition(":")[0] != group_id:
+        return None
+    outcome = _decoded(SampleOutcome, message)
+    if outcome is not None:
+        result.settled.append(outcome)
+    return outcome if outcome is not None and outcome.trajectory_id == trajectory_id else None
+
+
+def _prompt_of(group_id: str, message: Keyed) -> Prompt | None:
+    prompt = _decoded(Prompt, message) if _names(message.raw.value, group_id) else None
+    return prompt if prompt is not None and prompt.group_id == group_id else None
+
+
+def _names(value: bytes | None, group_id: str) -> bool:
+    """Whether a record may be of the group: what does not hold its id need not be decoded."""
+    return value is not None and group_id.encode() in value
+
+
+def _decoded(record: type[R], message: Keyed) -> R | None:
+    """None for a tombstone, and for what does not decode: it is a dead letter, or will be."""
+    if message.raw.value is None:
+        return None
+    try:
+        return decode(record, message.raw.value, message.raw.headers)
+    except (RecordError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,192 @@
+"""Where a trajectory is, and why, in a sentence.
+
+Keeps true: it says what the log says, from the first thing that has not happened yet; it guesses no reason.
+
+Pure. Example
+    g:0 has a request for turn 2 and no dispatch  -> "turn 2 waits in the router since 12:00:01 UTC"
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from schemas.environments import Group, GroupState, TrajectoryProgress
+from schemas.prompts import trajectory_id
+from schemas.samples import Outcome, Sample, SampleOutcome
+from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
+
+NAMED = 5
+"""Trajectories or reasons that are named one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptAt:
+    """A prompt's place, and what stands before it."""
+
+    place: str
+    """`topic/partition/offset`."""
+    home: int
+    at_home: bool
+    refused: str | None = None
+    """Why it was dead-lettered; None: it was not."""
+    before: int = 0
+    """Prompts of the same partition that nobody has come to yet, before this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFacts:
+    """What is known of a group."""
+
+    group_id: str
+    group: Group | None = None
+    """None: its home knows nothing of it."""
+    prompts: tuple[PromptAt, ...] = ()
+    open_at_home: int = 0
+    """Groups of its home that are open."""
+    size: int = 0
+    live: frozenset[str] = frozenset()
+    """Trajectories under way."""
+    sampled: frozenset[str] = frozenset()
+    settled: tuple[SampleOutcome, ...] = ()
+
+    @property
+    def opened(self) -> bool:
+        return self.group is not None and self.group.state is not GroupState.REFUSED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryFacts:
+    """What is known of a trajectory beside its group."""
+
+    trajectory_id: str
+    progress: TrajectoryProgress | None = None
+    """None: it is not under way."""
+    requests: tuple[TurnRequest, ...] = ()
+    dispatches: tuple[TurnDispatch, ...] = ()
+    results: tuple[TurnResult, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    outcomes: tuple[SampleOutcome, ...] = field(default=())
+
+
+def why_trajectory(group: GroupFacts, facts: TrajectoryFacts) -> str:
+    """Where it is, and why."""
+    if facts.outcomes:
+        return _ended(facts)
+    if facts.samples:
+        return _sampled(group, facts.samples[0])
+    if facts.progress is not None:
+        return _under_way(facts, facts.progress)
+    if group.opened:
+        return "is lost: its group was opened, and it has neither progress nor sample nor outcome on the log"
+    return why_not_opened(group)
+
+
+def why_group(group: GroupFacts) -> str:
+    """How far the group is; where it waits, for whom."""
+    if not group.opened:
+        return why_not_opened(group)
+    settled = {outcome.trajectory_id for outcome in group.settled}
+    ends: dict[Outcome, int] = {}
+    for outcome in group.settled:
+        ends[outcome.outcome] = ends.get(outcome.outcome, 0) + 1
+    told = ", ".join(f"{count} {outcome.value.replace('_', ' ')}" for outcome, count in ends.items())
+    if group.group is not None and group.group.state is GroupState.SETTLED:
+        return f"is settled: {told or 'its outcomes are on the log no more'}"
+    waiting = group.sampled - settled - group.live
+    parts = [f"{len(settled)} of its {group.size} trajectories are settled{f' ({told})' if told else ''}"]
+    if group.live:
+        parts.append(f"{len(group.live)} under way ({_named(group.live)})")
+    if waiting:
+        whom = "the others" if group.live else "the trainer"
+        parts.append(f"{len(waiting)} wait for {whom}")
+    return f"is open: {', '.join(parts)}"
+
+
+def why_not_opened(group: GroupFacts) -> str:
+    """Why nothing of it has begun."""
+    waiting = [prompt for prompt in group.prompts if prompt.refused is None]
+    at_home = [prompt for prompt in waiting if prompt.at_home]
+    refused = [prompt for prompt in group.prompts if prompt.refused is not None]
+    if at_home:
+        prompt = at_home[0]
+        behind = f"behind {_others(prompt.before)}" if prompt.before else "as the next of its home"
+        groups = f"{group.open_at_home} groups are open there"
+        window = f"{groups}: the window may be full" if group.open_at_home else f"{groups}: is a worker there?"
+        return f"is not opened: its prompt waits at {prompt.place}, {behind}; {window}"
+    if refused:
+        return f"was refused: {refused[-1].refused} (its prompt lay at {refused[-1].place}; see `rose letters`)"
+    if waiting:
+        prompt = waiting[0]
+        behind = f" behind {_others(prompt.before)}" if prompt.before else ""
+        return (
+            f"is not opened: its prompt lies at {prompt.place}{behind}, its home is partition {prompt.home}, "
+            "and no environment worker has sent it there yet"
+        )
+    return "is not on the log: no prompt of its group is there"
+
+
+def _ended(facts: TrajectoryFacts) -> str:
+    told = []
+    for outcome in facts.outcomes:
+        because = f" because {outcome.reason}" if outcome.reason else ""
+        told.append(f"ended as {outcome.outcome.value.replace('_', ' ')} at step {outcome.step}{because}")
+    failure = next((f": {sample.failure}" for sample in facts.samples if sample.failure), "")
+    return f"{' and '.join(told)}{failure if failure and not facts.outcomes[0].reason else ''}"
+
+
+def _sampled(group: GroupFacts, sample: Sample) -> str:
+    end = f"failed ({sample.failure})" if sample.failure else f"is finished with reward {sample.reward:g}"
+    others = group.live - {sample.trajectory_id}
+    missing = {trajectory_id(group.group_id, index) for index in range(group.size)} - group.sampled - others
+    missing -= {outcome.trajectory_id for outcome in group.settled}
+    if others:
+        return f"{end} and waits for its group: {len(others)} of {group.size} are under way ({_named(others)})"
+    if missing:
+        return f"{end} and waits for its group: {_named(missing)} of {group.size} have no sample"
+    return f"{end} and waits for the trainer: its group is complete"
+
+
+def _under_way(facts: TrajectoryFacts, progress: TrajectoryProgress) -> str:
+    turn = progress.turn
+    request = next((each for each in reversed(facts.requests) if each.turn == turn), None)
+    dispatches = [each for each in facts.dispatches if each.request.turn == turn]
+    results = [each for each in facts.results if each.turn == turn]
+    ended = next((each for each in results if each.outcome in (TurnOutcome.COMPLETED, TurnOutcome.FAILED)), None)
+    if ended is not None and ended.outcome is TurnOutcome.FAILED:
+        return f"turn {turn} was given up ({ended.reason}); its environment worker has yet to end the trajectory"
+    if ended is not None:
+        when = f" at {_clock(ended.times.finished_at)}" if ended.times.finished_at else ""
+        return f"turn {turn} was completed by {ended.worker}{when} and waits for its environment worker to apply it"
+    before = _attempts_before(results)
+    running = [each for each in dispatches if each.request.attempt not in {result.attempt for result in results}]
+    if running:
+        last = running[-1]
+        since = f"since {_clock(last.dispatched_at)} (attempt {last.request.attempt})"
+        return f"turn {turn} is with {last.worker} {since}{before}"
+    if request is None and not results:
+        return f"turn {turn} is asked for, and its request is on the log no more"
+    since = f" since {_clock(request.requested_at)}" if request is not None else ""
+    if results and results[-1].times.finished_at:
+        since = f" since {_clock(results[-1].times.finished_at)}"
+    return f"turn {turn} waits in the router{since}{before}"
+
+
+def _attempts_before(results: Iterable[TurnResult]) -> str:
+    told = [
+        f"attempt {each.attempt} was {each.outcome.value} by {each.worker}{f': {each.reason}' if each.reason else ''}"
+        for each in results
+    ]
+    return f", after {'; '.join(told[-NAMED:])}" if told else ""
+
+
+def _others(count: int) -> str:
+    return "1 other" if count == 1 else f"{count} others"
+
+
+def _named(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:NAMED]) + (", ..." if len(ordered) > NAMED else "")
+
+
+def _clock(unix_seconds: float) -> str:
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%H:%M:%S UTC")

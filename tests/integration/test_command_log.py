@@ -1,0 +1,265 @@
+"""What the commands that look at a log tell of one that was written by hand, on a real broker."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from confluent_kafka import Producer
+
+from pipeline.accounting.audit import audit_log, inspect_log
+from pipeline.command.letters import LetterRefused, list_letters, retry_letter, show_letter
+from pipeline.command.options import Common
+from pipeline.command.telling import replay_trajectory, tell_why
+from pipeline.replay.search import UnknownTrajectory
+from schemas.environments import GroupState
+from schemas.errors import UsageError
+from schemas.prompts import Prompt
+from schemas.samples import Outcome
+from tests.brokers import AnyBroker
+from tests.integration.log_kit import PARTITIONS, Log
+from topics.admin import reach
+from topics.catalog import COMPLETED, DISPATCHED, PROMPTS, REQUESTED
+from topics.letters import buried, read_letters
+from topics.log import read_topics
+from topics.reader import Reader
+from topics.records import Envelope, Raw, Spoiled
+from topics.settings import BusSettings
+
+
+@pytest.fixture
+def log(broker: AnyBroker, namespace: str) -> Log:
+    return Log(broker.settings(namespace))
+
+
+def common(settings: BusSettings, **more: object) -> Common:
+    properties = [f"{name}={value}" for name, value in settings.properties.items()]
+    return Common(
+        bootstrap_server=settings.bootstrap,
+        namespace=settings.namespace,
+        properties=properties,
+        settings=[f"broker.embedded={str(settings.embedded).lower()}"],
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def elsewhere(log: Log, group_id: str) -> int:
+    return (log.home(group_id) + 1) % PARTITIONS.home
+
+
+def bury(log: Log, group_id: str, partition: int, offset: int, reason: str = "no such environment") -> None:
+    """Bury the prompt that lies there, as an environment worker does."""
+    [found] = [
+        each for each in read_topics(log.settings, [PROMPTS]) if (each.partition, each.offset) == (partition, offset)
+    ]
+    log.writer.dead_letter(found, reason)
+    log.writer.flush()
+
+
+def produce(settings: BusSettings, value: bytes, *, key: bytes | None = None, partition: int = 0) -> int:
+    """As any program may, with no care for what is in it."""
+    offsets: list[int] = []
+    producer = Producer({"bootstrap.servers": settings.bootstrap, "linger.ms": 0})
+    producer.produce(
+        settings.topic(PROMPTS),
+        value=value,
+        key=key,
+        partition=partition,
+        on_delivery=lambda _, message: offsets.append(message.offset()),
+    )
+    assert producer.flush(30) == 0
+    return offsets[0]
+
+
+def test_the_audit_counts_by_groups_and_needs_no_prompt_and_no_turn(log: Log) -> None:
+    log.group("a")
+    log.progress("a:0", turn=1)
+    log.sample("a:1")
+    log.group("b", GroupState.SETTLED)
+    for name, outcome in (("b:0", Outcome.TRAINED), ("b:1", Outcome.STALE)):
+        log.sample(name)
+        log.outcome(name, outcome)
+    log.prompt("c")
+    log.prompt("d", partition=elsewhere(log, "d"), key="anything")
+    turns = [log.settings.topic(topic) for topic in (REQUESTED, COMPLETED, DISPATCHED)]
+    admin = reach(log.settings)
+    for deleted in admin.delete_topics(turns).values():
+        deleted.result()
+    found = inspect_log(log.settings)
+    audit = found.audit
+    assert audit.clean
+    assert (audit.requested, audit.trained, audit.stale) == (8, 1, 1)
+    where = audit.in_flight
+    assert (where.not_opened, where.in_a_turn, where.waiting_for_trainer) == (4, 1, 1)
+    assert found.since is not None
+    log.progress("a:0", ended=True)
+    assert audit_log(log.settings).lost == ("a:0",)
+
+
+def test_a_forwarded_prompt_asks_once_and_not_at_all_when_its_copy_was_refused(log: Log) -> None:
+    log.prompt("g", partition=elsewhere(log, "g"))
+    assert audit_log(log.settings).requested == 2
+    at_home = log.prompt("g", key="g")
+    assert audit_log(log.settings).requested == 2
+    bury(log, "g", log.home("g"), at_home)
+    assert audit_log(log.settings).requested == 0
+    log.group("g", GroupState.REFUSED, offset=at_home)
+    assert audit_log(log.settings).requested == 0
+
+
+def test_a_prompt_whose_id_is_too_long_is_a_dead_letter_and_never_not_opened(log: Log) -> None:
+    line = {"group_id": "x" * 127, "group_size": 2, "environment": "calculator", "seed": 1}
+    offset = produce(log.settings, msgspec.json.encode(line))
+    assert audit_log(log.settings).requested == 0
+    spoiled: list[Spoiled] = []
+    with_ends = Reader(log.settings, "test", group="test")
+    with_ends.assign({(PROMPTS, 0): offset})
+    while not spoiled:
+        spoiled += [item for item in with_ends.read(10, 1.0) if isinstance(item, Spoiled)]
+    with_ends.close()
+    log.writer.dead_letter(spoiled[0], spoiled[0].reason)
+    log.writer.flush()
+    found = inspect_log(log.settings)
+    assert (found.audit.requested, found.letters) == (0, {PROMPTS: 1})
+
+
+def test_a_trajectory_is_replayed_from_its_home_alone(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    log.prompt("g")
+    log.group("g")
+    log.progress("g:0", turn=1)
+    first = log.request("g:0")
+    log.dispatch(first)
+    log.result(first)
+    log.request("g:0", turn=1, at=200.0)
+    log.request("g:1", at=300.0)
+    replay_trajectory(common(log.settings), "g:0")
+    told = capsys.readouterr().out
+    for words in (
+        "looked     at the log from",
+        "turn 0",
+        "turn 1",
+        "completed  by executor-0",
+        "the trajectory goes on",
+    ):
+        assert words in told
+    assert "00:05:00" not in told, "the other trajectory's request"
+    for unknown in ("g:2", "h:0", "g", "g:x"):
+        with pytest.raises(UnknownTrajectory, match=f"no trajectory {unknown}"):
+            replay_trajectory(common(log.settings), unknown)
+
+
+def test_why_follows_a_trajectory_from_its_prompt_to_its_end(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    def why(name: str = "g:0") -> str:
+        tell_why(common(log.settings), name)
+        return capsys.readouterr().out
+
+    with pytest.raises(UnknownTrajectory):
+        why()
+    away = log.prompt("g", partition=elsewhere(log, "g"))
+    assert f"its prompt lies at {PROMPTS.name}/{elsewhere(log, 'g')}/{away}" in why()
+    home = log.prompt("g", key="g")
+    assert f"its prompt waits at {PROMPTS.name}/{log.home('g')}/{home}, as the next of its home" in why()
+    log.group("g")
+    log.progress("g:0")
+    log.progress("g:1")
+    request = log.request("g:0")
+    assert "g:0: turn 0 waits in the router since 00:01:40 UTC" in why()
+    log.dispatch(request)
+    assert "turn 0 is with executor-0 since" in why()
+    log.result(request)
+    assert "waits for its environment worker to apply it" in why()
+    log.progress("g:0", ended=True)
+    log.sample("g:0")
+    assert "waits for its group: 1 of 2 are under way (g:1)" in why()
+    assert "group g is open: 0 of its 2 trajectories are settled, 1 under way (g:1), 1 wait for the others" in why("g")
+    log.progress("g:1", ended=True)
+    log.sample("g:1")
+    assert "waits for the trainer: its group is complete" in why()
+    log.outcome("g:0")
+    assert "g:0: ended as trained at step 1" in why()
+
+
+def test_why_tells_that_a_prompt_was_refused(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    offset = log.prompt("g")
+    bury(log, "g", log.home("g"), offset)
+    log.group("g", GroupState.REFUSED, offset=offset)
+    tell_why(common(log.settings), "g:1")
+    assert "was refused: no such environment" in capsys.readouterr().out
+
+
+@pytest.fixture
+def spoiled_place(log: Log) -> str:
+    """A prompt with a mistake in it that was dead-lettered; its place."""
+    line = {"group_id": "mended", "group_size": 0, "environment": "calculator", "seed": 1}
+    away = elsewhere(log, "mended")
+    offset = produce(log.settings, msgspec.json.encode(line), key=b"\x00key", partition=away)
+    raw_value = msgspec.json.encode(line)
+    found = Spoiled(PROMPTS, away, offset, Raw(b"key", raw_value, (("team", b"blue"),)), "group_size must be >= 1")
+    log.writer.dead_letter(found, found.reason)
+    log.writer.flush()
+    return f"{PROMPTS.name}/{away}/{offset}"
+
+
+def prompts_of(log: Log, group_id: str) -> list[Envelope]:
+    found = read_topics(log.settings, [PROMPTS])
+    return [each for each in found if isinstance(each.record, Prompt) and each.record.group_id == group_id]
+
+
+def test_a_letter_is_listed_shown_mended_and_sent_home_once(
+    log: Log, spoiled_place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reach = common(log.settings)
+    list_letters(reach, None)
+    listed = capsys.readouterr().out
+    assert listed.startswith(f"{spoiled_place}  20")
+    assert "group_size must be >= 1  key key\n1 dead letters" in listed
+    show_letter(reach, spoiled_place)
+    shown = capsys.readouterr().out
+    for words in ("because  group_size must be >= 1", "key      key", "header   team = blue", '"group_size": 0'):
+        assert words in shown
+    with pytest.raises(LetterRefused, match=r"would be refused again: .*group_size"):
+        retry_letter(reach, spoiled_place, None, None)
+    with pytest.raises(UsageError, match=r"the fields are .*group_size"):
+        retry_letter(reach, spoiled_place, None, ["size=2"])
+    with pytest.raises(LetterRefused, match="the workers of this configuration run"):
+        retry_letter(reach, spoiled_place, None, ["group_size=2", "environment=nowhere"])
+    with pytest.raises(LetterRefused, match="would be refused again: top_p"):
+        retry_letter(reach, spoiled_place, None, ["group_size=2", 'sampling={"top_p": 0.5}'])
+    assert prompts_of(log, "mended") == []
+    retry_letter(reach, spoiled_place, None, ["group_size=2"])
+    [sent] = prompts_of(log, "mended")
+    assert isinstance(sent.record, Prompt)
+    assert (sent.record.group_size, sent.key, sent.partition) == (2, "key", log.home("mended"))
+    assert sent.raw.header("team") == b"blue"
+    with pytest.raises(UsageError, match=r"was sent back .*--again"):
+        retry_letter(reach, spoiled_place, None, ["group_size=2"])
+    assert len(prompts_of(log, "mended")) == 1
+    retry_letter(reach, spoiled_place, None, ["group_size=2"], again=True)
+    assert len(prompts_of(log, "mended")) == 2
+    assert len(list(read_letters(log.settings, PROMPTS))) == len(buried(log.settings, PROMPTS)) == 1
+    capsys.readouterr()
+    list_letters(reach, PROMPTS.name)
+    assert "(sent back 20" in capsys.readouterr().out
+
+
+def test_a_letter_is_mended_with_a_file_and_not_into_a_group_that_is_taken(
+    log: Log, spoiled_place: str, tmp_path: Path
+) -> None:
+    good = Prompt(group_id="taken", group_size=2, environment="calculator", seed=1)
+    file = tmp_path / "prompt.json"
+    file.write_bytes(msgspec.json.encode(good) + b"\n")
+    log.group("taken")
+    with pytest.raises(LetterRefused, match="its id is taken"):
+        retry_letter(common(log.settings), spoiled_place, file, None)
+    retry_letter(common(log.settings), spoiled_place, file, ["group_id=free"])
+    [sent] = prompts_of(log, "free")
+    assert sent.partition == log.home("free")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(UsageError):
+        retry_letter(common(log.settings), spoiled_place, tmp_path / "broken.json", None, again=True)
+
+
+def test_places_and_topics_that_are_not_there_are_told(log: Log) -> None:
+    with pytest.raises(UsageError, match="no dead letter lay at"):
+        show_letter(common(log.settings), f"{REQUESTED.name}/0/7")
+    with pytest.raises(UsageError, match="there is no topic nothing"):
+        list_letters(common(log.settings), "nothing")

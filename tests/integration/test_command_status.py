@@ -1,0 +1,163 @@
+"""`rose status` and the live view on a real broker: what stands still is told, by what was received here alone."""
+
+import io
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from rich.console import Console
+
+from pipeline.command import screen as screens
+from pipeline.command.diagnosis import Severity, diagnose
+from pipeline.command.options import Common
+from pipeline.command.screen import Screen
+from pipeline.command.soundings import ENVIRONMENT_GROUP, Sounder
+from pipeline.command.status import Unwell, show_status
+from pipeline.command.watching import Watch
+from schemas.slack import ExecutorState
+from tests.brokers import AnyBroker
+from tests.integration.log_kit import PARTITIONS, Log
+from topics.catalog import COMPLETED, PROMPTS
+from topics.reader import Reader
+from topics.records import Place, Raw, Spoiled
+from topics.settings import BusSettings
+
+WAIT_SECONDS = 60.0
+REFUSAL = {"state": ExecutorState.STARTING, "policy_version": -1, "refused_version": 0, "refused_reason": "float32"}
+
+
+@pytest.fixture
+def log(broker: AnyBroker, namespace: str) -> Log:
+    return Log(broker.settings(namespace))
+
+
+def common(settings: BusSettings) -> Common:
+    return Common(
+        bootstrap_server=settings.bootstrap,
+        namespace=settings.namespace,
+        settings=[f"broker.embedded={str(settings.embedded).lower()}"],
+    )
+
+
+@contextmanager
+def watch(settings: BusSettings) -> Iterator[Watch]:
+    looking = Watch(settings, whole=False, window_groups=1, max_lag_versions=4)
+    try:
+        until(looking, lambda: looking.caught_up and looking.sounding is not None)
+        yield looking
+    finally:
+        looking.close()
+
+
+def until(looking: Watch, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        looking.read(0.05)
+
+
+def test_what_is_open_and_who_waits_is_read_off_the_log(log: Log) -> None:
+    log.group("a")
+    log.progress("a:0")
+    log.sample("a:1")
+    log.group("b")
+    log.outcome("b:0")
+    log.prompt("c")
+    log.heartbeat(worker="old", **REFUSAL)
+    with watch(log.settings) as looking:
+        facts = looking.facts()
+        assert (facts.open_groups, facts.in_a_turn, facts.waiting_for_trainer) == (2, 1, 2)
+        assert (facts.prompts_waiting, facts.homes) == (1, PARTITIONS.home)
+        assert [each.worker for each in facts.executors] == ["old"]
+        assert facts.executors[0].silent_seconds >= facts.applied_seconds > 0, (
+            "what was there before is no sign of life"
+        )
+        log.progress("a:0", ended=True)
+        log.heartbeat(worker="new", sent_at=0.0)
+        until(looking, lambda: len(looking.view.executors) == 2 and not looking.facts().in_a_turn)
+        facts = looking.facts()
+        new, old = facts.executors
+        assert (facts.waiting_for_trainer, new.silent, new.clock_off_seconds < -1e9) == (3, False, True)
+        assert facts.applied_seconds < old.silent_seconds
+
+
+def test_members_homes_lag_and_letters_are_asked_of_the_broker(log: Log) -> None:
+    sounder = Sounder(log.settings)
+    alone = sounder.sound()
+    assert alone is not None
+    assert (alone.environment_workers, alone.homes_owned, alone.prompts_waiting) == (0, 0, 0)
+    offset = log.prompt("a")
+    log.result(log.request("a:0"))
+    spoiled = Spoiled(PROMPTS, log.home("a"), offset, Raw(None, b"x"), "no prompt")
+    log.writer.dead_letter(spoiled, "no prompt")
+    log.writer.flush()
+    reader = Reader(log.settings, "member", group=ENVIRONMENT_GROUP, member="member")
+    begun: list[Place] = []
+
+    def assigned(places: list[Place]) -> dict[Place, int]:
+        begun.extend(places)
+        return dict.fromkeys(places, 0)
+
+    reader.subscribe(
+        [PROMPTS, COMPLETED],
+        assigned=assigned,
+        revoked=lambda places: None,
+    )
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not begun and time.monotonic() < deadline:
+        reader.read(1, 0.1)
+    found = sounder.sound()
+    reader.close()
+    assert found is not None
+    assert (found.environment_workers, found.homes_owned) == (1, PARTITIONS.home)
+    assert (found.prompts_waiting, found.lag[COMPLETED]) == (1, 1)
+    assert found.letters == {PROMPTS.name: 1}
+
+
+def test_status_says_what_is_unwell_and_ends_with_status_1(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    log.group("a")
+    log.progress("a:0")
+    with pytest.raises(Unwell, match="no executor is there") as unwell:
+        show_status(common(log.settings), as_json=True)
+    assert unwell.value.exit_status == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["well"], told["open_groups"], told["in_a_turn"]) == (False, 1, 1)
+    assert {"severity": "unwell", "who": "executors", "sentence": "no executor is there"} in told["findings"]
+    with pytest.raises(Unwell):
+        show_status(common(log.settings), as_json=False)
+    text = capsys.readouterr().out
+    for words in (
+        "no executor has been heard of",
+        "1 open",
+        "environments",
+        "behind by",
+        "unwell",
+        "executors: no executor is there",
+    ):
+        assert words in text
+
+
+def test_a_log_on_which_nothing_is_left_to_do_is_well(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    show_status(common(log.settings), as_json=True)
+    assert json.loads(capsys.readouterr().out)["well"]
+
+
+def test_the_live_view_says_why_nothing_moves(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.command.diagnosis.STILL_SECONDS", 1.0)
+    monkeypatch.setattr(screens, "PLAIN_SECONDS", 0.5)
+    log.group("a")
+    log.progress("a:0")
+    written = io.StringIO()
+    with watch(log.settings) as looking:
+
+        def more() -> bool:
+            log.heartbeat(worker="executor-0", **REFUSAL)
+            return "nothing moves" not in written.getvalue() or "1 refusing" not in written.getvalue()
+
+        Screen(looking, Console(file=written, width=200), title="a run").run(more)
+        findings = diagnose(looking.facts())
+    assert "nothing moves: executor-0 refuses version 0: float32" in written.getvalue()
+    assert "executors: 1 refusing" in written.getvalue()
+    assert findings[0].severity is Severity.UNWELL

@@ -1,0 +1,176 @@
+"""Why nothing happens: every way in which a run can stand still has its sentence, and a run that moves has none."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.command.diagnosis import STILL_SECONDS, ExecutorFacts, Facts, Severity, diagnose, headline
+from schemas.slack import ExecutorState
+
+READY, STARTING = ExecutorState.READY, ExecutorState.STARTING
+
+
+def executor(name: str = "executor-0", **changes: object) -> ExecutorFacts:
+    well = ExecutorFacts(worker=name, state=READY, version=3, silent_seconds=0.1, ttl_seconds=2.0, max_turns=8)
+    return dataclasses.replace(well, **changes)  # type: ignore[arg-type]
+
+
+WELL = Facts(
+    executors=(executor(held=4),),
+    newest_version=3,
+    max_lag_versions=4,
+    environment_workers=1,
+    homes=8,
+    homes_owned=8,
+    routers=1,
+    prompts_waiting=5,
+    open_groups=2,
+    window_groups=2,
+    in_a_turn=4,
+)
+STILL = {"applied_seconds": 12.0, "dispatched_seconds": 12.0, "settled_seconds": 12.0}
+"""As it is when nothing has moved for 12 s."""
+
+
+def said(**changes: object) -> tuple[list[str], str | None]:
+    facts = dataclasses.replace(WELL, **changes)  # type: ignore[arg-type]
+    found = diagnose(facts)
+    return [each.sentence for each in found if each.severity is Severity.UNWELL], headline(facts, found)
+
+
+def test_a_run_that_moves_is_well_and_needs_no_headline() -> None:
+    assert said() == ([], None)
+
+
+WIRE = "float32 on the wire, the engine holds bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"executors": ()}, "no executor is there"),
+        ({"executors": (executor(silent_seconds=14.0),)}, "executor-0 has been silent for 14 s"),
+        (
+            {
+                "executors": [
+                    executor(f"executor-{n}", state=STARTING, version=-1, refused_version=0, refused_reason=WIRE)
+                    for n in range(2)
+                ]
+            },
+            f"executor-0 and executor-1 refuse version 0: {WIRE}",
+        ),
+        (
+            {"executors": (executor(version=1, refused_version=3, refused_reason="a digest is wrong"),)},
+            "executor-0 refuses version 3, and serves version 1: a digest is wrong",
+        ),
+        (
+            {"executors": (executor(version=1),), "newest_version": 9},
+            "executor-0 serves version 1, 8 behind the newest: it gets no turns",
+        ),
+        ({"routers": 0}, "no router is there: 4 trajectories ask for turns"),
+        (
+            {"executors": (executor(),), "routers": None},
+            "4 trajectories ask for turns and executor-0 could run them, but no turn was sent out for 12 s: "
+            "does a router serve?",
+        ),
+        ({"environment_workers": 0}, "no environment worker is there"),
+        ({"homes_owned": 5}, "3 of 8 homes have no environment worker"),
+        ({"results_waiting": 4}, "4 results wait for an environment worker, and none was applied for 12 s"),
+    ],
+)
+def test_what_must_be_mended_is_unwell_and_in_the_headline(changes: dict[str, object], sentence: str) -> None:
+    unwell, why = said(**changes, **STILL)
+    assert sentence in unwell
+    assert why is not None
+    assert why.startswith("nothing moves: ")
+    assert sentence in why
+
+
+def many(count: int, **changes: object) -> tuple[ExecutorFacts, ...]:
+    return tuple(executor(f"executor-{number}", **changes) for number in range(count))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"in_a_turn": 0, "waiting_for_trainer": 8},
+            "nothing moves: every group of the window waits for the trainer, which has settled nothing for 12 s",
+        ),
+        (
+            {"executors": many(6, state=STARTING, version=-1), "newest_version": -1},
+            "nothing moves: 6 executors wait for a first policy version: the trainer has published none yet",
+        ),
+        (
+            {"executors": many(1, state=STARTING, version=-1)},
+            "nothing moves: executor-0 waits to take up version 3",
+        ),
+        ({}, "nothing moves: 4 turns are being run, none has ended"),
+        (
+            {"open_groups": 0, "in_a_turn": 0, "prompts_waiting": 0, "executors": many(1)},
+            "nothing moves: no prompts left",
+        ),
+    ],
+)
+def test_who_waits_for_whom_is_told_when_nothing_is_broken(changes: dict[str, object], why: str) -> None:
+    assert said(**changes, **STILL) == ([], why)
+
+
+def test_the_rest_is_worth_a_note() -> None:
+    letters = {"rose.prompts.submitted.v1": 2}
+    facts = dataclasses.replace(WELL, letters=letters, executors=(executor(held=1, clock_off_seconds=-90.0),))
+    notes = [each.sentence for each in diagnose(facts)]
+    assert "the clock of executor-0 is 90 s behind ours" in notes
+    assert "2 dead letters (2 of rose.prompts.submitted.v1): see `rose letters list`" in notes
+    assert "the window is full: 2 groups are open, 5 prompts wait" in notes
+
+
+def some_executors() -> st.SearchStrategy[ExecutorFacts]:
+    return st.builds(
+        ExecutorFacts,
+        worker=st.sampled_from(["a", "b", "c"]),
+        state=st.sampled_from(ExecutorState),
+        version=st.integers(-1, 3),
+        refused_version=st.integers(-1, 3),
+        refused_reason=st.sampled_from(["", "why"]),
+        silent_seconds=st.floats(0, 30),
+        ttl_seconds=st.just(2.0),
+        held=st.integers(0, 2),
+        max_turns=st.integers(0, 2),
+    )
+
+
+few = st.integers(0, 3)
+
+
+@given(
+    st.builds(
+        Facts,
+        executors=st.lists(some_executors(), max_size=3),
+        newest_version=st.integers(-1, 3),
+        environment_workers=st.none() | few,
+        homes=st.just(3),
+        homes_owned=st.none() | few,
+        routers=st.none() | few,
+        prompts_waiting=few,
+        open_groups=few,
+        window_groups=st.none() | few,
+        in_a_turn=few,
+        waiting_for_trainer=few,
+        results_waiting=few,
+        applied_seconds=st.floats(0, 60),
+        dispatched_seconds=st.floats(0, 60),
+        settled_seconds=st.floats(0, 60),
+    )
+)
+def test_a_run_that_stands_still_always_has_one_line_and_one_that_moves_never(facts: Facts) -> None:
+    findings = diagnose(facts)
+    why = headline(facts, findings)
+    assert (why is None) == (facts.applied_seconds < STILL_SECONDS)
+    if why is not None:
+        assert why.startswith("nothing moves")
+        assert "\n" not in why
+    severities = [each.severity for each in findings]
+    assert severities == sorted(severities, key=list(Severity).index)

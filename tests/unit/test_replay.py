@@ -1,0 +1,202 @@
+"""A trajectory told from its records: every attempt, legs that add up, lives that are not mixed, and where it is."""
+
+from typing import TypeVar
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.replay.legs import legs_of
+from pipeline.replay.life import Found, fold_lives, keep
+from pipeline.replay.text import told
+from pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
+from schemas.environments import Group, GroupState, TrajectoryProgress
+from schemas.prompts import Prompt
+from schemas.record import Record
+from schemas.samples import Outcome, Sample, SampleOutcome
+from schemas.turns import TurnDispatch, TurnOutcome, TurnResult, TurnTimes
+from tests.golden.examples import EXAMPLES, PROMPT, REQUEST
+
+R = TypeVar("R", bound=Record)
+replace = msgspec.structs.replace
+
+
+def example(kind: type[R]) -> R:
+    return next(record for record in EXAMPLES if isinstance(record, kind))
+
+
+DISPATCH, RESULT, SAMPLE, OUTCOME = example(TurnDispatch), example(TurnResult), example(Sample), example(SampleOutcome)
+NAME = REQUEST.trajectory_id
+PROGRESS = TrajectoryProgress(
+    trajectory_id=NAME, group_id=REQUEST.group_id, index=3, turn=REQUEST.turn, requested_from=0, prompted=1
+)
+
+
+def found(*records: Record) -> Found:
+    kept = Found()
+    keep(kept, records)
+    return kept
+
+
+@given(st.lists(st.floats(0.001, 100), min_size=8, max_size=8), st.sets(st.integers(0, 7)))
+def test_the_legs_of_a_turn_add_up_to_the_turn(steps: list[float], passed: set[int]) -> None:
+    stations = [field.name for field in msgspec.structs.fields(TurnTimes)]
+    moments = [1_795_304_978.0 + sum(steps[: number + 1]) for number in range(8)]
+    times = TurnTimes(**{stations[number]: moments[number] for number in passed})
+    legs = legs_of(times)
+    first, last = min(passed, default=0), max(passed, default=0)
+    assert sum(leg.seconds for leg in legs) == pytest.approx(moments[last] - moments[first], abs=1e-5)
+    assert len(legs) == max(0, len(passed) - 1)
+
+
+def test_the_wait_for_the_requests_own_transaction_is_a_leg() -> None:
+    times = TurnTimes(requested_at=10.0, queued_at=10.02, dispatched_at=10.03, received_at=10.04)
+    assert [leg.name for leg in legs_of(times)] == ["to the router", "wait for room", "to the inbox"]
+
+
+def test_a_turn_that_was_given_up_has_no_prefill_and_no_decode() -> None:
+    failed = replace(
+        RESULT,
+        outcome=TurnOutcome.FAILED,
+        worker=None,
+        tokens=b"",
+        logprobs=b"",
+        spans=(),
+        times=TurnTimes(requested_at=1.5, finished_at=1_795_304_978.07),
+    )
+    text = "\n".join(told(fold_lives(NAME, found(REQUEST, failed))))
+    assert "decode" not in text
+    assert "to its end" in text
+    assert "failed     by the router" in text
+
+
+def test_a_life_is_told_with_every_attempt_and_text() -> None:
+    late = replace(RESULT, attempt=0, times=replace(RESULT.times, finished_at=9.0))
+    lives = fold_lives(NAME, found(PROMPT, REQUEST, DISPATCH, RESULT, late, SAMPLE, OUTCOME))
+    [life] = lives.lives
+    turn = life.turns[REQUEST.turn]
+    assert turn.request == REQUEST
+    assert turn.attempts[DISPATCH.request.attempt].dispatches == [DISPATCH]
+    assert [each for _, attempt in sorted(turn.attempts.items()) for each in attempt.results] == [late, RESULT]
+    assert life.samples == [SAMPLE]
+    text = "\n".join(told(lives, lambda tokens: f"<{len(tokens)} tokens>"))
+    for words in (NAME, "calculator", "executor-0", "because", "trained at step 5", "reward 1", "<2"):
+        assert words in text
+    assert "<" not in "\n".join(told(lives))
+
+
+def test_a_prompt_alone_is_told_too() -> None:
+    prompt = Prompt(group_id="g", group_size=1, environment="calculator", seed=0)
+    text = "\n".join(told(fold_lives("g:0", found(prompt))))
+    assert "no turn has been asked for yet" in text
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_two_lives_of_one_trajectory_are_not_mixed(first: int, second: int, order: object) -> None:
+    requests: list[Record] = []
+    rest: list[Record] = []
+    for life, turns in enumerate((first, second)):
+        for turn in range(turns):
+            asked = replace(REQUEST, turn=turn, attempt=0, requested_at=100.0 * life + turn + 1)
+            times = TurnTimes(requested_at=asked.requested_at)
+            requests.append(asked)
+            rest.append(replace(DISPATCH, request=asked, worker=f"executor-{life}"))
+            rest.append(replace(RESULT, turn=turn, attempt=0, worker=f"executor-{life}", times=times))
+    order.shuffle(rest)  # type: ignore[attr-defined]
+    lives = fold_lives(NAME, found(*requests, *rest)).lives
+    assert [len(life.turns) for life in lives] == [first, second]
+    for number, told_life in enumerate(lives):
+        for own in told_life.turns.values():
+            assert [each.worker for each in own.attempts[0].dispatches] == [f"executor-{number}"]
+            assert [each.worker for each in own.attempts[0].results] == [f"executor-{number}"]
+
+
+def group(state: GroupState | None = GroupState.OPEN, **changes: object) -> GroupFacts:
+    record = None
+    if state is not None:
+        record = Group(group_id="g-1", group_size=4, state=state, offset=3, changed_at=0.0)
+    return GroupFacts(group_id="g-1", group=record, size=4, **changes)  # type: ignore[arg-type]
+
+
+def facts(*records: Record, live: bool = True) -> TrajectoryFacts:
+    own = found(*records)
+    return TrajectoryFacts(
+        trajectory_id=NAME,
+        progress=PROGRESS if live else None,
+        requests=tuple(own.requests),
+        dispatches=tuple(own.dispatches),
+        results=tuple(own.results),
+        samples=tuple(own.samples),
+        outcomes=tuple(own.outcomes),
+    )
+
+
+def attempt(number: int, outcome: TurnOutcome, reason: str = "") -> TurnResult:
+    return replace(RESULT, attempt=number, outcome=outcome, reason=reason)
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ((REQUEST,), "turn 2 waits in the router since 00:00:01 UTC"),
+        ((REQUEST, DISPATCH), "turn 2 is with executor-0 since 00:00:01 UTC (attempt 1)"),
+        (
+            (REQUEST, DISPATCH, attempt(1, TurnOutcome.REFUSED, "full")),
+            "turn 2 waits in the router since 00:00:02 UTC, after attempt 1 was refused by executor-0: full",
+        ),
+        (
+            (REQUEST, DISPATCH, attempt(0, TurnOutcome.PREEMPTED)),
+            "(attempt 1), after attempt 0 was preempted by executor-0",
+        ),
+        ((REQUEST, DISPATCH, RESULT), "was completed by executor-0 at 00:00:02 UTC and waits for its environment"),
+        ((REQUEST, attempt(1, TurnOutcome.FAILED, "no attempts left")), "turn 2 was given up (no attempts left)"),
+        ((), "its request is on the log no more"),
+    ],
+)
+def test_a_trajectory_under_way_is_where_its_present_turn_is(records: tuple[Record, ...], words: str) -> None:
+    assert words in why_trajectory(group(live=frozenset([NAME])), facts(*records))
+
+
+def test_a_finished_trajectory_waits_for_its_group_or_the_trainer_or_has_ended() -> None:
+    waits = facts(SAMPLE, live=False)
+    others = group(live=frozenset(["g-1:0", "g-1:2"]), sampled=frozenset([NAME]))
+    assert "waits for its group: 2 of 4 are under way (g-1:0, g-1:2)" in why_trajectory(others, waits)
+    complete = group(sampled=frozenset(f"g-1:{index}" for index in range(4)))
+    assert "waits for the trainer: its group is complete" in why_trajectory(complete, waits)
+    stale = replace(OUTCOME, outcome=Outcome.STALE, reason="7 versions old")
+    assert why_trajectory(complete, facts(SAMPLE, stale, live=False)) == (
+        "ended as stale at step 5 because 7 versions old"
+    )
+    assert "is lost" in why_trajectory(complete, facts(live=False))
+
+
+HERE = PromptAt(place="rose.prompts.submitted.v1/3/17", home=3, at_home=True, before=2)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ((HERE,), "its prompt waits at rose.prompts.submitted.v1/3/17, behind 2 others; 5 groups are open there"),
+        ((REFUSED_HERE := PromptAt(place="p/3/17", home=3, at_home=True, refused="too big"),), "was refused: too big"),
+        ((REFUSED_HERE, HERE), "is not opened: its prompt waits"),
+        ((PromptAt(place="p/1/4", home=3, at_home=False),), "lies at p/1/4, its home is partition 3"),
+        ((), "is not on the log"),
+    ],
+)
+def test_a_group_that_is_not_opened_says_what_its_prompt_waits_for(prompts: tuple[PromptAt, ...], words: str) -> None:
+    unopened = group(None, prompts=prompts, open_at_home=5)
+    assert words in why_group(unopened)
+    assert words in why_trajectory(unopened, facts(live=False))
+
+
+def test_an_open_group_is_told_by_its_trajectories() -> None:
+    told_of = group(
+        live=frozenset([NAME]),
+        sampled=frozenset(["g-1:0", "g-1:1"]),
+        settled=(replace(OUTCOME, trajectory_id="g-1:0"),),
+    )
+    assert why_group(told_of) == (
+        "is open: 1 of its 4 trajectories are settled (1 trained), 1 under way (g-1:3), 1 wait for the others"
+    )
+    assert why_group(group(GroupState.SETTLED, settled=(OUTCOME,))) == "is settled: 1 trained"

@@ -1,0 +1,185 @@
+"""A model folder's chat template as a turn format: what it writes around observations and actions, if it only appends.
+
+Keeps true
+- A format is taken from a template only when rendering one more turn leaves all before it as it was, in text and in
+  tokens, for several texts; reasoning that an action begins with is among them. Else one sentence says what changes.
+- A template runs in jinja2's sandbox. It is told no date: what it writes is the same after every restart.
+
+Example (ChatML)
+    user `a`                      `<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\n`
+    then assistant `b`, user `c`  `b<|im_end|>\\n<|im_start|>user\\nc<|im_end|>\\n<|im_start|>assistant\\n`
+    so the stop token is `<|im_end|>`, and a later observation begins with `\\n<|im_start|>user\\n`
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from schemas.errors import UsageError
+
+TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+"""Where a folder keeps its template: a file of its own, or a field of the tokenizer's configuration."""
+
+TURNS = 3
+"""Observations of the longest conversation that is looked at."""
+
+OBSERVATIONS = ("+7-3+8", "two words\nand a second line", '{"tool": [1, 2.5]}')
+"""Texts of environments that a template is tried with."""
+
+ACTIONS = ("0+7", "Let me see.\n\nIt is 12.", "<think>\n7 and 3\n</think>\n\n=12")
+"""Texts of policies that a template is tried with. The last one begins with reasoning."""
+
+FIX = "write a turn_format.json that says how this policy reads turns (docs/environments.md)"
+
+
+class TurnFormatError(UsageError):
+    """A model folder that does not say how its policy reads turns, or whose chat template is no turn format."""
+
+
+class Framing(NamedTuple):
+    """What stands around observations; `stop` ends every action."""
+
+    first_prefix: str
+    prefix: str
+    suffix: str
+    stop: str
+
+
+Messages = list[dict[str, str]]
+Render = Callable[[Messages], str]
+
+
+def has_template(model_folder: Path) -> bool:
+    """Whether the folder has a chat template."""
+    return _template_of(model_folder) is not None
+
+
+def framing_of(model_folder: Path, *, special: Sequence[str]) -> Framing:
+    """The folder's template as a framing; `special` are the tokenizer's special tokens as text.
+
+    Raises TurnFormatError for a template that is broken or does not only append.
+    """
+    template = _template_of(model_folder)
+    assert template is not None
+    render = _renderer(template, model_folder)
+    framing = _framing(render(_conversation(OBSERVATIONS[0], ACTIONS[0], 1)), render, special, model_folder)
+    for observation in OBSERVATIONS:
+        for action in ACTIONS:
+            for turns in range(1, TURNS + 1):
+                _check(framing, render, observation, action, turns, model_folder)
+    return framing
+
+
+def written(framing: Framing, observation: str, action: str, turns: int) -> list[str]:
+    """A conversation of so many observations as the framing writes it, piece by piece as it is encoded."""
+    pieces = [framing.first_prefix, observation, framing.suffix]
+    for _ in range(turns - 1):
+        pieces += [action, framing.stop, framing.prefix, observation, framing.suffix]
+    return pieces
+
+
+def probes() -> list[tuple[str, str]]:
+    """The texts that a format must keep apart in tokens too."""
+    return [(observation, action) for observation in OBSERVATIONS for action in ACTIONS]
+
+
+def _conversation(observation: str, action: str, turns: int) -> Messages:
+    said = [{"role": "user", "content": observation}]
+    for _ in range(turns - 1):
+        said += [{"role": "assistant", "content": action}, {"role": "user", "content": observation}]
+    return said
+
+
+def _framing(first: str, render: Render, special: Sequence[str], folder: Path) -> Framing:
+    """Read the framing off a conversation of one and of two observations."""
+    observation, action = OBSERVATIONS[0], ACTIONS[0]
+    if first.count(observation) != 1:
+        raise TurnFormatError(f"{folder}: its chat template does not write a user's message once, as it is: {FIX}")
+    first_prefix, suffix = first.split(observation)
+    second = render(_conversation(observation, action, 2))
+    rest = second.removeprefix(first + action)
+    if rest == second or not rest.endswith(observation + suffix):
+        raise _changes(folder, action)
+    between = rest.removesuffix(observation + suffix)
+    stop = max((token for token in special if between.startswith(token)), key=len, default=None)
+    if not stop:
+        raise TurnFormatError(
+            f"{folder}: its chat template ends an assistant's message with no special token, so nothing says where an "
+            f"action ends: {FIX}"
+        )
+    return Framing(first_prefix, between.removeprefix(stop), suffix, stop)
+
+
+def _check(framing: Framing, render: Render, observation: str, action: str, turns: int, folder: Path) -> None:
+    if render(_conversation(observation, action, turns)) != "".join(written(framing, observation, action, turns)):
+        raise _changes(folder, action)
+
+
+def _changes(folder: Path, action: str) -> TurnFormatError:
+    what = (
+        "it leaves out the reasoning of earlier turns" if action.startswith("<think>") else "it changes earlier turns"
+    )
+    return TurnFormatError(
+        f"{folder}: its chat template does not only append ({what} when one more is added), so a context could not "
+        f"grow by what was sampled: {FIX}"
+    )
+
+
+def _renderer(template: str, folder: Path) -> Render:
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    tokens = {name: _text(_config(folder).get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+
+    def refuse(reason: str) -> str:
+        raise TemplateError(reason)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.globals["raise_exception"] = refuse
+    environment.filters["tojson"] = lambda value, **_: msgspec.json.encode(value).decode()
+
+    def render(messages: Messages) -> str:
+        try:
+            parsed = environment.from_string(template)
+            return str(parsed.render(messages=messages, add_generation_prompt=True, **tokens))
+        except Exception as error:  # a template is a program of somebody else's: it can raise anything
+            told = " ".join(str(error).split())
+            raise TurnFormatError(f"{folder}: its chat template fails on plain messages ({told}): {FIX}") from error
+
+    return render
+
+
+def _template_of(folder: Path) -> str | None:
+    path = folder / TEMPLATE_FILE
+    if path.is_file():
+        return path.read_text()
+    found = _config(folder).get("chat_template")
+    if isinstance(found, list):  # several, by name
+        named = {each["name"]: each["template"] for each in found if isinstance(each, dict) and "template" in each}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def eos_token(folder: Path) -> str:
+    """The tokenizer's end-of-sequence token; empty if it names none."""
+    return _text(_config(folder).get("eos_token"))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise TurnFormatError(f"{path}: {error}") from None
+
+
+def _text(token: Any) -> str:
+    """A token as the configuration has it: its text, or an object that holds it."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""
