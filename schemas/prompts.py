@@ -10,6 +10,9 @@ from schemas.record import Record
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 
+LEAST_TEMPERATURE = 0.01
+"""Below it drawing is greedy, and a token's probability says nothing of how likely it was drawn."""
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are drawn."""
@@ -50,3 +53,12 @@ class Prompt(Record, frozen=True, kw_only=True):
 def trajectory_id(group_id: str, index: int) -> str:
     """The id of the group's trajectory number `index`, from 0."""
     return f"{group_id}:{index}"
+
+
+def unpriced(sampling: Sampling) -> str:
+    """Why the loss cannot weigh tokens that are drawn like this; empty if it can."""
+    if sampling.temperature < LEAST_TEMPERATURE:
+        return f"temperature {sampling.temperature:g} draws the likeliest token: give at least {LEAST_TEMPERATURE}"
+    if sampling.top_p < 1:
+        return f"top_p {sampling.top_p:g} cuts tokens off that the policy may draw: give 1"
+    return ""

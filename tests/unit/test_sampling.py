@@ -1,0 +1,22 @@
+"""Which sampling the loss can weigh: what a configuration and a prompt may ask for."""
+
+import pytest
+
+from schemas.prompts import Sampling, unpriced
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reason"),
+    [
+        (Sampling(), ""),
+        (Sampling(temperature=0.7, max_tokens=9, stop_token_ids=(1,), seed=3), ""),
+        (Sampling(temperature=0.01), ""),
+        (Sampling(temperature=0), "temperature 0"),
+        (Sampling(temperature=0.005), "temperature 0.005"),
+        (Sampling(top_p=0.9), "top_p 0.9"),
+    ],
+)
+def test_greedy_and_cut_sampling_cannot_be_priced(sampling: Sampling, reason: str) -> None:
+    said = unpriced(sampling)
+    assert reason in said
+    assert bool(said) == bool(reason)
