@@ -44,7 +44,8 @@ def read_letters(settings: BusSettings, topic: Topic, *, client_id: str = "rose-
     try:
         consumer.assign([TopicPartition(name, 0, OFFSET_BEGINNING)])
         while True:
-            for message in consumer.consume(BATCH, 1.0):
+            first = consumer.poll(1.0)  # `consume` would wait the whole second for a full batch
+            for message in [first, *consumer.consume(BATCH, 0)] if first is not None else []:
                 error = message.error()
                 if error is None:
                     letter = _letter(topic, raw_of(message), message.timestamp()[1] / 1000)
