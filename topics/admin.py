@@ -17,7 +17,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec
 
 from schemas.errors import UsageError
-from topics.catalog import CATALOG, MAX_MESSAGE_BYTES, Partitions, Topic
+from topics.catalog import CATALOG, LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, Topic
 from topics.errors import BrokerUnreachable, BusError
 from topics.settings import BusSettings
 
@@ -171,7 +171,7 @@ def drift(settings: BusSettings, partitions: Partitions) -> list[Drift]:
 
 
 def _wanted(topic: Topic) -> dict[str, str]:
-    return {**topic.config, "max.message.bytes": str(MAX_MESSAGE_BYTES)}
+    return {**topic.config, "max.message.bytes": str(MAX_MESSAGE_BYTES if topic.record else LETTER_BYTES)}
 
 
 def _same(wanted: str, found: str | None) -> bool:

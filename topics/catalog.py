@@ -24,6 +24,9 @@ from schemas.weights import WeightChunk, WeightManifest
 MAX_MESSAGE_BYTES = RECORD_BYTES + 64 * 1024
 """`max.message.bytes` of every topic: the largest record, its names, keys and headers. Under Kafka's 1 MiB default."""
 
+LETTER_BYTES = MAX_MESSAGE_BYTES + 16 * 1024
+"""`max.message.bytes` of the dead letters: any message of another topic, and what is said of it."""
+
 MINUTE = 60_000
 HOUR = 60 * MINUTE
 DAY = 24 * HOUR

@@ -1,13 +1,15 @@
-"""Single records fetched by their places in the log.
+"""Single records fetched by their places in the log, or looked for from a place on.
 
 Keeps true
 - Each partition is read forward. A gap of up to `far` records is read through, over a longer one the reader jumps.
 - Every place asked for is either handed out or listed in `missing`: an offset that the log does not have never blocks.
+- What is looked for is handed out, or it does not lie within `REACH` records of its hint.
 - Between two fetches the reader has no partition: what is stored meanwhile is not fetched in vain.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from time import monotonic
+from typing import Generic, TypeVar
 
 from schemas.errors import RoseError
 from topics.reader import Reader
@@ -24,6 +26,10 @@ STALL_SECONDS = 60.0
 
 FAR = 1_000
 """A gap of more records than this is jumped over: a jump costs a question to the broker, and what was fetched ahead."""
+
+
+REACH = 10_000
+"""A record that does not come within so many after its hint is given up."""
 
 
 class FetchStalled(RoseError):
@@ -118,3 +124,83 @@ class Fetch:
     def _drop_if_done(self, place: Place) -> None:
         if not self._wanted[place]:
             del self._wanted[place]
+
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+class Find(Generic[Name]):
+    """Iterate for every record that is there, each with its name, in the order of its partition."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        hints: Mapping[Place, Mapping[Name, int]],
+        name_of: Callable[[Envelope], Name | None],
+        *,
+        far: int = FAR,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`hints`: each name's record lies at or after the offset given, soon. `reader`, `stopped`: see Fetch."""
+        self.read = 0
+        """Records read so far."""
+        self._reader = reader
+        self._name_of = name_of
+        self._far = far
+        self._stopped = stopped
+        self._wanted = {place: dict(names) for place, names in hints.items() if names}
+        self._order = {
+            place: sorted(names, key=names.__getitem__, reverse=True) for place, names in self._wanted.items()
+        }
+
+    def __iter__(self) -> Iterator[tuple[Name, Envelope]]:
+        """Ends early when `stopped`. Raises TopicMissing, BusError or FetchStalled."""
+        begins = {place: self._reader.watermarks(place)[0] for place in self._wanted}
+        try:
+            while self._wanted and not self._stopped():
+                yield from self._read_on(begins)
+        finally:
+            self._reader.assign({})
+
+    def _read_on(self, begins: Mapping[Place, int]) -> Iterator[tuple[Name, Envelope]]:
+        """From the first hint of each partition, until every partition has a gap to jump or is done."""
+        self._reader.assign({place: max(begins[place], self._first(place, 0)) for place in self._wanted})
+        open_places = set(self._wanted)
+        deadline = monotonic() + STALL_SECONDS
+        while open_places and not self._stopped():
+            items = self._reader.read(BATCH, LOOK_SECONDS)
+            if items:
+                deadline = monotonic() + STALL_SECONDS
+            elif monotonic() > deadline:
+                raise FetchStalled(sum(map(len, self._wanted.values())))
+            for item in items:
+                place = item.topic, item.partition
+                if place not in open_places:
+                    continue
+                if isinstance(item, EndOfPartition):
+                    del self._wanted[place]
+                    open_places.discard(place)
+                    continue
+                self.read += 1
+                names = self._wanted[place]
+                name = self._name_of(item) if isinstance(item, Envelope) else None
+                if name is not None and isinstance(item, Envelope) and names.pop(name, None) is not None:
+                    yield name, item
+                if not self._goes_on(place, item.offset):
+                    open_places.discard(place)
+
+    def _goes_on(self, place: Place, offset: int) -> bool:
+        """Whether this partition is read on from here; what should have come by now is given up."""
+        names, order = self._wanted[place], self._order[place]
+        while (first := self._first(place, offset)) + REACH < offset:
+            del names[order[-1]]
+        if not names:
+            del self._wanted[place]
+        return bool(names) and first - offset <= self._far
+
+    def _first(self, place: Place, nothing: int) -> int:
+        """The least hint of what has not come; `nothing` when all has."""
+        names, order = self._wanted[place], self._order[place]
+        while order and order[-1] not in names:
+            order.pop()
+        return names[order[-1]] if order else nothing

@@ -108,6 +108,9 @@ class Reader:
         self._consumer = (RestingConsumer if settings.embedded else Consumer)(config)
         self._topics: dict[str, Topic] = {}
         self._assigned: set[Place] = set()
+        self._membership: object = None
+        """As of the assignment that is worked on. A member that the group has given up, and that does not know it yet,
+        may have forgotten its generation: then the broker would take its commit for that of no member at all."""
 
     def assign(self, places: Mapping[Place, int]) -> None:
         """Read these partitions from these offsets (or confluent_kafka's OFFSET_BEGINNING, OFFSET_END).
@@ -128,6 +131,7 @@ class Reader:
         self._know(topics)
 
         def on_assign(consumer: Consumer, partitions: list[TopicPartition]) -> None:
+            self._membership = consumer.consumer_group_metadata()
             self._take_on(assigned([self._place(partition) for partition in partitions]))
 
         def on_revoke(consumer: Consumer, partitions: list[TopicPartition]) -> None:
@@ -214,8 +218,8 @@ class Reader:
         self._consumer.resume([self._partition(place, 0) for place in places if place in self._assigned])
 
     def group_metadata(self) -> object:
-        """What a transaction needs in order to commit this reader's offsets."""
-        return self._consumer.consumer_group_metadata()
+        """What a transaction needs in order to commit this reader's offsets: it fails once the group has moved on."""
+        return self._membership or self._consumer.consumer_group_metadata()
 
     def close(self) -> None:
         """Leave the group: its partitions go to the others at once, unless the broker knows its members by name."""

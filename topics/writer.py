@@ -29,6 +29,9 @@ LOOK_SECONDS = 1.0
 TRANSACTION_SECONDS = 60.0
 """How long beginning or committing a transaction may take before it is an error."""
 
+REASON_CHARACTERS = 1_000
+"""What a dead letter says of why; the rest is cut off."""
+
 ORIGIN_HEADERS = ("exception", "topic", "partition", "offset", "key")
 """What a dead letter says beside the headers that it came with: why, and where it lay under which key."""
 
@@ -106,7 +109,12 @@ class Writer:
     ) -> None:
         """Store a message that could not be used, as it came, with why and where it lay."""
         name, raw = self._settings.topic(found.topic), found.raw
-        own = (reason.encode(errors="replace"), name.encode(), b"%d" % found.partition, b"%d" % found.offset)
+        own = (
+            reason[:REASON_CHARACTERS].encode(errors="replace"),
+            name.encode(),
+            b"%d" % found.partition,
+            b"%d" % found.offset,
+        )
         headers = [header for header in raw.headers if header[0] not in ORIGIN_HEADERS]
         headers += zip(ORIGIN_HEADERS, (*own, raw.key or b""), strict=True)
         key = f"{name}/{found.partition}/{found.offset}".encode()

@@ -50,6 +50,7 @@ RESOLVED = "config.toml"
 
 SHARED: Mapping[str, tuple[str, ...]] = {
     "environment.model_folder": ("model.folder",),
+    "environment.model_id": ("model.id",),
     "executor.model_folder": ("model.folder",),
     "executor.model_id": ("model.id",),
     "trainer.model_folder": ("model.folder",),
@@ -273,7 +274,7 @@ def _check_together(settings: Settings) -> None:
         f"({executor.dtype}): leave weights.dtype out": (settings.weights.dtype or executor.dtype) in held,
         f"environment.window_groups ({environment.window_groups}) is less than trainer.groups_per_step "
         f"({trainer.groups_per_step}): the trainer would wait for groups that may not open": (
-            environment.window_groups * run.environment_workers >= trainer.groups_per_step
+            environment.window_groups >= trainer.groups_per_step  # of each: homes may all fall to one worker
         ),
         f"run.executors ({run.executors}) is more than topics.inbox_slots ({topics.inbox_slots})": (
             run.executors <= topics.inbox_slots

@@ -1,12 +1,53 @@
-"""The command in a folder of the test's own."""
+"""The command in a folder of the test's own, and what environment workers are tested with."""
 
+import dataclasses
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from schemas.samples import Sample
+from tests.brokers import EMBEDDED, AnyBroker
+from tests.integration.environment_kit import PARTITIONS, finish, once, submit_all
 from tests.integration.rose_command import Rose
+from tests.integration.scripted_executors import ScriptedExecutors, model_folder, worker_process
 
 
 @pytest.fixture
 def rose(broker_kind: str, tmp_path: Path) -> Rose:
     return Rose(broker_kind, tmp_path)
+
+
+@pytest.fixture
+def aborts_are_sound(broker_kind: str) -> None:
+    """For tests in which a transaction may be aborted."""
+    if broker_kind == EMBEDDED:
+        pytest.skip("after an abort the embedded broker hides later records: tests/conformance/test_transactions.py")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(model_folder(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def executors(broker: AnyBroker, namespace: str) -> Iterator[ScriptedExecutors]:
+    """Its settings have the dead taken for dead as soon as Apache Kafka allows."""
+    settings = broker.settings(namespace)
+    quick = {**settings.properties, "session.timeout.ms": "6000"}
+    running = ScriptedExecutors(dataclasses.replace(settings, properties=quick), PARTITIONS)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(broker: AnyBroker, model: str) -> dict[str, Sample]:
+    """What becomes of the prompts when nothing is killed."""
+    executors = ScriptedExecutors(broker.settings(f"undisturbed{random.getrandbits(32)}."), PARTITIONS)
+    submit_all(executors)
+    with worker_process(executors.settings, "w0", {"model_folder": model}):
+        finish(executors)
+    samples = once(executors)
+    executors.close()
+    return samples

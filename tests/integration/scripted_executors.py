@@ -5,6 +5,7 @@ The script works the calculator's sums out, rightly or wrongly, in a varying num
 real executors make: preempted attempts before the result, and a second result with other tokens after it.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,14 @@ import msgspec
 from confluent_kafka import OFFSET_BEGINNING
 
 from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
+from schemas.homes import home_of
 from schemas.prompts import Prompt
 from schemas.samples import Outcome, Sample, SampleOutcome
 from schemas.turns import TurnOutcome, TurnRequest, TurnResult, VersionSpan
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Partitions
 from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope
+from topics.records import Envelope
 from topics.settings import BusSettings
 from topics.writer import Writer
 
@@ -77,7 +79,7 @@ def model_folder(folder: Path) -> Path:
 @contextmanager
 def worker_process(settings: BusSettings, name: str, config: Mapping[str, Any]) -> Iterator[subprocess.Popen[str]]:
     """An environment worker in a process of its own; asked to stop at the end if it still runs."""
-    bus = {"bootstrap": settings.bootstrap, "namespace": settings.namespace, "properties": dict(settings.properties)}
+    bus = {**dataclasses.asdict(settings), "properties": dict(settings.properties)}
     process = subprocess.Popen(
         [sys.executable, "-c", WORKER, json.dumps([bus, dict(config), name])],
         cwd=Path(__file__).parents[2],
@@ -116,9 +118,10 @@ class ScriptedExecutors:
         """`results` is the script, `results_of` unless said otherwise."""
         create_topics(settings, partitions)
         self.settings = settings
+        self._homes = partitions.home
         self._results = results or results_of
         self._writer = Writer(settings, "scripted-executors")
-        self._reader = Reader(settings, "scripted-executors", group="scripted", bury=False)
+        self._reader = Reader(settings, "scripted-executors", group="scripted")
         homes = {(REQUESTED, home): OFFSET_BEGINNING for home in range(partitions.home)}
         samples = {(SAMPLES, part): OFFSET_BEGINNING for part in range(partitions.samples)}
         self._reader.assign({**homes, **samples})
@@ -128,8 +131,12 @@ class ScriptedExecutors:
         self.samples: dict[str, list[Sample]] = defaultdict(list)
         self.settles = True
         """Whether samples are given their outcome."""
+        self.answers: Callable[[TurnRequest], bool] = lambda _request: True
+        """Which requests are answered when they come."""
 
-    def submit(self, prompt: Prompt, *, home: int) -> None:
+    def submit(self, prompt: Prompt, *, partition: int | None = None) -> None:
+        """Into its home, unless another partition is named."""
+        home = home_of(prompt.group_id, self._homes) if partition is None else partition
         self._writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home)
         self._writer.flush()
 
@@ -141,7 +148,7 @@ class ScriptedExecutors:
     def pump(self, seconds: float = 0.05) -> None:
         """Answer what is there."""
         for item in self._reader.read(500, seconds):
-            assert not isinstance(item, EndOfPartition)
+            assert isinstance(item, Envelope)
             self._take(item)
         self._writer.flush()
 
@@ -150,6 +157,12 @@ class ScriptedExecutors:
         while not condition():
             assert time.monotonic() < deadline, f"waited {WAIT_SECONDS:.0f} s for {what}"
             self.pump()
+
+    def answer(self, requests: Iterable[TurnRequest]) -> None:
+        """Write their results; they are stored with the next pump."""
+        for request in requests:
+            for result in self._results(request):
+                self.write_result(result)
 
     def settle(self, sample: Sample) -> None:
         outcome = Outcome.INFRA_FAILED if sample.reward is None else Outcome.TRAINED
@@ -175,8 +188,8 @@ class ScriptedExecutors:
         if isinstance(record, TurnRequest):
             self.asked += 1
             self.requests[record.trajectory_id, record.turn] = record
-            for result in self._results(record):
-                self.write_result(result)
+            if self.answers(record):
+                self.answer([record])
         elif isinstance(record, Sample):
             self.samples[record.trajectory_id].append(record)
             if self.settles:

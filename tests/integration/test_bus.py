@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
+import msgspec
 import pytest
 
 from schemas.errors import RecordError
@@ -13,7 +14,7 @@ from tests.brokers import AnyBroker
 from tests.golden.examples import OUTCOME, PROMPT
 from topics.admin import create_topics
 from topics.catalog import OUTCOMES, PROMPTS, Partitions
-from topics.fetch import Fetch
+from topics.fetch import REACH, Fetch, Find
 from topics.letters import buried, read_letters
 from topics.log import read_back
 from topics.reader import Reader
@@ -175,6 +176,30 @@ def test_a_transactions_marker_is_a_place_where_nothing_is(settings: BusSettings
     fetch = Fetch(reader, {(PROMPTS, 0): range(4)})
     fetched = [envelope.offset for envelope in fetch]
     assert len(fetched) == 2 and sorted(fetched + [offset for _, offset in fetch.missing]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("far", [0, 5, 10**9])
+def test_what_is_looked_for_is_found_behind_its_hint_or_given_up(
+    settings: BusSettings, reader: Reader, far: int
+) -> None:
+    notes = [str(number) for number in range(60)]
+    put(settings, [encode(msgspec.structs.replace(PROMPT, note=note)) for note in notes])
+    put(settings, [BAD, encode(msgspec.structs.replace(PROMPT, note="there"))], partition=1)
+    hints = {(PROMPTS, 0): {"3": 3, "7": 2, "2": 0, "40": 38, "nowhere": 20, "59": 59}, (PROMPTS, 1): {"there": 0}}
+    find = Find(reader, hints, lambda found: found.record.note if isinstance(found.record, Prompt) else None, far=far)
+    found = [(name, envelope.partition, envelope.offset) for name, envelope in find]
+    wanted = [("2", 0, 2), ("3", 0, 3), ("7", 0, 7), ("40", 0, 40), ("59", 0, 59), ("there", 1, 1)]
+    assert sorted(found) == sorted(wanted)
+    assert [offset for _, partition, offset in found if partition == 0] == [2, 3, 7, 40, 59]
+
+
+@pytest.mark.slow
+def test_what_does_not_come_soon_after_its_hint_is_not_looked_for_to_the_end(
+    settings: BusSettings, reader: Reader
+) -> None:
+    put(settings, [encode(PROMPT)] * (2 * REACH))
+    find = Find(reader, {(PROMPTS, 0): {"nowhere": 0}}, lambda _found: None)
+    assert list(find) == [] and REACH < find.read < REACH + 1_000
 
 
 def test_what_is_needed_or_young_is_not_deleted(settings: BusSettings) -> None:

@@ -1,41 +1,46 @@
 """The environment worker over a real broker: whatever is killed or wrong, every trajectory ends once."""
 
+import itertools
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from confluent_kafka import OFFSET_BEGINNING, ConsumerGroupState
-from confluent_kafka.admin import AdminClient
+from confluent_kafka import OFFSET_BEGINNING
 
+from schemas.environments import GroupState
 from schemas.errors import UsageError
-from schemas.prompts import Prompt
+from schemas.homes import home_of
+from schemas.prompts import Prompt, Sampling
 from schemas.samples import Sample
 from schemas.turns import TurnOutcome, TurnRequest, TurnResult
-from tests.brokers import EMBEDDED, AnyBroker
+from tests.brokers import AnyBroker
+from tests.integration.environment_kit import (
+    GROUPS,
+    PARTITIONS,
+    SIZE,
+    finish,
+    groups,
+    homes_of_members,
+    letters,
+    once,
+    prompt_of,
+    submit_all,
+)
 from tests.integration.scripted_executors import (
     ScriptedExecutors,
-    essence,
     kill,
-    model_folder,
     results_of,
     worker_process,
 )
-from topics.admin import reach
-from topics.catalog import PROMPTS, Partitions
+from topics.catalog import PROMPTS
 from topics.errors import BrokerUnreachable, BusError
-from topics.log import DeadLetter, await_decided, read_back, read_letters
+from topics.log import await_decided, read_back
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.environments.config import EnvironmentConfig
 from workers.environments.main import run_environment_worker
-from workers.environments.worker import GROUP
-
-PARTITIONS = Partitions(home=4, slots=1, samples=2, chunks=1)
-GROUPS, SIZE = 12, 4
 
 MOODY = '''
 import asyncio
@@ -57,72 +62,6 @@ class Moody(Calculator):
             await asyncio.Event().wait()
         return await super().step(action)
 '''
-
-
-def prompt_of(number: int, **fields: Any) -> Prompt:
-    known = {"group_id": f"g{number}", "group_size": SIZE, "environment": "calculator", "seed": number, "max_turns": 10}
-    return Prompt(**{**known, **fields})
-
-
-@pytest.fixture
-def aborts_are_sound(broker_kind: str) -> None:
-    """For tests in which a transaction may be aborted."""
-    if broker_kind == EMBEDDED:
-        pytest.skip("after an abort the embedded broker hides later records: tests/conformance/test_transactions.py")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(model_folder(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture
-def executors(broker: AnyBroker, namespace: str) -> Iterator[ScriptedExecutors]:
-    running = ScriptedExecutors(broker.settings(namespace), PARTITIONS)
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(broker: AnyBroker, model: str) -> dict[str, Sample]:
-    """What becomes of the prompts when nothing is killed."""
-    executors = ScriptedExecutors(broker.settings(f"undisturbed{random.getrandbits(32)}."), PARTITIONS)
-    submit_all(executors)
-    with worker_process(executors.settings, "w0", {"model_folder": model}):
-        finish(executors)
-    samples = once(executors)
-    executors.close()
-    return samples
-
-
-def submit_all(executors: ScriptedExecutors) -> None:
-    for number in range(GROUPS):
-        executors.submit(prompt_of(number), home=number % PARTITIONS.home)
-
-
-def finish(executors: ScriptedExecutors, count: int = GROUPS * SIZE) -> None:
-    executors.pump_until(lambda: len(executors.samples) >= count, what=f"{count} samples")
-
-
-def once(executors: ScriptedExecutors) -> dict[str, Sample]:
-    """The essence of every sample. There is one of each trajectory."""
-    executors.pump(0.5)
-    assert {name: len(samples) for name, samples in executors.samples.items() if len(samples) != 1} == {}
-    return {name: essence(samples[0]) for name, samples in executors.samples.items()}
-
-
-def homes_of_members(settings: BusSettings) -> list[set[int]]:
-    """The prompt partitions of every member of a group that has settled."""
-    client: AdminClient = reach(settings)
-    name = settings.name(GROUP)
-    group = client.describe_consumer_groups([name])[name].result()
-    if group.state != ConsumerGroupState.STABLE:
-        return []
-    topic = settings.topic(PROMPTS)
-    return [
-        {place.partition for place in member.assignment.topic_partitions if place.topic == topic}
-        for member in group.members
-    ]
 
 
 @pytest.mark.slow
@@ -168,7 +107,7 @@ def test_a_writer_that_is_fenced_is_made_anew_and_nothing_is_lost(
     with worker_process(executors.settings, "w0", {"model_folder": model}) as worker:
         for requests in (30, 90):
             executors.pump_until(lambda: executors.asked >= requests, what=f"{requests} requests")  # noqa: B023
-            Writer(executors.settings, "intruder", transactional_id="rose-environment.w0")
+            Writer(executors.settings, "intruder", transactional_id="environment.w0")
         finish(executors)
         assert worker.poll() is None
     assert once(executors) == undisturbed
@@ -182,11 +121,19 @@ def test_a_worker_whose_name_is_taken_ends_with_one_sentence(
     submit_all(executors)
     with worker_process(executors.settings, "w0", {"model_folder": model}) as first:
         executors.pump_until(lambda: executors.asked >= 30, what="30 requests")
-        with worker_process(executors.settings, "w0", {"model_folder": model}):
-            executors.pump_until(lambda: first.poll() is not None, what="the end of the first worker")
-            assert first.stderr is not None and "another environment worker was started as 'w0'" in first.stderr.read()
-            finish(executors)
-    assert once(executors) == undisturbed
+        with worker_process(executors.settings, "w0", {"model_folder": model}) as second:
+            more = itertools.count(GROUPS)
+
+            def one_has_ended() -> bool:
+                executors.submit(prompt_of(next(more)))
+                return any(one.poll() is not None for one in (first, second))
+
+            executors.pump_until(one_has_ended, what="the end of one of them")
+            ended = first if first.poll() is not None else second
+            assert ended.stderr is not None and "another environment worker was started as 'w0'" in ended.stderr.read()
+            finish(executors, next(more) * SIZE)
+    samples = once(executors)
+    assert {name: samples[name] for name in undisturbed} == undisturbed
 
 
 def test_who_takes_over_waits_for_what_another_has_under_way(executors: ScriptedExecutors) -> None:
@@ -219,34 +166,38 @@ def test_prompts_that_cannot_be_opened_are_dead_lettered_and_the_stream_goes_on(
     executors: ScriptedExecutors, model: str
 ) -> None:
     settings = executors.settings
+    here = iter(name for name in map("p{}".format, itertools.count()) if home_of(name, PARTITIONS.home) == 0)
+    first, second, third, fourth, fifth, sixth, seventh = (prompt_of(1, group_id=next(here)) for _ in range(7))
     bad = [
-        prompt_of(1, environment="chess"),
-        prompt_of(2, environment="os:getcwd"),
-        prompt_of(3, arguments={"max_operands": 99}),
-        prompt_of(0),
+        msgspec.structs.replace(second, environment="chess"),
+        msgspec.structs.replace(third, environment="os:getcwd"),
+        msgspec.structs.replace(fourth, arguments={"max_operands": 99}),
+        first,
+        msgspec.structs.replace(sixth, sampling=Sampling(temperature=0)),
+        msgspec.structs.replace(seventh, sampling=Sampling(top_p=0.5)),
     ]
-    for prompt in [prompt_of(0), *bad, prompt_of(3, note="the same group id, mended")]:
-        executors.submit(prompt, home=0)
+    for prompt in [first, *bad, msgspec.structs.replace(fourth, note="the same group id, mended")]:
+        executors.submit(prompt, partition=0)
+    reasons = ("unknown environment 'chess'", "unknown environment", "max_operands", "before", "temperature", "top_p")
     with worker_process(settings, "w0", {"model_folder": model}):
         finish(executors, 2 * SIZE)
         executors.pump_until(lambda: len(letters(settings)) == len(bad), what="dead letters")
     found = letters(settings)
-    assert [(letter.partition, letter.offset) for letter in found] == [(0, 1), (0, 2), (0, 3), (0, 4)]
-    assert [msgspec.msgpack.decode(letter.value or b"", type=Prompt) for letter in found] == bad
-    for letter, reason in zip(
-        found, ("unknown environment 'chess'", "unknown environment", "max_operands", "before"), strict=True
-    ):
+    assert [(letter.partition, letter.offset) for letter in found] == [(0, offset) for offset in range(1, 7)]
+    assert [msgspec.msgpack.decode(letter.raw.value or b"", type=Prompt) for letter in found] == bad
+    for letter, reason in zip(found, reasons, strict=True):
         assert reason in letter.reason
-    executors.submit(prompt_of(3, note="once too often"), home=0)
-    executors.submit(prompt_of(4), home=0)
+    executors.submit(msgspec.structs.replace(fourth, note="once too often"), partition=0)
+    executors.submit(fifth, partition=0)
     with worker_process(settings, "w0", {"model_folder": model}):
         finish(executors, 3 * SIZE)
-    assert [letter.offset for letter in letters(settings)] == [1, 2, 3, 4, 6], "a restart knows what was opened"
-    assert set(once(executors)) == {f"g{number}:{index}" for number in (0, 3, 4) for index in range(SIZE)}
-
-
-def letters(settings: BusSettings) -> list[DeadLetter]:
-    return sorted(read_letters(settings, PROMPTS), key=lambda letter: letter.offset)
+        executors.pump_until(lambda: len(letters(settings)) == len(bad) + 1, what="another dead letter")
+    assert [letter.offset for letter in letters(settings)] == [1, 2, 3, 4, 5, 6, 8], "a restart knows what was opened"
+    opened = {f"{prompt.group_id}:{index}" for prompt in (first, fourth, fifth) for index in range(SIZE)}
+    assert set(once(executors)) == opened
+    states = {group_id: group.state for group_id, group in groups(settings).items()}
+    refused = {prompt.group_id: GroupState.REFUSED for prompt in (second, third, sixth, seventh)}
+    assert {name: state for name, state in states.items() if state is GroupState.REFUSED} == refused
 
 
 @pytest.mark.slow
@@ -255,7 +206,7 @@ def test_an_environment_that_fails_fails_its_trajectories_without_a_reward(
 ) -> None:
     (tmp_path / "moody.py").write_text(MOODY)
     for number in range(4):
-        executors.submit(prompt_of(number, environment="moody:Moody"), home=number)
+        executors.submit(prompt_of(number, environment="moody:Moody"))
     config = {
         "model_folder": model,
         "step_timeout_seconds": 0.5,
@@ -286,7 +237,7 @@ def test_results_that_are_malformed_or_given_up_fail_their_trajectory(
 
     executors = ScriptedExecutors(broker.settings(namespace), PARTITIONS, results=results)
     for number in range(3):
-        executors.submit(prompt_of(number), home=0)
+        executors.submit(prompt_of(number))
     with worker_process(executors.settings, "w0", {"model_folder": model}):
         finish(executors, 3 * SIZE)
     samples = once(executors)

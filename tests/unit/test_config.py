@@ -107,6 +107,8 @@ def test_what_is_wrong_in_the_environment_or_a_flag_is_named(monkeypatch: pytest
 
 def test_sections_that_do_not_fit_together_are_refused() -> None:
     assert "window_groups" in refusal(Common(settings=["environment.window_groups=4", "trainer.groups_per_step=8"]))
+    alone = ["environment.window_groups=4", "run.environment_workers=2", "trainer.groups_per_step=8"]
+    assert "window_groups" in refusal(Common(settings=alone)), "all homes may fall to one worker"
     assert "inbox_slots" in refusal(Common(settings=["run.executors=9", "topics.inbox_slots=8"]))
     assert "max_model_len" in refusal(Common(settings=["environment.max_context_tokens=2048"]))
 

@@ -1,20 +1,54 @@
-"""A home's inputs: prompts open in order and once, and no offset is committed before its consequences are."""
+"""A home's inputs: prompts are decided in order and once, and no offset is committed before its consequences are."""
 
-from hypothesis import given
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.prompts import Prompt
-from workers.environments.home import Home, Unfinished
+from schemas.environments import GroupState
+from schemas.homes import home_of
+from schemas.prompts import Prompt, trajectory_id
+from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS
+from topics.records import Envelope, Raw, Spoiled
+from workers.environments.home import Decision, Fate, Home, Unfinished
+from workers.environments.outbox import group_of
+from workers.environments.trajectory import begin
+
+HOMES = 4
+HERE = [f"g{number}" for number in range(40) if home_of(f"g{number}", HOMES) == 1]
+ELSEWHERE = next(f"g{number}" for number in range(40) if home_of(f"g{number}", HOMES) == 3)
 
 
 def prompt_of(group_id: str, size: int = 2) -> Prompt:
     return Prompt(group_id=group_id, group_size=size, environment="calculator", seed=0)
 
 
-def home_of() -> Home:
-    return Home(0, life=1, prompts_from=10, results_from=20)
+def found(offset: int, group_id: str, *, value: bytes = b"") -> Envelope:
+    raw = Raw(group_id.encode(), value)
+    return Envelope(prompt_of(group_id), PROMPTS, 1, offset, group_id, 0.0, raw)
 
 
+def home(*, buried: Iterable[int] = ()) -> Home:
+    made = Home(1, homes=HOMES, buried=frozenset((PROMPTS.name, offset) for offset in buried))
+    made.begin(prompts_from=10, results_from=20)
+    return made
+
+
+def decide(of: Home, *, room: bool = True) -> Decision:
+    decision = of.decide(room=room, outcomes_from=0)
+    assert decision is not None
+    return decision
+
+
+def put_on_the_log(of: Home, decision: Decision) -> None:
+    """As the outbox does it."""
+    if decision.fate is Fate.OPEN or (decision.fate is Fate.REFUSE and decision.prompt and not decision.repeated):
+        state = GroupState.OPEN if decision.fate is Fate.OPEN else GroupState.REFUSED
+        of.knows(group_of(decision.opens, state, offset=decision.found.offset, outcomes_from=0, now=0.0))
+
+
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["read", "passed", "done"]), st.integers(0, 99)), max_size=40)
 )
@@ -37,37 +71,182 @@ def test_the_low_water_is_the_oldest_offset_that_is_not_done(events: list[tuple[
 
 
 def test_prompts_go_on_the_log_in_order_however_long_each_takes_to_open() -> None:
-    home = home_of()
-    for offset, group_id in ((10, "slow"), (12, "quick")):
-        home.submitted(offset, prompt_of(group_id))
-    slow, quick = home.open_next(), home.open_next()
+    here = home()
+    for offset, group_id in ((10, HERE[0]), (12, HERE[1])):
+        here.submitted(found(offset, group_id))
+    slow, quick = decide(here), decide(here)
     quick.awaited = 0
-    assert list(home.take_complete()) == [] and home.prompts_low_water == 10
+    assert list(here.take_complete()) == [] and here.prompts_low_water == 10
     slow.awaited = 0
-    assert list(home.take_complete()) == [slow, quick] and home.prompts_low_water == 13
+    assert list(here.take_complete()) == [slow, quick] and here.prompts_low_water == 13
 
 
 def test_a_group_id_opens_once_unless_its_prompt_was_refused() -> None:
-    home = home_of()
-    for offset, group_id in ((10, "a"), (11, "b"), (12, "a"), (13, "a")):
-        home.submitted(offset, prompt_of(group_id))
-    first, other = home.open_next(), home.open_next()
-    assert not home.can_open, "the first prompt of this id may still be refused"
-    home.refuse(first, "bad arguments")
+    here = home()
+    for offset, group_id in ((10, HERE[0]), (11, HERE[1]), (12, HERE[0]), (13, HERE[0])):
+        here.submitted(found(offset, group_id))
+    first, other = decide(here), decide(here)
+    assert here.decide(room=True, outcomes_from=0) is None, "the first prompt of this id may still be refused"
+    here.refuse(first, "bad arguments")
     first.awaited = other.awaited = 0
-    assert list(home.take_complete()) == [first, other]
-    second = home.open_next()
-    assert not second.refusal, "nothing was opened under this id"
+    for decision in here.take_complete():
+        put_on_the_log(here, decision)
+    second = decide(here)
+    assert second.fate is Fate.OPEN, "nothing was opened under this id"
     second.awaited = 0
-    assert list(home.take_complete()) == [second]
-    assert "submitted before" in home.open_next().refusal
+    for decision in here.take_complete():
+        put_on_the_log(here, decision)
+    third = decide(here)
+    assert third.fate is Fate.REFUSE and third.repeated and "submitted before" in third.refusal
+
+
+def test_a_prompt_of_another_home_goes_there_whatever_the_window() -> None:
+    here = home()
+    here.submitted(found(10, ELSEWHERE))
+    decision = decide(here, room=False)
+    assert (decision.fate, decision.home, decision.awaited) == (Fate.FORWARD, 3, 0)
+    here.submitted(found(11, ELSEWHERE, value=bytes(MAX_MESSAGE_BYTES)))
+    too_large = decide(here)
+    assert too_large.fate is Fate.REFUSE and "partition 3" in too_large.refusal
+
+
+def test_no_group_opens_without_room_and_what_is_no_prompt_needs_none() -> None:
+    here = home()
+    here.submitted(Spoiled(PROMPTS, 1, 10, Raw(None, b"?"), "no prompt"))
+    here.submitted(Envelope(None, PROMPTS, 1, 11, "", 0.0, Raw(None, None)))
+    here.submitted(found(12, HERE[0]))
+    assert [decide(here, room=False).fate for _ in range(2)] == [Fate.REFUSE] * 2
+    assert here.decide(room=False, outcomes_from=0) is None
+    assert len(list(here.take_complete())) == 2 and here.prompts_low_water == 12
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.sampled_from([*HERE[:3], ELSEWHERE, "?"])),
+        st.tuples(st.just("decide"), st.booleans()),
+        st.tuples(st.just("reset"), st.booleans()),
+        st.tuples(st.just("commit"), st.just(True)),
+        st.tuples(st.just("outcome"), st.sampled_from([trajectory_id(name, at) for name in HERE[:3] for at in (0, 1)])),
+        st.tuples(st.just("crash"), st.booleans()),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(EVENTS)
+def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decided_once(
+    events: list[tuple[str, object]],
+) -> None:
+    """`crash, True`: the group's committed offsets are gone as well."""
+    log: list[Envelope | Spoiled] = []
+    decided: dict[int, Fate] = {}
+    opened: list[str] = []
+    groups: list[tuple[str, GroupState, int]] = []
+    outcomes: list[str] = []
+    here, committed = home(), 10
+
+    def submit(name: str) -> None:
+        offset = 10 + len(log)
+        spoiled = Spoiled(PROMPTS, 1, offset, Raw(None, b"?"), "no prompt")
+        log.append(spoiled if name == "?" else found(offset, name))
+        here.submitted(log[-1])
+
+    def commit() -> None:
+        nonlocal committed
+        for decision in here.take_complete():
+            put_on_the_log(here, decision)
+            offset = decision.found.offset
+            if decision.fate is Fate.PASS:
+                continue
+            # without offsets a prompt that was sent on is sent on again: its home meets it by its group
+            assert offset not in decided or decision.fate is Fate.FORWARD
+            decided[offset] = decision.fate
+            if decision.fate is Fate.OPEN:
+                opened.append(decision.opens.group_id)
+        for record in here.take_settled(1.0):
+            assert {trajectory_id(record.group_id, at) for at in (0, 1)} <= set(outcomes)
+        groups[:] = [(name, known.state, known.offset) for name, known in here.groups.items()]
+        committed = here.prompts_low_water
+
+    def crash(*, forgotten: bool) -> None:
+        nonlocal here
+        buried = [at for at, fate in decided.items() if fate is Fate.REFUSE] if forgotten else []
+        here = Home(1, homes=HOMES, buried=frozenset((PROMPTS.name, offset) for offset in buried))
+        for name, state, offset in groups:
+            here.knows(group_of(prompt_of(name), state, offset=offset, outcomes_from=0, now=0.0))
+        begin = max((offset + 1 for _, _, offset in groups), default=10) if forgotten else committed
+        here.begin(prompts_from=begin, results_from=0)
+        for message in log[begin - 10 :]:
+            here.submitted(message)
+        for at, said in enumerate(outcomes):
+            here.outcome(said.partition(":")[0], said, at)
+
+    for what, detail in events:
+        if what == "submit":
+            submit(str(detail))
+        elif what == "decide":
+            here.decide(room=bool(detail), outcomes_from=0)
+        elif what == "reset":
+            for decision in here.decisions:
+                if decision.awaited:
+                    decision.awaited = 0
+                    if not detail:
+                        here.refuse(decision, "bad arguments")
+                    break
+        elif what == "commit":
+            commit()
+        elif what == "outcome" and str(detail).partition(":")[0] in opened:
+            outcomes.append(str(detail))
+            here.outcome(str(detail).partition(":")[0], str(detail), len(outcomes))
+        elif what == "crash":
+            crash(forgotten=bool(detail))
+    crash(forgotten=False)
+    while here.decide(room=True, outcomes_from=0) is not None or here.decisions:
+        for decision in here.decisions:
+            decision.awaited = 0
+        commit()
+    assert sorted(decided) == [message.offset for message in log]
+    assert len(opened) == len(set(opened)), "no group was opened twice"
+    for offset, fate in decided.items():
+        message = log[offset - 10]
+        name = message.record.group_id if isinstance(message, Envelope) and isinstance(message.record, Prompt) else "?"
+        assert (fate is Fate.FORWARD) == (name == ELSEWHERE)
+        assert name != "?" or fate is Fate.REFUSE
+    unsettled = {name for name in opened if not {trajectory_id(name, at) for at in (0, 1)} <= set(outcomes)}
+    assert set(here.unsettled) == unsettled, "no window slot leaks"
 
 
 def test_a_group_is_unsettled_until_each_of_its_trajectories_has_an_outcome() -> None:
-    home = home_of()
-    home.opened(prompt_of("a", size=3))
-    for trajectory_id in ("a:0", "a:2", "a:2", "a:x", "a:999999999", "b:1"):
-        home.settled(trajectory_id.partition(":")[0], trajectory_id)
-        assert "a" in home.unsettled
-    home.settled("a", "a:1")
-    assert not home.unsettled and "a" in home.known
+    here = home()
+    here.knows(group_of(prompt_of("a", size=3), GroupState.OPEN, offset=10, outcomes_from=5, now=0.0))
+    here.outcome("a", "a:1", 4)
+    for said in ("a:0", "a:2", "a:2", "a:x", "a:999999999", "b:1"):
+        here.outcome(said.partition(":")[0], said, 6)
+        assert "a" in here.unsettled, "the outcome at 4 is of an earlier group of this id"
+    here.outcome("a", "a:1", 7)
+    assert not here.unsettled
+    assert [(group.group_id, group.state) for group in here.take_settled(2.0)] == [("a", GroupState.SETTLED)]
+    assert here.take_settled(3.0) == [] and here.groups["a"].state is GroupState.SETTLED
+
+
+def test_a_group_whose_outcomes_are_kept_no_more_leaks_no_window_slot() -> None:
+    here = home()
+    for offset, name in enumerate(("old", "lives", "young")):
+        record = group_of(prompt_of(name), GroupState.OPEN, offset=offset, outcomes_from=9 * (name == "young"), now=0.0)
+        here.knows(record)
+    here.trajectories["lives:1"] = begin(prompt_of("lives"), 1, home=1, observation=b"", state=b"")
+    assert here.settle_forgotten(5) == ["old"] and set(here.unsettled) == {"lives", "young"}
+    assert [group.group_id for group in here.take_settled(1.0)] == ["old"]
+
+
+@pytest.mark.parametrize("state", [GroupState.SETTLED, GroupState.REFUSED])
+def test_groups_are_forgotten_when_they_are_old_but_for_the_last_one(state: GroupState) -> None:
+    here = home()
+    for offset, name in enumerate(HERE[:3]):
+        here.knows(group_of(prompt_of(name), state, offset=offset, outcomes_from=0, now=float(offset)))
+    here.knows(group_of(prompt_of(HERE[3]), GroupState.OPEN, offset=3, outcomes_from=0, now=0.0))
+    assert here.take_old(101.5, 100.0) == HERE[:2]
+    assert here.take_old(1000.0, 100.0) == HERE[2:3]
+    here.knows(group_of(prompt_of(HERE[3]), state, offset=3, outcomes_from=0, now=0.0))
+    assert here.take_old(1000.0, 100.0) == [], "it says where prompts begin when offsets are gone"

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from tests.integration.scripted_executors import ACT, CHARACTERS, END, FIRST_CHARACTER, model_folder
 from workers.environments.home import Begun
 from workers.environments.protocol import Environment, EnvironmentArgumentError, JsonValue, Step
-from workers.environments.stage import Advance, Answer, Failed, Job, Refused, Reset, Stage
-from workers.environments.trajectory import Stepped
+from workers.environments.runner import Advance, Answer, Failed, Job, Refused, Reset
+from workers.environments.stage import Stage
+from workers.environments.steps import Stepped
 from workers.environments.turn_format import TurnFormat
 
 WAIT_SECONDS = 30.0
@@ -42,6 +44,14 @@ class Counter:
             await asyncio.Event().wait()
         if action == "wait":
             await asyncio.get_running_loop().run_in_executor(None, self.gate.wait, WAIT_SECONDS)
+        if action == "sleep":
+            time.sleep(3600)
+        if action == "spin":
+            while True:
+                pass
+        if action == "later":
+            asyncio.get_running_loop().call_soon(self.block)
+            await asyncio.Event().wait()
         if action == "raise":
             raise ValueError("boom")
         if action == "exit":
@@ -54,6 +64,10 @@ class Counter:
         done = action == "done"
         return Step(observation=f"{self.steps}", reward=1.0, done=done, success=done)
 
+    def block(self) -> None:
+        while not self.gate.is_set():
+            pass
+
     async def snapshot(self) -> bytes:
         return str(self.steps).encode()
 
@@ -63,6 +77,10 @@ class Counter:
 
     async def close(self) -> None:
         type(self).held -= 1
+
+
+class Blocking(Counter):
+    """Counted apart: what was left behind may still be closing while the next test runs."""
 
 
 @pytest.fixture
@@ -132,6 +150,30 @@ def test_a_hanging_environment_is_given_up_after_the_time_allowed(folder: Path) 
     with stage_of(folder, timeout_seconds=0.05) as stage:
         failed = answers(stage, [act("bad", "hang")])["bad"]
         assert isinstance(failed, Failed) and "longer than 0.05 s" in failed.failure
+
+
+@pytest.mark.parametrize("action", ["sleep", "spin"])
+def test_an_environment_that_blocks_its_thread_fails_alone_and_the_others_are_done_again(
+    folder: Path, action: str
+) -> None:
+    with stage_of(folder, lambda _name: Blocking(), timeout_seconds=0.5) as stage:
+        answers(stage, [reset("a"), reset("b"), reset("bad")])
+        answers(stage, [act(name, "go") for name in ("a", "b", "bad")])
+        found = answers(stage, [act("a", "go", b"1"), act("bad", action, b"1"), act("b", "go", b"1"), reset("c")])
+        failed = found.pop("bad")
+        assert isinstance(failed, Failed) and "blocks its thread for longer than 0.5 s" in failed.failure
+        assert isinstance(found.pop("c"), Begun)
+        assert [answer.state for answer in found.values() if isinstance(answer, Stepped)] == [b"2", b"2"]
+        more = answers(stage, [act("a", "go", b"2"), act("c", "go", b"0")])
+        assert all(isinstance(answer, Stepped) for answer in more.values())
+
+
+def test_an_environment_whose_callback_blocks_the_thread_is_given_up_in_the_end(folder: Path) -> None:
+    with stage_of(folder, lambda _name: Blocking(), timeout_seconds=0.3) as stage:
+        failed = answers(stage, [act("bad", "later")])["bad"]
+        assert isinstance(failed, Failed) and "blocks its thread" in failed.failure
+        assert isinstance(answers(stage, [act("good", "go")])["good"], Stepped)
+        Counter.gate.set()
 
 
 def test_a_slow_environment_holds_nobody_up(folder: Path) -> None:

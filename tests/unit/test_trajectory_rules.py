@@ -1,21 +1,22 @@
 """What ends a trajectory, what counts as a result, and what a turn may sample."""
 
+from dataclasses import replace
+from typing import Any
+
+import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.arrays import pack_logprobs, pack_tokens
+from schemas.environments import EnvSnapshot
+from schemas.limits import CONTEXT_TOKENS, INFO_BYTES, RECORD_BYTES, SPANS
 from schemas.prompts import Sampling
 from schemas.turns import VersionSpan
-from schemas.wire import encode
+from schemas.wire import decode, encode
 from tests.unit.trajectory_world import RULES, live, opened, prompt_of, result_of, stepped
-from workers.environments.trajectory import (
-    Ending,
-    Rules,
-    first_request,
-    problem_of,
-    turn_sampling,
-)
+from workers.environments.steps import Ending, first_request
+from workers.environments.trajectory import problem_of, settled_sampling, turn_sampling
 
 MALFORMED = {
     "no tokens": {"tokens": b"", "logprobs": b"", "spans": ()},
@@ -28,6 +29,7 @@ MALFORMED = {
     "an empty span": {"spans": (VersionSpan(0, 0, 0), VersionSpan(0, 3, 0))},
     "past the end": {"spans": (VersionSpan(0, 4, 0),)},
     "short of the end": {"spans": (VersionSpan(0, 2, 0),)},
+    "no worker": {"worker": None},
     "no version": {"spans": (VersionSpan(0, 3, -1),)},
 }
 
@@ -40,7 +42,7 @@ def test_a_malformed_result_is_told_from_a_sound_one(fields: dict[str, object]) 
 
 
 def test_a_result_that_overflows_the_longest_context_is_malformed() -> None:
-    assert "more than" in problem_of(result_of(opened(prompt_of())), 131_070)
+    assert "more than" in problem_of(result_of(opened(prompt_of())), CONTEXT_TOKENS - 2)
 
 
 def test_the_reward_is_the_sum_over_the_steps_and_the_last_observation_is_not_read() -> None:
@@ -58,7 +60,7 @@ def test_a_snapshot_is_written_only_when_the_state_changed() -> None:
     same = live(trajectory, result_of(trajectory), stepped(state=b"start"))
     changed = live(trajectory, result_of(trajectory), stepped(state=b"changed"))
     assert same.snapshot is None
-    assert changed.snapshot is not None and (changed.snapshot.state, changed.snapshot.turn) == (b"changed", 2)
+    assert changed.snapshot is not None and (changed.snapshot.state, trajectory.turn) == (b"changed", 2)
 
 
 def test_a_trajectory_ends_as_it_stands_after_max_turns() -> None:
@@ -70,8 +72,8 @@ def test_a_trajectory_ends_as_it_stands_after_max_turns() -> None:
 
 
 def test_a_trajectory_ends_when_its_context_is_full_and_the_last_turn_gets_the_room_that_is_left() -> None:
-    rules = Rules(sampling=Sampling(max_tokens=64), turn_deadline_seconds=1.0, max_context_tokens=8)
-    trajectory = opened(prompt_of())
+    rules = replace(RULES, max_context_tokens=8)
+    trajectory = opened(prompt_of(sampling=Sampling(max_tokens=64)))
     first = first_request(trajectory, rules, 0.0)
     assert first.request is not None and first.request.sampling.max_tokens == 6
     second = live(trajectory, result_of(trajectory), stepped(observation=(9,)), rules=rules)
@@ -81,8 +83,7 @@ def test_a_trajectory_ends_when_its_context_is_full_and_the_last_turn_gets_the_r
 
 
 def test_an_observation_without_room_and_a_state_without_room_are_failures_with_a_reason() -> None:
-    small = Rules(sampling=Sampling(), turn_deadline_seconds=1.0, max_context_tokens=2)
-    too_long = first_request(opened(prompt_of()), small, 0.0)
+    too_long = first_request(opened(prompt_of()), replace(RULES, max_context_tokens=2), 0.0)
     assert too_long.sample is not None and "max_context_tokens 2" in too_long.sample.failure
     trajectory = opened(prompt_of())
     too_big = live(trajectory, result_of(trajectory), stepped(state=bytes(2_000_000)))
@@ -96,28 +97,68 @@ def test_a_reward_that_is_no_number_is_a_failure(reward: float) -> None:
     assert written.sample is not None and written.sample.reward is None and str(reward) in written.sample.failure
 
 
-def test_remarks_that_no_record_can_hold_are_a_failure() -> None:
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"remark": object()},
+        {1: "a key that is no text"},
+        {"remark": 2**70},
+        {"remark": "\ud800"},
+        {"remark": "x" * INFO_BYTES},
+        ["no dict"],
+    ],
+    ids=["object", "key", "number", "surrogate", "size", "list"],
+)
+def test_remarks_that_no_record_can_hold_are_a_failure(info: Any) -> None:
     trajectory = opened(prompt_of())
-    step = stepped(done=True, reward=1.0)
-    step.info["remark"] = object()
-    written = live(trajectory, result_of(trajectory), step)
+    written = live(trajectory, result_of(trajectory), replace(stepped(done=True, reward=1.0), info=info))
     assert written.sample is not None and written.sample.reward is None
+    assert "cannot be written" in written.sample.failure
     encode(written.sample)
 
 
+def test_a_failure_that_cannot_tell_its_tokens_still_tells_its_reason() -> None:
+    trajectory = opened(prompt_of())
+    versions = tuple(VersionSpan(at, at + 1, at) for at in range(SPANS + 1))
+    tokens = (7,) * (SPANS + 1)
+    long = msgspec.structs.replace(result_of(trajectory, tokens=tokens), spans=versions)
+    written = live(trajectory, long, stepped(done=True), rules=replace(RULES, max_context_tokens=CONTEXT_TOKENS))
+    assert written.sample is not None and written.sample.tokens == b"" and "cannot be written" in written.sample.failure
+    encode(written.sample)
+
+
+@given(st.integers(RECORD_BYTES - 200, RECORD_BYTES + 20_000), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_a_state_near_the_limit_is_saved_or_fails_its_trajectory(size: int, opening: bool) -> None:
+    trajectory = opened(prompt_of())
+    if opening:
+        trajectory.state = bytes(size)
+        written = first_request(trajectory, RULES, 0.0)
+    else:
+        written = live(trajectory, result_of(trajectory), stepped(state=bytes(size)))
+    if written.snapshot is not None:
+        assert decode(EnvSnapshot, encode(written.snapshot)).state == bytes(size)
+    else:
+        assert written.sample is not None and "cannot be saved" in written.sample.failure
+        encode(written.sample)
+
+
+@settings(deadline=None)
 @given(st.integers(0, 2**63 - 1))
 def test_a_prompt_with_a_seed_samples_every_turn_of_every_trajectory_with_its_own(seed: int) -> None:
-    prompt = prompt_of(sampling=Sampling(seed=seed, max_tokens=9))
-    drawn = [
-        turn_sampling(prompt, index, turn, room_tokens=100, default=RULES.sampling)
-        for index in range(3)
-        for turn in range(3)
-    ]
+    prompt = settled_sampling(prompt_of(sampling=Sampling(seed=seed, max_tokens=9)), RULES.sampling)
+    drawn = [turn_sampling(prompt, index, turn, room_tokens=100) for index in range(3) for turn in range(3)]
     assert len({sampling.seed for sampling in drawn}) == 9
     assert all(sampling.seed is not None and 0 <= sampling.seed < 2**63 for sampling in drawn)
     assert drawn[0].stop_token_ids == (2,), "the model's stop tokens, since the prompt names none"
-    assert drawn == [
-        turn_sampling(prompt, index, turn, room_tokens=100, default=RULES.sampling)
-        for index in range(3)
-        for turn in range(3)
-    ]
+    assert drawn == [turn_sampling(prompt, index, turn, room_tokens=100) for index in range(3) for turn in range(3)]
+
+
+def test_a_turn_says_how_it_was_asked_for_whatever_the_worker_is_configured_to_later() -> None:
+    trajectory = opened(prompt_of())
+    first = live(trajectory, result_of(trajectory), stepped())
+    hotter = replace(RULES, sampling=Sampling(temperature=2.0))
+    second = live(trajectory, result_of(trajectory), stepped(done=True), rules=hotter)
+    assert first.request is not None and second.sample is not None
+    assert [turn.sampling.temperature for turn in second.sample.turns] == [1.0, 1.0]
+    assert second.sample.turns[1].sampling == first.request.sampling

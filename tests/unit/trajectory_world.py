@@ -1,19 +1,17 @@
 """A trajectory by hand: prompts, results and steps with few words."""
 
 from schemas.arrays import pack_logprobs, pack_tokens
-from schemas.environments import LogPosition
 from schemas.prompts import Prompt, Sampling
 from schemas.turns import TurnOutcome, TurnResult, TurnTimes, VersionSpan
-from workers.environments.trajectory import (
-    Rules,
-    Stepped,
-    Trajectory,
-    Written,
-    advance,
-    begin,
-)
+from workers.environments.steps import Stepped, Written, advance
+from workers.environments.trajectory import Rules, Trajectory, begin, settled_sampling
 
-RULES = Rules(sampling=Sampling(stop_token_ids=(2,)), turn_deadline_seconds=60.0, max_context_tokens=400)
+RULES = Rules(
+    model_id="policy",
+    sampling=Sampling(stop_token_ids=(2,)),
+    turn_patience_seconds=60.0,
+    max_context_tokens=400,
+)
 
 
 def prompt_of(**fields: object) -> Prompt:
@@ -22,14 +20,8 @@ def prompt_of(**fields: object) -> Prompt:
 
 
 def opened(prompt: Prompt, index: int = 0, *, observation: tuple[int, ...] = (5, 6)) -> Trajectory:
-    return begin(
-        prompt,
-        index,
-        home=0,
-        opened=LogPosition(requested=0, completed=0),
-        observation=pack_tokens(observation),
-        state=b"start",
-    )
+    whole = settled_sampling(prompt, RULES.sampling)
+    return begin(whole, index, home=0, observation=pack_tokens(observation), state=b"start")
 
 
 def result_of(
@@ -72,4 +64,4 @@ def stepped(
 
 
 def live(trajectory: Trajectory, result: TurnResult, step: Stepped, *, rules: Rules = RULES) -> Written:
-    return advance(trajectory, result, step, rules=rules, applied_at=3.0, now=4.0)
+    return advance(trajectory, result, step, offset=0, rules=rules, applied_at=3.0, now=4.0)

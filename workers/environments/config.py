@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-LONGEST_CONTEXT_TOKENS = 96 * 1024
-"""A sample holds 9 bytes a token (id, mask, logprob) and must fit into one record with its turns."""
+from schemas.limits import CONTEXT_TOKENS
+from schemas.prompts import LEAST_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,10 +13,12 @@ class EnvironmentConfig:
 
     model_folder: Path
     """Hugging Face model folder: its tokenizer, stop tokens and `turn_format.json` make text of tokens and back."""
+    model_id: str = "policy"
+    """Whose policy versions sample; every sample says it."""
     temperature: float = 1.0
-    """Sampling temperature of prompts that bring no sampling; 0 is greedy."""
+    """Sampling temperature of prompts that bring no sampling; greedy sampling cannot be trained on."""
     top_p: float = 1.0
-    """Nucleus sampling of prompts that bring no sampling."""
+    """Nucleus sampling of prompts that bring no sampling; below 1 it cannot be trained on."""
     max_turn_tokens: int = 256
     """Most tokens of one turn, for prompts that bring no sampling."""
     max_context_tokens: int = 1024
@@ -27,8 +29,8 @@ class EnvironmentConfig:
     """Environments held or stepped at once; the longest unused beyond it are closed, and restored when they go on."""
     step_timeout_seconds: float = 60.0
     """A reset, step, snapshot or restore that takes longer fails its trajectory (no reward)."""
-    turn_deadline_seconds: float = 300.0
-    """A turn that nobody has completed by then fails its trajectory (no reward)."""
+    turn_patience_seconds: float = 300.0
+    """A turn that no executor takes up for so long fails its trajectory (no reward); one that runs may take longer."""
     environments: tuple[str, ...] = ()
     """Your own environments (`package.module:Class`) that prompts may name beside the built-in ones."""
     import_paths: tuple[Path, ...] = ()
@@ -36,16 +38,14 @@ class EnvironmentConfig:
 
     def __post_init__(self) -> None:
         in_range = {
-            "temperature must be from 0 to 2": 0 <= self.temperature <= 2,
-            "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
+            f"temperature must be from {LEAST_TEMPERATURE} to 2": LEAST_TEMPERATURE <= self.temperature <= 2,
+            "top_p must be 1: the loss cannot weigh what is cut off": self.top_p == 1,
             "max_turn_tokens must be from 1 to 65536": 1 <= self.max_turn_tokens <= 65_536,
-            f"max_context_tokens must be from 2 to {LONGEST_CONTEXT_TOKENS}": 2
-            <= self.max_context_tokens
-            <= LONGEST_CONTEXT_TOKENS,
+            f"max_context_tokens must be from 2 to {CONTEXT_TOKENS}": 2 <= self.max_context_tokens <= CONTEXT_TOKENS,
             "window_groups must be at least 1": self.window_groups >= 1,
             "max_live_environments must be at least 1": self.max_live_environments >= 1,
             "step_timeout_seconds must be above 0": self.step_timeout_seconds > 0,
-            "turn_deadline_seconds must be above 0": self.turn_deadline_seconds > 0,
+            "turn_patience_seconds must be above 0": self.turn_patience_seconds > 0,
         }
         for sentence, holds in in_range.items():
             if not holds:

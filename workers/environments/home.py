@@ -1,13 +1,13 @@
 """One home partition: its prompts in order, its trajectories, and how far its inputs are done. Pure.
 
 Keeps true
-- Prompts open in the order of the log, so the committed prompt offset says exactly which of them have been decided.
-- A group id opens once; a later prompt of the same id is refused.
+- Prompts are decided in the order of the log, so the committed prompt offset says exactly which of them have been.
+- A group id opens once; a later prompt of the same id is refused, and one of another home is sent there.
 - The offset to commit is that of the oldest input whose consequences are not on the log.
 - A group is unsettled from its opening until every one of its trajectories has an outcome.
 
 Example
-    prompts a (offset 0), b (1), a again (2)    open in turn; the third is refused
+    prompts a (offset 0), b (1), a again (2)    opened in turn; the third is refused
     results at 7, 8 and 9 are read; 8 is done   low water 7
     7 is done                                   low water 9
 """
@@ -15,10 +15,22 @@ Example
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
 
+from schemas.environments import Group, GroupState
+from schemas.homes import home_of
 from schemas.limits import GROUP_SIZE
 from schemas.prompts import Prompt
+from topics.catalog import MAX_MESSAGE_BYTES
+from topics.records import Envelope, Raw, Spoiled
 from workers.environments.trajectory import Trajectory
+
+OLD_BATCH = 500
+"""Groups that are forgotten in one transaction at most."""
+
+FORWARD_BYTES = MAX_MESSAGE_BYTES - 1024
+"""A message over this may be too large for its topic once it lies in another batch, under another key."""
 
 
 class Unfinished:
@@ -57,99 +69,245 @@ class Begun:
     state: bytes
 
 
-@dataclass(slots=True)
-class Opening:
-    """A prompt whose environments are being reset, or that is refused."""
+class Fate(Enum):
+    """What becomes of a prompt."""
 
-    offset: int
-    prompt: Prompt
-    awaited: int
-    """Environments that are still being reset. At 0 it may go on the log, once those before it have."""
+    OPEN = "open"
+    REFUSE = "refuse"
+    """It goes to the dead letters."""
+    FORWARD = "forward"
+    """It goes to the home of its group."""
+    PASS = "pass"
+    """It was decided before, and is read again."""
+
+
+@dataclass(slots=True)
+class Decision:
+    """What becomes of one message of the prompt partition. It goes on the log once nothing is awaited, in order."""
+
+    found: Envelope | Spoiled
+    fate: Fate
+    prompt: Prompt | None = None
+    """None when the message is none."""
     refusal: str = ""
-    """Why the prompt opens nothing."""
+    """Why it is refused."""
+    repeated: bool = False
+    """Refused because its group is known; what is known of that stays as it is."""
+    home: int = 0
+    """Where it is forwarded to."""
+    awaited: int = 0
+    """Environments that are still being reset."""
     begun: dict[int, Begun | str] = field(default_factory=dict)
     """By index in the group; a string says why the environment failed."""
+
+    @property
+    def opens(self) -> Prompt:
+        """The prompt of a decision that opens a group."""
+        assert self.prompt is not None
+        return self.prompt
+
+
+class Known(NamedTuple):
+    """What is remembered of a group."""
+
+    size: int
+    state: GroupState
+    offset: int
+    """Of its prompt."""
+    changed_at: float
+
+
+@dataclass(slots=True)
+class Unsettled:
+    """A group of which not every trajectory has an outcome."""
+
+    prompt: Prompt
+    waits_for: int
+    """A bit for every trajectory without an outcome."""
+    outcomes_from: int
 
 
 class Home:
     """What a worker knows of one home. Everything in it comes from the log."""
 
-    def __init__(self, partition: int, *, life: int, prompts_from: int, results_from: int) -> None:
+    def __init__(self, partition: int, *, homes: int, buried: frozenset[tuple[str, int]] = frozenset()) -> None:
+        """`homes`: how many there are. `buried`: name of the topic and offset of what is a dead letter already."""
         self.partition = partition
-        self.life = life
-        """Grows with every recovery: what was begun for an earlier life of the home is void."""
         self.trajectories: dict[str, Trajectory] = {}
-        self.known: set[str] = set()
-        """Ids of the groups that were opened."""
-        self.unsettled: dict[str, int] = {}
-        """By group: a bit for every trajectory without an outcome."""
-        self.results = Unfinished(results_from)
-        self.openings: deque[Opening] = deque()
+        self.groups: dict[str, Known] = {}
+        self.unsettled: dict[str, Unsettled] = {}
+        self.settled: list[str] = []
+        """Groups whose last outcome has come; that is not on the log."""
+        self.results = Unfinished(0)
+        self.spoiled: list[tuple[Envelope | Spoiled, str]] = []
+        """Results that are none and why; not in the dead letters yet."""
+        self.strays: list[str] = []
+        """Trajectories of groups that have settled without them: what is on the log of them is to go."""
+        self.decisions: deque[Decision] = deque()
         """Begun, not on the log, in order."""
-        self._waiting: deque[tuple[int, Prompt]] = deque()
+        self._homes = homes
+        self._buried = buried
+        self._waiting: deque[Envelope | Spoiled] = deque()
+        self._prompts_next = 0
+
+    def begin(self, *, prompts_from: int, results_from: int) -> None:
+        """Its inputs are read from these offsets on."""
         self._prompts_next = prompts_from
+        self.results = Unfinished(results_from)
+
+    def needed(self, request_next: int) -> tuple[int, int]:
+        """The first offsets of its requests and of its results that are needed; its next request lies no earlier."""
+        lives = self.trajectories.values()
+        requests = min((trajectory.requested_from for trajectory in lives), default=request_next)
+        applied = min((life.applied[0].offset for life in lives if life.applied), default=self.results.next)
+        return requests, min(applied, self.results.low_water)
 
     @property
     def prompts_low_water(self) -> int:
         """The prompt offset to commit."""
-        if self.openings:
-            return self.openings[0].offset
-        return self._waiting[0][0] if self._waiting else self._prompts_next
+        if self.decisions:
+            return self.decisions[0].found.offset
+        return self._waiting[0].offset if self._waiting else self._prompts_next
 
     @property
     def waits(self) -> bool:
-        """Whether a prompt waits to be opened."""
+        """Whether a prompt waits to be decided."""
         return bool(self._waiting)
 
-    @property
-    def can_open(self) -> bool:
-        """Whether `open_next` may be called: not while a prompt of the same group id is neither open nor refused."""
+    def submitted(self, found: Envelope | Spoiled) -> None:
+        """A message of the prompt partition has come."""
+        self._waiting.append(found)
+        self._prompts_next = found.offset + 1
+
+    def decide(self, *, room: bool, outcomes_from: int) -> Decision | None:
+        """Begin with what waits longest; None when nothing may be begun.
+
+        Without `room` no group is opened. A prompt waits while an earlier one of its group is neither open nor refused.
+        `outcomes_from`: an end of the outcomes that was seen by now.
+        """
         if not self._waiting:
-            return False
-        group_id = self._waiting[0][1].group_id
-        return all(opening.prompt.group_id != group_id for opening in self.openings)
+            return None
+        decision = self._decided(self._waiting[0])
+        if decision.fate is Fate.OPEN:
+            group_id = decision.opens.group_id
+            if not room or any(other.prompt and other.prompt.group_id == group_id for other in self.decisions):
+                return None
+            self._count(decision.opens, outcomes_from)
+        self.decisions.append(decision)
+        self._waiting.popleft()
+        return decision
 
-    def submitted(self, offset: int, prompt: Prompt) -> None:
-        """A prompt has come."""
-        self._waiting.append((offset, prompt))
-        self._prompts_next = offset + 1
+    def _decided(self, found: Envelope | Spoiled) -> Decision:
+        if (found.topic.name, found.offset) in self._buried:
+            return Decision(found, Fate.PASS)
+        if isinstance(found, Spoiled):
+            return Decision(found, Fate.REFUSE, refusal=found.reason)
+        prompt = found.record
+        if not isinstance(prompt, Prompt):
+            return Decision(found, Fate.REFUSE, refusal="a message without a value is no prompt")
+        if (home := home_of(prompt.group_id, self._homes)) != self.partition:
+            if _size(found.raw) > FORWARD_BYTES:
+                reason = f"it is too large to be sent on to the home of its group: produce it to partition {home}"
+                return Decision(found, Fate.REFUSE, prompt, refusal=reason, repeated=True)
+            return Decision(found, Fate.FORWARD, prompt, home=home)
+        known = self.groups.get(prompt.group_id)
+        if known is None or known.state is GroupState.REFUSED:
+            return Decision(found, Fate.OPEN, prompt, awaited=prompt.group_size)
+        if known.offset == found.offset:
+            return Decision(found, Fate.PASS)
+        reason = f"group id {prompt.group_id} was submitted before: give every group an id of its own"
+        return Decision(found, Fate.REFUSE, prompt, refusal=reason, repeated=True)
 
-    def open_next(self) -> Opening:
-        """Begin with the prompt that waits longest. It is refused already if its group id is known."""
-        offset, prompt = self._waiting.popleft()
-        if prompt.group_id in self.known:
-            reason = f"group id {prompt.group_id} was submitted before: give every group an id of its own"
-            opening = Opening(offset, prompt, awaited=0, refusal=reason)
-        else:
-            self.opened(prompt)
-            opening = Opening(offset, prompt, awaited=prompt.group_size)
-        self.openings.append(opening)
-        return opening
-
-    def refuse(self, opening: Opening, reason: str) -> None:
+    def refuse(self, decision: Decision, reason: str) -> None:
         """The prompt opens nothing after all; its group id is free again."""
-        opening.refusal = reason
-        self.known.discard(opening.prompt.group_id)
-        self.unsettled.pop(opening.prompt.group_id, None)
+        decision.fate, decision.refusal = Fate.REFUSE, reason
+        self.unsettled.pop(decision.opens.group_id, None)
 
-    def take_complete(self) -> Iterator[Opening]:
+    def take_complete(self) -> Iterator[Decision]:
         """Those that may go on the log now, in order."""
-        while self.openings and self.openings[0].awaited == 0:
-            yield self.openings.popleft()
+        while self.decisions and self.decisions[0].awaited == 0:
+            yield self.decisions.popleft()
 
-    def opened(self, prompt: Prompt) -> None:
-        """The group counts as unsettled from now on."""
-        self.known.add(prompt.group_id)
-        self.unsettled[prompt.group_id] = (1 << prompt.group_size) - 1
+    def was_buried(self, found: Envelope | Spoiled) -> bool:
+        """Whether this message is a dead letter already."""
+        return (found.topic.name, found.offset) in self._buried
 
-    def settled(self, group_id: str, trajectory_id: str) -> None:
+    def knows(self, group: Group) -> None:
+        """A group record has been read, or is about to be written."""
+        self.groups[group.group_id] = Known(group.group_size, group.state, group.offset, group.changed_at)
+        if group.state is not GroupState.OPEN:
+            self.unsettled.pop(group.group_id, None)
+        elif group.prompt is not None:
+            self.unsettled.setdefault(group.group_id, _all_wait(group.prompt, group.outcomes_from))
+
+    def forget(self, group_id: str) -> None:
+        """A tombstone of a group."""
+        self.groups.pop(group_id, None)
+        self.unsettled.pop(group_id, None)
+
+    def outcome(self, group_id: str, trajectory_id: str, offset: int) -> None:
         """A trajectory has its outcome; saying it twice does no harm."""
-        bits = self.unsettled.get(group_id)
+        group = self.unsettled.get(group_id)
         index = trajectory_id[len(group_id) + 1 :]
-        if bits is None or not index.isdecimal() or int(index) >= GROUP_SIZE:
+        if group is None or offset < group.outcomes_from or not index.isdecimal() or int(index) >= GROUP_SIZE:
             return
-        bits &= ~(1 << int(index))
-        if bits:
-            self.unsettled[group_id] = bits
-        else:
+        group.waits_for &= ~(1 << int(index))
+        if not group.waits_for and group_id in self.groups:
             del self.unsettled[group_id]
+            self.settled.append(group_id)
+
+    def settle_forgotten(self, low: int) -> list[str]:
+        """Count groups as settled whose outcomes may be gone, as those before `low` are, and of which nothing lives."""
+        live = {trajectory.prompt.group_id for trajectory in self.trajectories.values()}
+        gone = [name for name, group in self.unsettled.items() if group.outcomes_from < low and name not in live]
+        for group_id in gone:
+            del self.unsettled[group_id]
+        self.settled += gone
+        return gone
+
+    def take_settled(self, now: float) -> list[Group]:
+        """The groups to be written down as settled."""
+        records = [
+            Group(
+                group_id=group_id,
+                group_size=self.groups[group_id].size,
+                state=GroupState.SETTLED,
+                offset=self.groups[group_id].offset,
+                changed_at=now,
+            )
+            for group_id in self.settled
+        ]
+        for record in records:
+            self.knows(record)
+        self.settled = []
+        return records
+
+    def take_old(self, now: float, age_seconds: float) -> list[str]:
+        """Some groups that ended so long ago that nothing of them is needed; they are forgotten.
+
+        Never the one whose prompt lies furthest on: it says where prompts begin when the group's offsets are gone.
+        """
+        last = max((known.offset for known in self.groups.values()), default=0)
+        old = [
+            group_id
+            for group_id, known in self.groups.items()
+            if known.state is not GroupState.OPEN
+            and known.offset < last
+            and known.changed_at + age_seconds < now
+            and group_id not in self.unsettled
+        ][:OLD_BATCH]
+        for group_id in old:
+            del self.groups[group_id]
+        return old
+
+    def _count(self, prompt: Prompt, outcomes_from: int) -> None:
+        """The group counts as unsettled from now on."""
+        self.unsettled[prompt.group_id] = _all_wait(prompt, outcomes_from)
+
+
+def _all_wait(prompt: Prompt, outcomes_from: int) -> Unsettled:
+    return Unsettled(prompt, (1 << prompt.group_size) - 1, outcomes_from)
+
+
+def _size(raw: Raw) -> int:
+    return len(raw.key or b"") + len(raw.value or b"") + sum(len(name) + len(value) for name, value in raw.headers)

@@ -44,8 +44,9 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
             settings,
             name,
             rules=Rules(
+                model_id=config.model_id,
                 sampling=sampling,
-                turn_deadline_seconds=config.turn_deadline_seconds,
+                turn_patience_seconds=config.turn_patience_seconds,
                 max_context_tokens=config.max_context_tokens,
             ),
             window_groups=config.window_groups,

@@ -18,3 +18,8 @@ DROPPED = Counter("rose_environment_results_dropped_total", "Results that were n
 STEP_SECONDS = Histogram("rose_environment_step_seconds", "The environment's own step.", buckets=SECONDS)
 TRANSACTION_SECONDS = Histogram("rose_environment_transaction_seconds", "Begin to commit.", buckets=SECONDS)
 SNAPSHOT_BYTES = Counter("rose_environment_snapshot_bytes_total", "Bytes of environment state written.")
+FORWARDED = Counter("rose_environment_prompts_forwarded_total", "Prompts sent on to the home of their group.")
+SPOILED = Counter("rose_environment_results_spoiled_total", "Results put into the dead letters.")
+RECOVERY_SECONDS = Histogram("rose_environment_recovery_seconds", "To build the homes again.", buckets=SECONDS)
+RECOVERY_READ = Counter("rose_environment_recovery_records_total", "Records read to build the homes again.")
+BLOCKED = Counter("rose_environment_blocked_threads_total", "Threads left behind because an environment blocked them.")

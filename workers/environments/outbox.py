@@ -1,36 +1,38 @@
 """What an environment worker puts on the log: one transaction for all that is ready.
 
 Keeps true
-- Requests, snapshots, samples, dead letters and the offsets of the inputs that led to them are committed together.
-- Every transaction names both inputs of each home that it writes to: one by a worker that has lost the home fails, and
+- Requests, progress, snapshots, samples, dead letters and the offsets of the inputs that led to them are committed
+  together.
+- Every transaction names both inputs of each home that it writes for: one by a worker that has lost the home fails, and
   the next owner, who asks for those offsets first, waits for one that is under way.
-- A group's trajectories are opened in one transaction, and the prompts of a home in the order of the log.
+- A group's trajectories are opened in one transaction, and the prompts of a home are decided in the order of the log.
+- After a failure nothing of it counts, and the broker is told so before anything is decided again.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
 
-from schemas.environments import LogPosition
-from schemas.prompts import trajectory_id
-from topics.catalog import COMPLETED, PROMPTS, REQUESTED, SAMPLES, SNAPSHOTS
+from schemas.environments import Group, GroupState
+from schemas.prompts import Prompt, trajectory_id
+from topics.catalog import COMPLETED, GROUPS, OUTCOMES_KEPT_SECONDS, PROGRESS, PROMPTS, REQUESTED, SAMPLES, SNAPSHOTS
 from topics.errors import BusError
 from topics.reader import Reader
-from topics.records import Envelope, Place
+from topics.records import Place
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.environments import metrics
-from workers.environments.home import Home, Opening
-from workers.environments.trajectory import Ending, Rules, Written, begin, failed_at_opening, first_request
+from workers.environments.home import Begun, Decision, Fate, Home
+from workers.environments.steps import Ending, Written, failed_at_opening, first_request
+from workers.environments.trajectory import Rules, Trajectory, begin, settled_sampling
 
 OFFSETS_SECONDS = 1.0
-"""Inputs without consequences (late results) are committed after this long, when nothing else is."""
+"""What is in no hurry (offsets of late results, groups that have settled) is committed after this long."""
 
-END_SECONDS = 5.0
-"""How old the end of a partition may be that is noted as a group's beginning: asking costs a round trip."""
+SWEEP_SECONDS = 600.0
+"""How often a home is looked over for groups that are so old that they can be forgotten."""
 
 log = structlog.get_logger()
 
@@ -44,6 +46,19 @@ class Ready:
     written: Written
     offset: int | None
     """Of the result that led to it; None when no result did."""
+
+
+def group_of(prompt: Prompt, state: GroupState, *, offset: int, outcomes_from: int, now: float) -> Group:
+    """What is written of a group when its prompt is decided. The prompt's sampling is said in full."""
+    return Group(
+        group_id=prompt.group_id,
+        group_size=prompt.group_size,
+        state=state,
+        offset=offset,
+        prompt=prompt if state is GroupState.OPEN else None,
+        outcomes_from=outcomes_from,
+        changed_at=now,
+    )
 
 
 class Outbox:
@@ -61,43 +76,64 @@ class Outbox:
         self._writer: Writer | None = None
         self._committed: dict[Place, int] = {}
         self._committed_at = 0.0
-        self._requested_ends: dict[int, tuple[float, int]] = {}
+        self._swept_at = 0.0
+        self._request_next: dict[int, int] = {}
+        """By home: the next request will lie at or after this offset."""
+        self.began_at = 0.0
+        """Monotonic seconds; when the last transaction began."""
 
     def fence(self) -> None:
         """Make sure of a sound writer: transactions of an earlier one of this name are over. Raises BusError."""
         if self._writer is None:
-            transactional_id = f"rose-environment.{self._name}"
-            self._writer = Writer(self._settings, f"rose-{self._name}", transactional_id=transactional_id)
+            self._writer = Writer(self._settings, f"rose-{self._name}", transactional_id=f"environment.{self._name}")
 
-    def begins(self, offsets: Mapping[Place, int]) -> None:
-        """The homes were recovered; these are the committed offsets of their inputs."""
+    def begins(self, offsets: Mapping[Place, int], request_ends: Mapping[int, int]) -> None:
+        """The homes were recovered; the committed offsets of their inputs, and ends that their requests had."""
         self._committed = dict(offsets)
-        self._requested_ends = {}
+        self._request_next = dict(request_ends)
+
+    def needed(self, homes: Mapping[int, Home]) -> dict[Place, int]:
+        """The first offset that is still needed of each home's prompts, requests and results."""
+        needed: dict[Place, int] = {}
+        for partition, home in homes.items():
+            requests, results = home.needed(self._request_next[partition])
+            needed[PROMPTS, partition] = self._committed[PROMPTS, partition]
+            needed[REQUESTED, partition] = requests
+            needed[COMPLETED, partition] = min(results, self._committed[COMPLETED, partition])
+        return needed
 
     def commit(self, homes: Mapping[int, Home], ready: Sequence[Ready]) -> list[str]:
         """One transaction, if there is anything to say; the trajectories that have ended. Raises BusError."""
-        openings = [(home, opening) for home in homes.values() for opening in home.take_complete()]
-        touched = {home.partition for home, _ in openings} | {item.home.partition for item in ready}
-        if not touched and time.monotonic() - self._committed_at >= OFFSETS_SECONDS:
+        decisions = [(home, decision) for home in homes.values() for decision in home.take_complete()]
+        touched = {home.partition for home, _ in decisions} | {item.home.partition for item in ready}
+        touched |= {home.partition for home in homes.values() if home.spoiled or home.strays}
+        unhurried = time.monotonic() - self._committed_at >= OFFSETS_SECONDS
+        if unhurried:
             moved = self._offsets(homes.values())
-            touched = {place[1] for place, offset in moved.items() if offset != self._committed[place]}
+            touched |= {place[1] for place, offset in moved.items() if offset != self._committed[place]}
+            touched |= {home.partition for home in homes.values() if home.settled}
+        old = self._old_groups(homes.values())
+        touched |= old.keys()
         if not touched:
             return []
         assert self._writer is not None
-        began = time.monotonic()
+        self.began_at = time.monotonic()
         try:
             self._writer.begin()
-            ended = [ended_id for home, opening in openings for ended_id in self._put_opening(home, opening)]
+            ended = [ended_id for home, decision in decisions for ended_id in self._put_decision(home, decision)]
             for item in ready:
                 self._put(item)
+            for partition in touched:
+                self._put_rest(homes[partition], old.get(partition, []))
             offsets = self._offsets(homes[partition] for partition in touched)
             self._writer.commit(offsets, self._reader)
+            self._writer.poll()
         except BusError:
             self._writer = None
             raise
         self._committed.update(offsets)
         self._committed_at = time.monotonic()
-        metrics.TRANSACTION_SECONDS.observe(self._committed_at - began)
+        metrics.TRANSACTION_SECONDS.observe(self._committed_at - self.began_at)
         return ended + [item.trajectory_id for item in ready if item.written.sample is not None]
 
     def _offsets(self, homes: Iterable[Home]) -> dict[Place, int]:
@@ -107,67 +143,117 @@ class Outbox:
             offsets[COMPLETED, home.partition] = home.results.low_water
         return offsets
 
-    def _put_opening(self, home: Home, opening: Opening) -> list[str]:
-        """Open a group, or refuse its prompt; the trajectories whose environments are not needed any more."""
+    def _put_decision(self, home: Home, decision: Decision) -> list[str]:
+        """Open, refuse or forward; the trajectories whose environments are not needed any more."""
         assert self._writer is not None
-        prompt, now = opening.prompt, self._clock()
-        ids = [trajectory_id(prompt.group_id, index) for index in range(prompt.group_size)]
-        if opening.refusal:
-            letter = Envelope(prompt, PROMPTS, home.partition, opening.offset, prompt.group_id, now)
-            self._writer.dead_letter_record(letter, opening.refusal)
+        if decision.fate is Fate.OPEN:
+            return self._open(home, decision)
+        found, prompt = decision.found, decision.prompt
+        if decision.fate is Fate.FORWARD and prompt is not None:
+            self._writer.forward(PROMPTS, found.raw, partition=decision.home, key=prompt.group_id)
+            metrics.FORWARDED.inc()
+        if decision.fate is Fate.REFUSE:
+            self._writer.dead_letter(found, decision.refusal)
             metrics.REFUSED.inc()
-            log.warning("prompt_refused", group=prompt.group_id, reason=opening.refusal)
-            return ids if opening.begun else []
-        # Nothing of these trajectories is on the log yet, so what comes lies at or after any end seen so far.
-        opened = LogPosition(requested=self._requested_end(home.partition), completed=home.results.next)
+            where = {"home": home.partition, "offset": found.offset}
+            log.warning("prompt_refused", group=prompt and prompt.group_id, reason=decision.refusal, **where)
+            if prompt is not None and not decision.repeated:
+                self._write_group(home, prompt, GroupState.REFUSED, offset=found.offset)
+        return [trajectory_id(decision.opens.group_id, index) for index in decision.begun]
+
+    def _open(self, home: Home, decision: Decision) -> list[str]:
+        prompt, now = settled_sampling(decision.opens, self._rules.sampling), self._clock()
+        outcomes_from = home.unsettled[prompt.group_id].outcomes_from
+        self._write_group(home, prompt, GroupState.OPEN, offset=decision.found.offset, outcomes_from=outcomes_from)
         ended = []
-        for index, own_id in enumerate(ids):
-            begun = opening.begun[index]
-            if isinstance(begun, str):
-                log.warning("environment_failed", trajectory=own_id, failure=begun)
-                written = Written(sample=failed_at_opening(prompt, index, begun, now), ending=Ending.FAILED)
-            else:
-                trajectory = begin(
-                    prompt,
-                    index,
-                    home=home.partition,
-                    opened=opened,
-                    observation=begun.observation,
-                    state=begun.state,
-                )
+        for index in range(prompt.group_size):
+            own_id, begun = trajectory_id(prompt.group_id, index), decision.begun[index]
+            if isinstance(begun, Begun):
+                trajectory = begin(prompt, index, home=home.partition, observation=begun.observation, state=begun.state)
                 written = first_request(trajectory, self._rules, now)
                 if written.sample is None:
                     home.trajectories[own_id] = trajectory
+            else:
+                log.warning("environment_failed", trajectory=own_id, failure=begun)
+                sample = failed_at_opening(prompt, index, begun, self._rules, now)
+                written = Written(sample=sample, ending=Ending.FAILED)
             if written.sample is not None:
                 ended.append(own_id)
-            self._write(home, own_id, written, opened=False)
-        metrics.OPENED.inc(len(ids))
+            self._write(home, own_id, written, home.trajectories.get(own_id))
+        metrics.OPENED.inc(prompt.group_size)
         return ended
 
-    def _requested_end(self, partition: int) -> int:
-        """An end that the home's requests had a moment ago."""
-        asked_at, end = self._requested_ends.get(partition, (-math.inf, 0))
-        if time.monotonic() - asked_at > END_SECONDS:
-            end = self._reader.watermarks((REQUESTED, partition))[1]
-            self._requested_ends[partition] = time.monotonic(), end
-        return end
+    def _write_group(
+        self, home: Home, prompt: Prompt, state: GroupState, *, offset: int, outcomes_from: int = 0
+    ) -> None:
+        assert self._writer is not None
+        group = group_of(prompt, state, offset=offset, outcomes_from=outcomes_from, now=self._clock())
+        self._writer.write(GROUPS, group, key=group.group_id, partition=home.partition)
+        home.knows(group)
+
+    def _old_groups(self, homes: Iterable[Home]) -> dict[int, list[str]]:
+        """By home, what can be forgotten; seldom anything."""
+        if time.monotonic() - self._swept_at < SWEEP_SECONDS:
+            return {}
+        self._swept_at = time.monotonic()
+        found = {home.partition: home.take_old(self._clock(), OUTCOMES_KEPT_SECONDS) for home in homes}
+        return {partition: old for partition, old in found.items() if old}
+
+    def _put_rest(self, home: Home, old_groups: Sequence[str]) -> None:
+        """Results that were none, and groups that have settled or are old."""
+        assert self._writer is not None
+        for found, reason in home.spoiled:
+            self._writer.dead_letter(found, reason)
+            home.results.done(found.offset)
+            metrics.SPOILED.inc()
+            log.warning("result_spoiled", home=home.partition, offset=found.offset, reason=reason)
+        for own_id in home.strays:
+            self._writer.tombstone(PROGRESS, key=own_id, partition=home.partition)
+            self._writer.tombstone(SNAPSHOTS, key=own_id, partition=home.partition)
+        home.spoiled, home.strays = [], []
+        for group in home.take_settled(self._clock()):
+            self._writer.write(GROUPS, group, key=group.group_id, partition=home.partition)
+        for group_id in old_groups:
+            self._writer.tombstone(GROUPS, key=group_id, partition=home.partition)
 
     def _put(self, item: Ready) -> None:
         if item.offset is not None:
             item.home.results.done(item.offset)
+        trajectory = item.home.trajectories.get(item.trajectory_id)
         if item.written.sample is not None:
             item.home.trajectories.pop(item.trajectory_id, None)
-        self._write(item.home, item.trajectory_id, item.written, opened=True)
+        self._write(item.home, item.trajectory_id, item.written, trajectory, opened=True)
 
-    def _write(self, home: Home, own_id: str, written: Written, *, opened: bool) -> None:
+    def _write(
+        self, home: Home, own_id: str, written: Written, trajectory: Trajectory | None, *, opened: bool = False
+    ) -> None:
+        """`opened`: earlier transactions have written of this trajectory."""
         assert self._writer is not None
+        partition = home.partition
         if written.snapshot is not None:
             metrics.SNAPSHOT_BYTES.inc(len(written.snapshot.state))
-            self._writer.write(SNAPSHOTS, written.snapshot, key=own_id, partition=home.partition, trajectory_id=own_id)
-        if written.request is not None:
-            self._writer.write(REQUESTED, written.request, key=own_id, partition=home.partition, trajectory_id=own_id)
+            self._writer.write(SNAPSHOTS, written.snapshot, key=own_id, partition=partition, trajectory_id=own_id)
+        if written.request is not None and trajectory is not None:
+            # The records of one writer lie in the order in which they were written, so this one lies no earlier.
+            trajectory.requested_from = self._request_next[partition]
+            self._request_next[partition] += 1
+            self._writer.write(
+                REQUESTED,
+                written.request,
+                key=own_id,
+                partition=partition,
+                trajectory_id=own_id,
+                on_delivery=self._requested,
+            )
+            self._writer.write(PROGRESS, trajectory.progress(), key=own_id, partition=partition, trajectory_id=own_id)
         if written.sample is not None and written.ending is not None:
             metrics.ENDED.labels(written.ending.value).inc()
             self._writer.write(SAMPLES, written.sample, key=written.sample.group_id, trajectory_id=own_id)
             if opened:
-                self._writer.tombstone(SNAPSHOTS, key=own_id, partition=home.partition)
+                self._writer.tombstone(PROGRESS, key=own_id, partition=partition)
+                self._writer.tombstone(SNAPSHOTS, key=own_id, partition=partition)
+
+    def _requested(self, partition: int, offset: int) -> None:
+        """A request is stored: the next one lies behind it."""
+        if partition in self._request_next:
+            self._request_next[partition] = max(self._request_next[partition], offset + 1)

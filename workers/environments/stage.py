@@ -1,88 +1,42 @@
-"""Where environments run: an event loop in a thread of its own, beside the bus.
+"""Where environments run: in a thread beside the bus, and in another one when that is blocked.
 
 Keeps true
-- A slow environment holds nobody up, and one that fails, hangs or lies fails its own trajectory alone.
-- No more than `max_live` environments are held or stepped at once. The longest unused is closed first; it is restored
-  from its trajectory's state when its next turn comes.
-- Every job that was started is answered once, in whatever order they end.
-
-Jobs go in and answers come out by value; the bus thread never touches an environment.
+- Jobs go in and answers come out by value; the bus thread never touches an environment.
+- Every job that was started is answered once, whatever environments do.
+- An environment that blocks its thread fails its own trajectory. The others that were under way are done again from
+  their states: nobody has seen what came of them.
 """
 
-import asyncio
-import copy
 import queue
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from threading import Thread
-from typing import Any
 
 import structlog
 
-from schemas.arrays import pack_tokens, unpack_tokens
-from schemas.errors import UsageError
-from workers.environments.home import Begun
-from workers.environments.protocol import Environment, Step
-from workers.environments.trajectory import Stepped
+from workers.environments import metrics
+from workers.environments.protocol import Environment
+from workers.environments.runner import Answer, Failed, Job, Runner
 from workers.environments.turn_format import TurnFormat
 
-CLOSE_SECONDS = 10.0
-"""How long environments may take to close before the worker goes on without them."""
+LOOK_SECONDS = 0.1
+"""Silence of a thread counts by the looks at it, and each for no more than this: who was frozen has not looked."""
+
+REPEATS = 3
+"""A job that was under way so often when its thread was blocked by nobody knows whom is taken to be who did it."""
 
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One thing to do with one trajectory's environment."""
-
-    life: int
-    """Of the homes for which it is done."""
-    trajectory_id: str
-    environment: str
-    ticket: object
-    """Comes back with the answer, untouched."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reset(Job):
-    """Begin the task."""
-
-    seed: int
-    arguments: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advance(Job):
-    """Take an action."""
-
-    tokens: bytes
-    """As sampled, packed."""
-    state: bytes
-    """To restore from when the environment is not held any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The environment does not take the prompt's arguments."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The environment failed; the trajectory cannot go on."""
-
-    failure: str
-
-
-Answer = Begun | Stepped | Refused | Failed
+@dataclass(slots=True)
+class _InFlight:
+    job: Job
+    blocked: int = 0
+    """Times that it was under way when its thread was blocked by nobody knows whom."""
 
 
 class Stage:
-    """Runs jobs. Used by one thread; a context manager that closes every environment at the end."""
+    """Runs jobs. Used by one thread."""
 
     def __init__(
         self,
@@ -98,177 +52,107 @@ class Stage:
         self._max_live = max_live
         self._timeout_seconds = timeout_seconds
         self._life = 0
-        self._idle: OrderedDict[str, Environment] = OrderedDict()
-        self._busy = 0
-        self._slots = asyncio.Semaphore(max_live)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._closing = False
-        self._answers: queue.SimpleQueue[tuple[Job, Answer]] = queue.SimpleQueue()
-        self._started = 0
-        self._answered = 0
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name="environments", daemon=True)
-        self._thread.start()
+        self._in_flight: dict[int, _InFlight] = {}
+        """By identity of the job."""
+        self._answers: queue.SimpleQueue[tuple[int, Job, Answer]] = queue.SimpleQueue()
+        """Each with the number of the thread that gave it."""
+        self._threads = 0
+        self._runner = self._new_runner()
+        self._beats = 0
+        self._looked_at = time.monotonic()
+        self._silent_seconds = 0.0
 
     @property
     def in_flight(self) -> int:
         """Jobs that were started and not answered."""
-        return self._started - self._answered
+        return len(self._in_flight)
 
     @property
     def live(self) -> int:
         """Environments that are held or stepped; as another thread sees it, so a figure for people."""
-        return len(self._idle) + self._busy
+        return self._runner.live
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Begin with these jobs."""
         if jobs:
-            self._started += len(jobs)
-            self._loop.call_soon_threadsafe(self._begin, jobs)
+            self._in_flight.update((id(job), _InFlight(job)) for job in jobs)
+            self._runner.start(jobs)
 
     def answers(self, timeout_seconds: float) -> list[tuple[Job, Answer]]:
         """What has ended since the last call; waits for the first one, no longer than the timeout."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            answers = self._taken(min(left, LOOK_SECONDS))
+            if self._blocked():
+                answers += self._move_on()
+            if answers or left <= LOOK_SECONDS:
+                return answers
+
+    def _taken(self, timeout_seconds: float) -> list[tuple[Job, Answer]]:
         answers: list[tuple[Job, Answer]] = []
         try:
-            answers.append(self._answers.get(timeout_seconds > 0, timeout_seconds))
+            thread, job, answer = self._answers.get(timeout_seconds > 0, timeout_seconds)
             while True:
-                answers.append(self._answers.get_nowait())
+                if thread == self._threads:  # what one that was left behind says late is being done again
+                    del self._in_flight[id(job)]
+                    answers.append((job, answer))
+                thread, job, answer = self._answers.get_nowait()
         except queue.Empty:
-            self._answered += len(answers)
             return answers
 
     def let_go(self, trajectory_ids: Iterable[str]) -> None:
         """Close the environments of trajectories that have ended."""
-        self._loop.call_soon_threadsafe(self._drop, list(trajectory_ids))
+        self._runner.let_go(trajectory_ids)
 
     def new_life(self, life: int) -> None:
         """Close all environments: what was held of earlier lives does not count any more."""
-        self._loop.call_soon_threadsafe(self._forget, life)
+        self._life = life
+        self._runner.new_life(life)
 
     def close(self) -> None:
-        """Stop everything. An environment that blocks the event loop is left behind."""
-        try:
-            asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(CLOSE_SECONDS)
-        except TimeoutError:
-            log.warning("environments_not_closed", seconds=CLOSE_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_SECONDS)
-        if not self._thread.is_alive():
-            self._loop.close()
+        """Stop everything. An environment that blocks its thread is left behind."""
+        self._runner.close()
 
-    def _begin(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            self._spawn(self._work(job))
-
-    def _drop(self, trajectory_ids: list[str]) -> None:
-        for trajectory_id in trajectory_ids:
-            environment = self._idle.pop(trajectory_id, None)
-            if environment is not None:
-                self._spawn(self._close(environment))
-
-    def _forget(self, life: int) -> None:
-        self._life = life
-        self._drop(list(self._idle))
-
-    async def _shut(self) -> None:
-        self._closing = True
-        running = list(self._tasks)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        self._drop(list(self._idle))
-        await asyncio.gather(*self._tasks)
-
-    async def _work(self, job: Job) -> None:
-        async with self._slots:
-            environment = self._idle.pop(job.trajectory_id, None) if job.life == self._life else None
-            self._busy += 1
-            try:
-                while len(self._idle) + self._busy > self._max_live:
-                    await self._close(self._idle.popitem(last=False)[1])
-                if environment is None:
-                    answer = await self._with_new(job)
-                else:
-                    answer = await self._guarded(job, environment, restore=False)
-            finally:
-                self._busy -= 1
-            self._answers.put((job, answer))
-
-    async def _with_new(self, job: Job) -> Answer:
-        try:
-            environment = self._create(job.environment)
-        except Exception as error:  # noqa: BLE001 - user code: whatever it raises fails this trajectory
-            return Failed(_failure(job, error))
-        return await self._guarded(job, environment, restore=isinstance(job, Advance))
-
-    async def _guarded(self, job: Job, environment: Environment, *, restore: bool) -> Answer:
-        """Do the job within the time allowed; hold the environment afterwards or close it."""
-        keep = False
-        answer: Answer
-        try:
-            async with asyncio.timeout(self._timeout_seconds) as limit:
-                answer = await self._do(job, environment, restore=restore)
-                keep = not (isinstance(answer, Stepped) and answer.done) and job.life == self._life
-        except UsageError as error:
-            answer = Refused(str(error)) if isinstance(job, Reset) else Failed(_failure(job, error))
-        except asyncio.CancelledError as error:
-            if self._closing:
-                raise
-            answer = Failed(_failure(job, error))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: whatever it raises fails this trajectory
-            late = f"took longer than {self._timeout_seconds:g} s"
-            answer = Failed(f"environment {job.environment} {late}" if limit.expired() else _failure(job, error))
-        finally:
-            if keep:
-                self._idle[job.trajectory_id] = environment
-            else:
-                await self._close(environment)
-        return answer
-
-    async def _do(self, job: Job, environment: Environment, *, restore: bool) -> Begun | Stepped:
-        if isinstance(job, Reset):
-            text = await environment.reset(job.seed, copy.deepcopy(job.arguments))
-            return Begun(pack_tokens(self._format.observation_tokens(text, first=True)), await _state(environment))
-        assert isinstance(job, Advance)
-        if restore:
-            await environment.restore(job.state)
-        action = self._format.action_text(unpack_tokens(job.tokens))
-        began = time.perf_counter()
-        step = await environment.step(action)
-        seconds = time.perf_counter() - began
-        if not isinstance(step, Step):
-            raise TypeError(f"step() gave a {type(step).__name__}, not a Step")
-        return Stepped(
-            observation=b""
-            if step.done
-            else pack_tokens(self._format.observation_tokens(step.observation, first=False)),
-            reward=float(step.reward),
-            done=bool(step.done),
-            success=bool(step.success),
-            info=step.info,
-            state=b"" if step.done else await _state(environment),
-            environment_seconds=seconds,
+    def _new_runner(self) -> Runner:
+        self._threads = number = self._threads + 1
+        return Runner(
+            self._format,
+            self._create,
+            lambda job, answer: self._answers.put((number, job, answer)),
+            life=self._life,
+            max_live=self._max_live,
+            timeout_seconds=self._timeout_seconds,
         )
 
-    async def _close(self, environment: Environment) -> None:
-        try:
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await environment.close()
-        except Exception as error:  # noqa: BLE001 - user code; its trajectory has been decided already
-            log.warning("environment_close_failed", error=f"{type(error).__name__}: {error}")
+    def _blocked(self) -> bool:
+        """Whether the thread has shown no sign of life for the time that a step may take."""
+        now, beats = time.monotonic(), self._runner.beats
+        looked = min(now - self._looked_at, LOOK_SECONDS)
+        self._silent_seconds = self._silent_seconds + looked if self._in_flight and beats == self._beats else 0.0
+        self._looked_at, self._beats = now, beats
+        return self._silent_seconds > self._timeout_seconds
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-async def _state(environment: Environment) -> bytes:
-    state = await environment.snapshot()
-    if not isinstance(state, bytes):
-        raise TypeError(f"snapshot() gave a {type(state).__name__}, not bytes")
-    return state
-
-
-def _failure(job: Job, error: BaseException) -> str:
-    return f"environment {job.environment}: {type(error).__name__}: {error}"
+    def _move_on(self) -> list[tuple[Job, Answer]]:
+        """Leave the blocked thread behind; what it was at fails, the rest is begun again in another."""
+        culprit = self._runner.running()
+        self._runner.abandon()
+        metrics.BLOCKED.inc()
+        self._silent_seconds = 0.0
+        self._runner = self._new_runner()
+        failed: list[tuple[Job, Answer]] = []
+        for waiting in self._in_flight.values():
+            waiting.blocked += culprit is None
+            if waiting.job is culprit or waiting.blocked >= REPEATS:
+                what = f"environment {waiting.job.environment} blocks its thread"
+                failed.append((waiting.job, Failed(f"{what} for longer than {self._timeout_seconds:g} s")))
+        for job, _ in failed:
+            del self._in_flight[id(job)]
+        log.error(
+            "environments_blocked",
+            trajectory=culprit and culprit.trajectory_id,
+            failed=len(failed),
+            again=len(self._in_flight),
+        )
+        self._runner.start([waiting.job for waiting in self._in_flight.values()])
+        return failed

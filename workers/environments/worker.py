@@ -1,7 +1,8 @@
-"""The environment worker's loop: prompts and results in; requests, snapshots and samples out. Decides nothing.
+"""The environment worker's loop: prompts and results in; requests, progress and samples out. Decides nothing.
 
 Keeps true
-- Memory is only ever a fold of the log: after any failed transaction or change of homes it is built anew.
+- Memory is only ever a fold of the log: after any failed transaction, change of homes or trouble with the broker it is
+  built anew. While it is, the group is polled: a worker that recovers stays a member.
 - The bus is read while environments step; homes, records and the bus belong to one thread.
 - Groups are opened only while the window has room; results are always read.
 """
@@ -10,40 +11,32 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import structlog
-from confluent_kafka import OFFSET_BEGINNING, KafkaError
 
 from schemas.arrays import count
-from schemas.errors import RoseError, UsageError
-from schemas.prompts import Prompt, trajectory_id
 from schemas.samples import SampleOutcome
 from schemas.turns import TurnResult
-from topics.catalog import COMPLETED, OUTCOMES, PROMPTS
-from topics.errors import BusError
+from topics.catalog import OUTCOMES, PROMPTS
 from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope, Place
+from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
 from topics.settings import BusSettings
 from workers.environments import metrics
-from workers.environments.home import Begun, Home, Opening
+from workers.environments.home import Begun, Fate, Home
+from workers.environments.membership import Abandoned, Membership
+from workers.environments.opening import Resetting, refusal_of, resets
 from workers.environments.outbox import Outbox, Ready
-from workers.environments.recovery import Begins, recover_homes
-from workers.environments.stage import Advance, Answer, Failed, Job, Refused, Reset, Stage
-from workers.environments.trajectory import (
-    Ending,
-    Rules,
-    Trajectory,
-    Verdict,
-    Written,
-    advance,
-    broken,
-    failed,
-    failed_at_opening,
-    problem_of,
-)
+from workers.environments.recovery import outcomes_from
+from workers.environments.runner import Advance, Answer, Failed, Job, Refused
+from workers.environments.stage import Stage
+from workers.environments.steps import Ending, Written, advance, broken, failed, failed_at_opening
+from workers.environments.sweeper import Sweeper
+from workers.environments.taking_over import take_over
+from workers.environments.trajectory import Rules, Trajectory, Verdict, problem_of
+from workers.environments.troubles import TROUBLES, Troubles
+from workers.environments.watchdog import Watchdog
 
-GROUP = "rose-environment"
+GROUP = "environment"
 """The consumer group of all environment workers."""
 
 BATCH = 500
@@ -55,17 +48,7 @@ IDLE_SECONDS = 0.05
 STEP_WAIT_SECONDS = 0.002
 """Longest wait for a step before the bus is looked at again."""
 
-SESSION_MILLISECONDS = "10000"
-"""After so long a silence a worker's homes go to the others. Kafka's default of 45 s would stall its trajectories."""
-
 log = structlog.get_logger()
-
-
-class WorkerFenced(RoseError):
-    """Another worker has this worker's name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"another environment worker was started as {name!r} and takes its place: use another --name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +60,6 @@ class _Applying:
     result: TurnResult
     offset: int
     applied_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Resetting:
-    """A trajectory of a group that is being opened."""
-
-    home: Home
-    opening: Opening
-    index: int
 
 
 class EnvironmentWorker:
@@ -110,43 +84,47 @@ class EnvironmentWorker:
         self._stage = stage
         self._check_environment = check_environment
         self._clock = clock
-        session: dict[str, Any] = {
-            "session.timeout.ms": settings.properties.get("session.timeout.ms", SESSION_MILLISECONDS)
-        }
-        self._reader = Reader(settings, f"rose-{name}", group=GROUP, instance=name, **session)
+        self._member = Membership(settings, name, GROUP)
         self._outcomes = Reader(settings, f"rose-{name}-outcomes", group=GROUP, ends=True)
-        self._outbox = Outbox(settings, name, self._reader, rules=rules, clock=clock)
-        self._owned: list[int] = []
-        self._stale = False
-        """Memory is not that of the homes owned: build it anew before anything else."""
+        self._outbox = Outbox(settings, name, self._member.reader, rules=rules, clock=clock)
+        self._troubles = Troubles(name)
+        self._sweeper = Sweeper(settings, name)
+        self._watchdog = Watchdog()
+        self._stop = threading.Event()
         self._life = 0
         self._homes: dict[int, Home] = {}
         self._jobs: list[Job] = []
         self._ready: list[Ready] = []
+        self._outcomes_next = 0
+        """No later than the end of the outcomes."""
         self._paused = False
 
     def run(self, stop: threading.Event) -> None:
-        """Work until `stop` is set. Raises WorkerFenced, TopicMissing or BusError."""
+        """Work until `stop` is set. Raises WorkerFenced or TopicMissing."""
+        self._stop = stop
         try:
-            self._reader.subscribe([PROMPTS, COMPLETED], assigned=self._assigned, revoked=self._revoked)
+            self._member.join()
             while not stop.is_set():
                 try:
                     self._cycle()
-                except BusError as error:
-                    if error.code in (KafkaError.FENCED_INSTANCE_ID, KafkaError._FATAL):
-                        raise WorkerFenced(self._name) from error
-                    raise
+                    if self._homes:
+                        self._troubles.well()
+                except TROUBLES as trouble:
+                    self._member.moved = True
+                    wait = self._troubles.met(trouble, time.monotonic(), self._outbox.began_at)
+                    log.warning("trouble", worker=self._name, reason=str(trouble), seconds_to_recovery=wait)
+                    stop.wait(wait)
         finally:
-            self._reader.close()
+            self._watchdog.close()
+            self._member.close()
             self._outcomes.close()
 
     def _cycle(self) -> None:
-        items = self._reader.read(BATCH, 0.0 if self._stage.in_flight else IDLE_SECONDS)
-        if self._stale:
+        items = self._member.read(BATCH, 0.0 if self._stage.in_flight else IDLE_SECONDS)
+        if self._member.moved:
             self._recover()  # what was read is read again
             return
         for item in items:
-            assert isinstance(item, Envelope)
             self._take(item)
         self._settle(self._outcomes.read(BATCH, 0.0))
         self._open_groups()
@@ -154,67 +132,95 @@ class EnvironmentWorker:
         self._jobs = []
         self._finish(self._stage.answers(STEP_WAIT_SECONDS if self._stage.in_flight else 0.0))
         self._write()
+        self._sweep()
         self._show()
-
-    def _assigned(self, places: list[Place]) -> dict[Place, int]:
-        homes = {topic: sorted(part for other, part in places if other is topic) for topic in (PROMPTS, COMPLETED)}
-        if homes[PROMPTS] != homes[COMPLETED]:
-            raise RoseError("prompts and results have different numbers of partitions: see `rose topics check`")
-        self._owned = homes[PROMPTS]
-        self._stale = True
-        return {}  # reading begins once the homes are recovered
-
-    def _revoked(self, _places: list[Place]) -> None:
-        self._owned = []
-        self._stale = True
 
     def _recover(self) -> None:
         """Forget everything and build the homes from the log."""
-        self._stale = False
+        self._member.moved = False
         self._life += 1
         self._stage.new_life(self._life)
         self._homes, self._jobs, self._ready = {}, [], []
-        if self._owned:
-            self._outbox.fence()
-            self._recover_homes()
+        began = time.monotonic()
+        self._member.pause()
+        self._outbox.fence()  # even of no home: an open transaction of this name holds its readers up
+        records = 0
+        if self._member.homes:
+            try:
+                records = self._recover_homes()
+            except Abandoned:
+                self._member.moved, self._homes = True, {}
+                return
             metrics.RECOVERIES.inc()
+            metrics.RECOVERY_READ.inc(records)
+            metrics.RECOVERY_SECONDS.observe(time.monotonic() - began)
         log.info(
             "homes_recovered",
             worker=self._name,
-            homes=self._owned,
+            homes=self._member.homes,
             trajectories=sum(len(home.trajectories) for home in self._homes.values()),
             cannot_go_on=len(self._ready),
             unsettled_groups=self._unsettled(),
+            records=records,
+            seconds=round(time.monotonic() - began, 3),
         )
 
-    def _recover_homes(self) -> None:
-        found = self._reader.committed([(topic, home) for home in self._owned for topic in (PROMPTS, COMPLETED)])
-        begins = {
-            place: self._reader.watermarks(place)[0] if offset is None else offset for place, offset in found.items()
-        }
-        self._homes, cannot = recover_homes(
+    def _recover_homes(self) -> int:
+        """How many records that took. Raises Abandoned."""
+        reader = self._member.reader
+        taken = take_over(
             self._settings,
-            {home: Begins(begins[PROMPTS, home], begins[COMPLETED, home]) for home in self._owned},
-            life=self._life,
+            reader,
+            self._member.homes,
+            homes=reader.partitions(PROMPTS),
+            rules=self._rules,
+            meanwhile=self._meanwhile,
         )
-        for lost in cannot:
-            snapshot = lost.snapshot
-            sample = failed_at_opening(snapshot.prompt, snapshot.index, lost.reason, self._clock())
+        self._homes = taken.homes
+        for home, lost in taken.broken:
+            log.error("trajectory_broken", trajectory=lost.trajectory_id, reason=lost.reason)
+            sample = failed_at_opening(lost.prompt, lost.index, lost.reason, self._rules, self._clock())
             written = Written(sample=sample, ending=Ending.FAILED)
-            self._ready.append(Ready(self._homes[snapshot.home], snapshot.trajectory_id, written, None))
-        self._outcomes.assign({(OUTCOMES, 0): OFFSET_BEGINNING})
-        while not self._settle(self._outcomes.read(BATCH, IDLE_SECONDS)):
-            pass
-        self._reader.assign(begins)
-        self._outbox.begins(begins)
+            self._ready.append(Ready(home, lost.trajectory_id, written, None))
+        self._recall_outcomes()
+        reader.assign(taken.begins)
+        self._outbox.begins(taken.begins, taken.request_ends)
+        self._sweeper.soon()
         self._paused = False
+        return taken.newest + taken.fetched
 
-    def _take(self, envelope: Envelope) -> None:
-        home, record = self._homes[envelope.partition], envelope.record
-        if isinstance(record, Prompt):
-            home.submitted(envelope.offset, record)
-        elif isinstance(record, TurnResult):
-            self._result(home, envelope.offset, record)
+    def _recall_outcomes(self) -> None:
+        """Read the outcomes of the groups that are open, to the present end."""
+        low, end = self._outcomes.watermarks((OUTCOMES, 0))
+        begin = outcomes_from(self._homes.values())
+        self._outcomes_next = end if begin is None else max(low, begin)
+        self._outcomes.assign({(OUTCOMES, 0): self._outcomes_next})
+        while not self._settle(self._outcomes.read(BATCH, IDLE_SECONDS)):
+            self._meanwhile()
+        for home in self._homes.values():
+            for group_id in home.settle_forgotten(low):
+                log.warning("outcomes_forgotten", group=group_id, reason="outcomes are kept for 30 days")
+
+    def _meanwhile(self) -> None:
+        """Stay a member; a change of homes, or a stop, abandons what is under way."""
+        self._member.read(1, 0.0)
+        if self._member.moved or self._stop.is_set():
+            raise Abandoned
+
+    def _take(self, item: Item) -> None:
+        if isinstance(item, EndOfPartition):
+            return
+        home = self._homes[item.partition]
+        if item.topic is PROMPTS:
+            home.submitted(item)
+        elif isinstance(item, Envelope) and isinstance(item.record, TurnResult):
+            self._result(home, item.offset, item.record)
+        elif home.was_buried(item):
+            home.results.passed(item.offset)
+        else:
+            home.results.read(item.offset)
+            reason = item.reason if isinstance(item, Spoiled) else "a message without a value is no result"
+            home.spoiled.append((item, reason))
 
     def _result(self, home: Home, offset: int, result: TurnResult) -> None:
         trajectory = home.trajectories.get(result.trajectory_id)
@@ -231,7 +237,7 @@ class EnvironmentWorker:
             problem = problem_of(result, count(trajectory.tokens))
             failure = f"malformed result of {result.worker}: {problem}" if problem else ""
         if failure:
-            written = failed(trajectory, failure, now)
+            written = failed(trajectory, failure, self._rules, now)
             self._ready.append(Ready(home, trajectory.trajectory_id, written, offset))
             return
         self._jobs.append(
@@ -245,56 +251,44 @@ class EnvironmentWorker:
             )
         )
 
-    def _settle(self, items: Sequence[Envelope | EndOfPartition]) -> bool:
+    def _settle(self, items: Sequence[Item]) -> bool:
         """Take outcomes in; whether the end of the topic was reached."""
         at_end = False
         for item in items:
             if isinstance(item, EndOfPartition):
                 at_end = True
-            elif isinstance(item.record, SampleOutcome):
+                continue
+            self._outcomes_next = item.offset + 1
+            if isinstance(item, Envelope) and isinstance(item.record, SampleOutcome):
                 for home in self._homes.values():
-                    home.settled(item.record.group_id, item.record.trajectory_id)
+                    home.outcome(item.record.group_id, item.record.trajectory_id, item.offset)
         return at_end
 
     def _open_groups(self) -> None:
-        """Open groups while the window has room, home by home in turn; read prompts only while none waits."""
-        able = [home for home in self._homes.values() if home.can_open]
-        while able and self._unsettled() < self._window_groups:
+        """Decide prompts, home by home in turn, while the window has room; read more only while none waits."""
+        able = [home for home in self._homes.values() if home.waits]
+        while able:
             home = able.pop(0)
-            self._open_group(home)
-            if home.can_open:
+            room = self._unsettled() < self._window_groups
+            decision = home.decide(room=room, outcomes_from=self._outcomes_next)
+            if decision is None:
+                continue
+            if decision.fate is Fate.OPEN:
+                if reason := refusal_of(decision.opens, self._rules, self._check_environment):
+                    decision.awaited = 0
+                    home.refuse(decision, reason)
+                else:
+                    self._jobs += resets(home, decision, life=self._life)
+            if home.waits:
                 able.append(home)
         full = self._unsettled() >= self._window_groups or any(home.waits for home in self._homes.values())
         if full != self._paused:
-            places = [(PROMPTS, home) for home in self._homes]
+            places: list[Place] = [(PROMPTS, home) for home in self._homes]
             if full:
-                self._reader.pause(places)
+                self._member.reader.pause(places)
             else:
-                self._reader.resume(places)
+                self._member.reader.resume(places)
             self._paused = full
-
-    def _open_group(self, home: Home) -> None:
-        opening = home.open_next()
-        prompt = opening.prompt
-        if opening.refusal:
-            return
-        try:
-            self._check_environment(prompt.environment)
-        except UsageError as error:
-            opening.awaited = 0
-            home.refuse(opening, str(error))
-            return
-        self._jobs += [
-            Reset(
-                life=self._life,
-                trajectory_id=trajectory_id(prompt.group_id, index),
-                environment=prompt.environment,
-                ticket=_Resetting(home, opening, index),
-                seed=prompt.seed,
-                arguments=prompt.arguments,
-            )
-            for index in range(prompt.group_size)
-        ]
 
     def _finish(self, answers: Sequence[tuple[Job, Answer]]) -> None:
         """Take in what the environments answered."""
@@ -303,47 +297,51 @@ class EnvironmentWorker:
             if job.life != self._life:
                 continue
             ticket = job.ticket
-            if isinstance(ticket, _Resetting):
-                self._was_reset(ticket, answer)
+            if isinstance(ticket, Resetting):
+                _was_reset(ticket, answer)
             else:
                 assert isinstance(ticket, _Applying)
                 self._stepped(ticket, answer, now)
-
-    def _was_reset(self, ticket: _Resetting, answer: Answer) -> None:
-        opening = ticket.opening
-        opening.awaited -= 1
-        if isinstance(answer, Begun):
-            opening.begun[ticket.index] = answer
-        elif isinstance(answer, Failed):
-            opening.begun[ticket.index] = answer.failure
-        elif isinstance(answer, Refused) and not opening.refusal:
-            ticket.home.refuse(opening, answer.reason)
 
     def _stepped(self, ticket: _Applying, answer: Answer, now: float) -> None:
         trajectory, result = ticket.trajectory, ticket.result
         if isinstance(answer, Failed):
             log.warning("environment_failed", trajectory=trajectory.trajectory_id, failure=answer.failure)
-            written = broken(trajectory, result, answer.failure, applied_at=ticket.applied_at, now=now)
+            written = broken(
+                trajectory,
+                result,
+                answer.failure,
+                offset=ticket.offset,
+                rules=self._rules,
+                applied_at=ticket.applied_at,
+                now=now,
+            )
         else:
             assert not isinstance(answer, Begun | Refused)
             metrics.STEP_SECONDS.observe(answer.environment_seconds)
-            written = advance(trajectory, result, answer, rules=self._rules, applied_at=ticket.applied_at, now=now)
+            written = advance(
+                trajectory,
+                result,
+                answer,
+                offset=ticket.offset,
+                rules=self._rules,
+                applied_at=ticket.applied_at,
+                now=now,
+            )
         metrics.APPLIED.inc()
         self._ready.append(Ready(ticket.home, trajectory.trajectory_id, written, ticket.offset))
 
     def _write(self) -> None:
         """Put what is ready on the log; if that fails, all of it is decided again from the log."""
         ready, self._ready = self._ready, []
-        try:
+        with self._watchdog.watching("a transaction"):
             ended = self._outbox.commit(self._homes, ready)
-        except BusError as error:
-            if error.code == KafkaError.FENCED_INSTANCE_ID:
-                raise
-            log.warning("transaction_failed", worker=self._name, reason=str(error))
-            self._stale = True
-            return
         if ended:
             self._stage.let_go(ended)
+
+    def _sweep(self) -> None:
+        if self._homes and self._sweeper.due(time.monotonic()):
+            self._sweeper.sweep(self._outbox.needed(self._homes))
 
     def _unsettled(self) -> int:
         return sum(len(home.unsettled) for home in self._homes.values())
@@ -353,3 +351,14 @@ class EnvironmentWorker:
         metrics.TRAJECTORIES.set(sum(len(home.trajectories) for home in self._homes.values()))
         metrics.UNSETTLED.set(self._unsettled())
         metrics.LIVE.set(self._stage.live)
+
+
+def _was_reset(ticket: Resetting, answer: Answer) -> None:
+    decision = ticket.decision
+    decision.awaited -= 1
+    if isinstance(answer, Begun):
+        decision.begun[ticket.index] = answer
+    elif isinstance(answer, Failed):
+        decision.begun[ticket.index] = answer.failure
+    elif isinstance(answer, Refused) and decision.fate is Fate.OPEN:
+        ticket.home.refuse(decision, answer.reason)

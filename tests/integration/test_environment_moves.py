@@ -1,0 +1,299 @@
+"""Environment workers that come, go, freeze and die with full windows over a real broker: each trajectory ends once."""
+
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from confluent_kafka.admin import AdminClient
+
+from schemas.environments import GroupState
+from schemas.homes import home_of
+from schemas.prompts import Sampling
+from schemas.samples import Sample
+from schemas.wire import encode
+from tests.brokers import EMBEDDED
+from tests.integration.environment_kit import (
+    GROUPS,
+    PARTITIONS,
+    SIZE,
+    finish,
+    groups,
+    homes_of_members,
+    letters,
+    once,
+    produce,
+    prompt_of,
+    settle_all,
+    submit_all,
+)
+from tests.integration.scripted_executors import ScriptedExecutors, kill, worker_process
+from topics.admin import reach
+from topics.catalog import COMPLETED, PROMPTS, REQUESTED, Topic
+from topics.letters import read_letters
+from topics.reader import Reader
+from topics.settings import BusSettings
+from workers.environments.membership import Abandoned
+from workers.environments.sweeper import Sweeper
+from workers.environments.taking_over import TakenOver, take_over
+from workers.environments.trajectory import Rules
+from workers.environments.worker import GROUP
+
+WINDOW = 2
+
+
+def are_shared(settings: BusSettings, workers: int) -> bool:
+    """Whether so many workers own a home each at least, and all homes together."""
+    homes = homes_of_members(settings)
+    return len(homes) == workers and all(homes) and set().union(*homes) == set(range(PARTITIONS.home))
+
+
+@pytest.mark.slow
+def test_workers_that_join_one_after_another_with_full_windows_read_on(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
+) -> None:
+    executors.settles = False
+    submit_all(executors)
+    config = {"model_folder": model, "window_groups": WINDOW}
+    with ExitStack() as running:
+        for workers in (1, 2, 3):
+            running.enter_context(worker_process(executors.settings, f"w{workers}", config))
+            executors.pump_until(lambda: are_shared(executors.settings, workers), what=f"{workers} members")  # noqa: B023
+            finish(executors, WINDOW * SIZE)  # the windows are full: nothing else opens
+        settle_all(executors)
+        finish(executors)
+    assert once(executors) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_worker_that_leaves_with_a_full_window_leaves_its_homes_to_the_others(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, broker_kind: str
+) -> None:
+    if broker_kind == EMBEDDED:
+        pytest.skip("there a member that has left is waited for by its name: tests/conformance/test_groups.py")
+    executors.settles = False
+    submit_all(executors)
+    config = {"model_folder": model, "window_groups": WINDOW}
+    with worker_process(executors.settings, "w1", config):
+        with worker_process(executors.settings, "w2", config):
+            executors.pump_until(lambda: are_shared(executors.settings, 2), what="two members")
+            finish(executors, WINDOW * SIZE)
+        executors.pump_until(lambda: are_shared(executors.settings, 1), what="the leaver's homes at the other")
+        settle_all(executors)
+        finish(executors)
+    assert once(executors) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [False, True], ids=["freezes", "dies"])
+def test_a_worker_that_freezes_or_dies_with_a_full_window_is_replaced_and_comes_back(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, broker_kind: str, dies: bool
+) -> None:
+    """The frozen one goes on as a new member: what it had under way is refused, and it does not end."""
+    if broker_kind == EMBEDDED:
+        pytest.skip("never evicts a member: tests/conformance/test_groups.py")
+    settings = executors.settings
+    submit_all(executors)
+    config = {"model_folder": model, "window_groups": WINDOW}
+    with worker_process(settings, "w1", config), ExitStack() as running:
+        other = running.enter_context(worker_process(settings, "w2", config))
+        executors.pump_until(lambda: are_shared(settings, 2) and executors.asked >= 40, what="two members at work")
+        executors.settles = False
+        if dies:
+            kill(other)
+        else:
+            other.send_signal(signal.SIGSTOP)
+        executors.pump_until(lambda: are_shared(settings, 1), what="the homes at the one that lives")
+        settle_all(executors)
+        if dies:
+            running.enter_context(worker_process(settings, "w2", config))
+        else:
+            other.send_signal(signal.SIGCONT)
+        executors.pump_until(lambda: are_shared(settings, 2), what="its return")
+        finish(executors)
+        assert dies or other.poll() is None
+    assert once(executors) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_prompt_that_lies_in_another_home_is_sent_on_and_repeated_ones_open_nothing(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
+) -> None:
+    """Keyless, with another partitioner's key, twice: as honest strangers produce."""
+    settings, config = executors.settings, {"model_folder": model}
+    wires = {prompt_of(number).group_id: encode(prompt_of(number)) for number in range(GROUPS)}
+    with worker_process(settings, "w0", config):
+        for number, (name, wire) in enumerate(wires.items()):
+            astray = (home_of(name, PARTITIONS.home) + 1 + number % 3) % PARTITIONS.home
+            produce(settings, wire, partition=astray, key=None if number % 2 else name.encode())
+        finish(executors)
+        for name, wire in wires.items():
+            produce(settings, wire, partition=home_of(name, PARTITIONS.home), key=b"a key of its own")
+        executors.pump_until(lambda: len(letters(settings)) == GROUPS, what="dead letters of the second prompts")
+    assert all("submitted before" in letter.reason for letter in letters(settings))
+    assert {letter.raw.key for letter in letters(settings)} == {b"a key of its own"}
+    assert once(executors) == undisturbed
+
+
+POISON = {
+    "a number over 64 bits": (
+        b'{"group_id":"%s","group_size":1,"environment":"calculator","seed":1,',
+        b'"arguments":{"n":%d}}' % 2**70,
+    ),
+    "880 KB of numbers": (
+        b'{"group_id":"%s","group_size":1,"environment":"calculator","seed":1,',
+        b'"arguments":{"n":[' + b",".join([b"0.1"] * 220_000) + b"]}}",
+    ),
+    "no prompt": (b"not %s", b" at all"),
+    "nothing": (b"", b""),
+    "a seed over 2**63": (b'{"group_id":"%s","group_size":1,"environment":"calculator","seed":', b"%d}" % 2**63),
+    "a long id": (b'{"group_id":"%s', b'%s","group_size":1,"environment":"calculator","seed":1}' % (b"x" * 120)),
+    "half a character": (b'{"group_id":"%s","group_size":1,"environment":"calculator","seed":1,', b'"note":"\\ud800"}'),
+    "as large as can be": (b"%s", b"x" * 985_000),
+}
+
+
+@pytest.mark.slow
+def test_what_is_poison_is_a_dead_letter_once_as_it_came_however_often_workers_start(
+    executors: ScriptedExecutors, model: str, broker_kind: str
+) -> None:
+    """A worker that is started again, and one that comes after the group's offsets have expired."""
+    settings = executors.settings
+    values = [begin % b"poison" if b"%s" in begin else begin for begin, _ in POISON.values()]
+    values = [begin + end for begin, (_, end) in zip(values, POISON.values(), strict=True)]
+    produce(settings, *values, partition=home_of("poison", PARTITIONS.home))
+    produce(settings, b"no result", topic=COMPLETED)
+    for number in range(2):
+        executors.submit(prompt_of(number))
+    for start in range(3):
+        with worker_process(settings, "w0", {"model_folder": model, "window_groups": 1}):
+            executors.submit(prompt_of(2 + start))
+            finish(executors, (3 + start) * SIZE)
+            executors.pump_until(lambda: len(letters(settings)) >= len(POISON), what="dead letters")
+        if start == 1 and broker_kind != EMBEDDED:  # it never takes a member for gone
+            client: AdminClient = reach(settings)
+            for deleted in client.delete_consumer_groups([settings.name(GROUP)]).values():
+                deleted.result()
+    assert [letter.raw.value for letter in letters(settings)] == values
+    assert [letter.raw.value for letter in read_letters(settings, COMPLETED)] == [b"no result"]
+    once(executors)
+    states = {name: group.state for name, group in groups(settings).items()}
+    assert {name for name, state in states.items() if state is GroupState.REFUSED} <= {"poison"}
+
+
+BLOCKS = '''
+import time
+from workers.environments.calculator import Calculator
+
+class Blocks(Calculator):
+    """The calculator, except that a seed can make it hold its thread for good."""
+
+    async def reset(self, seed, arguments):
+        self.seed = seed
+        if seed == 1:
+            time.sleep(3600)
+        return await super().reset(seed, arguments)
+
+    async def step(self, action):
+        if self.seed == 2:
+            while True:
+                pass
+        return await super().step(action)
+
+    async def snapshot(self):
+        return b"%d/" % self.seed + await super().snapshot()
+
+    async def restore(self, state):
+        seed, _, state = state.partition(b"/")
+        self.seed = int(seed)
+        await super().restore(state)
+'''
+
+
+@pytest.mark.slow
+def test_an_environment_that_blocks_its_thread_fails_its_trajectories_and_no_others(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "blocks.py").write_text(BLOCKS)
+    for number in range(4):
+        size = 1 if number in (1, 2) else SIZE
+        executors.submit(prompt_of(number, environment="blocks:Blocks", group_size=size))
+    config = {
+        "model_folder": model,
+        "step_timeout_seconds": 1.0,
+        "import_paths": [str(tmp_path)],
+        "environments": ["blocks:Blocks"],
+    }
+    with worker_process(executors.settings, "w0", config):
+        finish(executors, 2 * SIZE + 2)
+    samples = once(executors)
+    for name in ("g1:0", "g2:0"):
+        assert samples[name].reward is None and "blocks its thread for longer than 1 s" in samples[name].failure
+    for name in [f"g{number}:{index}" for number in (0, 3) for index in range(SIZE)]:
+        assert samples[name].tokens == undisturbed[name].tokens and samples[name].reward == undisturbed[name].reward
+
+
+@pytest.mark.slow
+def test_recovery_reads_what_is_live_and_nothing_is_deleted_that_it_needs(
+    executors: ScriptedExecutors, model: str
+) -> None:
+    """All but one group have ended; the last one's trajectories wait for a turn."""
+    settings = executors.settings
+    submit_all(executors)
+    with worker_process(settings, "w0", {"model_folder": model}):
+        finish(executors)
+        executors.answers = lambda request: request.turn < 1
+        last = prompt_of(99)
+        executors.submit(last)
+        names = {f"{last.group_id}:{index}" for index in range(SIZE)}
+        executors.pump_until(
+            lambda: {name for name, turn in executors.requests if turn == 1} >= names, what="the second turns"
+        )
+        executors.pump_until(
+            lambda: sum(group.state is GroupState.SETTLED for group in groups(settings).values()) == GROUPS,
+            what="settled groups",
+        )
+    home = home_of(last.group_id, PARTITIONS.home)
+    before = recovered(settings, home)
+    (trajectories,) = [held.trajectories for held in before.homes.values()]
+    assert set(trajectories) >= names and before.broken == []
+    assert before.fetched <= 3 * SIZE < end(settings, REQUESTED, home), "the turns of what is live, not the log"
+    with pytest.raises(Abandoned):
+        recovered(settings, home, meanwhile=abandon)
+    held = before.homes[home]
+    requests, results = held.needed(before.request_ends[home])
+    sweeper = Sweeper(settings, "test", keep_seconds=-3600.0)
+    needed = {(REQUESTED, home): requests, (COMPLETED, home): results, (PROMPTS, home): before.begins[PROMPTS, home]}
+    sweeper.sweep(needed)
+    sweeper.join()
+    assert end(settings, REQUESTED, home, first=True) == requests > 0
+    after = recovered(settings, home)
+    assert after.homes[home].trajectories == trajectories and after.broken == []
+    executors.answers = lambda _request: True
+    executors.answer([executors.requests[name, 1] for name in sorted(names)])
+    with worker_process(settings, "w0", {"model_folder": model}):
+        finish(executors, (GROUPS + 1) * SIZE)
+    assert all(sample.failure == "" for sample in once(executors).values())
+
+
+def end(settings: BusSettings, topic: Topic, home: int, *, first: bool = False) -> int:
+    """Where a partition ends, or begins."""
+    reader = Reader(settings, "test", group="test")
+    low, high = reader.watermarks((topic, home))
+    reader.close()
+    return low if first else high
+
+
+def abandon() -> None:
+    raise Abandoned
+
+
+def recovered(settings: BusSettings, home: int, meanwhile: Callable[[], None] = lambda: None) -> TakenOver:
+    """What a worker that takes this home over would know."""
+    reader = Reader(settings, "test", group=GROUP)
+    rules = Rules(model_id="policy", sampling=Sampling(), turn_patience_seconds=60.0, max_context_tokens=1024)
+    try:
+        return take_over(settings, reader, [home], homes=PARTITIONS.home, rules=rules, meanwhile=meanwhile)
+    finally:
+        reader.close()

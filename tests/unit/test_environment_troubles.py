@@ -1,0 +1,96 @@
+"""What a worker makes of trouble, when it is ended from outside, and when it sweeps."""
+
+import threading
+import time
+
+import pytest
+from confluent_kafka import KafkaError
+
+from topics.errors import BusError, TopicMissing
+from topics.settings import BusSettings
+from workers.environments.membership import WorkerFenced
+from workers.environments.sweeper import EVERY_SECONDS, SOON_SECONDS, Sweeper
+from workers.environments.troubles import (
+    CALM_SECONDS,
+    FENCED_SECONDS,
+    LONGEST_BACKOFF_SECONDS,
+    MISSING_SECONDS,
+    Troubles,
+)
+from workers.environments.watchdog import Watchdog
+
+MOVING = (
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    KafkaError._TIMED_OUT,
+    KafkaError._MAX_POLL_EXCEEDED,
+    KafkaError.UNKNOWN_MEMBER_ID,
+    KafkaError.ILLEGAL_GENERATION,
+    KafkaError.REBALANCE_IN_PROGRESS,
+    KafkaError._STATE,
+    KafkaError.CONCURRENT_TRANSACTIONS,
+)
+
+
+def bus_error(code: int) -> BusError:
+    return BusError("doing something", KafkaError(code))
+
+
+@pytest.mark.parametrize("code", MOVING)
+def test_while_brokers_move_a_worker_recovers_ever_more_slowly_and_never_ends(code: int) -> None:
+    troubles = Troubles("w0")
+    waits = [troubles.met(bus_error(code), float(now), began_at=float(now)) for now in range(200)]
+    assert waits == sorted(waits) and waits[0] < 0.1 and waits[-1] == LONGEST_BACKOFF_SECONDS
+    assert troubles.met(bus_error(code), 200 + CALM_SECONDS, began_at=0.0) == waits[0], "trouble of its own"
+
+
+@pytest.mark.parametrize("code", [KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError._AUTHENTICATION])
+def test_what_no_waiting_mends_ends_a_worker(code: int) -> None:
+    with pytest.raises(BusError):
+        Troubles("w0").met(bus_error(code), 0.0, began_at=0.0)
+
+
+def test_a_topic_that_never_was_ends_a_worker_and_one_that_is_out_of_sight_for_a_while_does_not() -> None:
+    with pytest.raises(TopicMissing):
+        Troubles("w0").met(TopicMissing("t"), 0.0, began_at=0.0)
+    troubles = Troubles("w0")
+    troubles.well()
+    for now in range(int(MISSING_SECONDS)):
+        troubles.met(TopicMissing("t"), float(now), began_at=0.0)
+    with pytest.raises(TopicMissing):
+        troubles.met(TopicMissing("t"), MISSING_SECONDS + 1, began_at=0.0)
+
+
+@pytest.mark.parametrize("code", [KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED])
+def test_a_worker_that_is_fenced_again_and_again_has_a_namesake_and_one_that_was_away_has_none(code: int) -> None:
+    troubles = Troubles("w0")
+    for now in range(10):
+        troubles.met(bus_error(code), 100.0 * now + 12.0, began_at=100.0 * now)  # frozen: the broker ended it
+        troubles.met(bus_error(code), 100.0 * now + 13.0, began_at=100.0 * now)
+    for now in range(10):
+        troubles.met(bus_error(code), 2000 + FENCED_SECONDS * now, began_at=2000 + FENCED_SECONDS * now)
+    troubles.met(bus_error(code), 3000.0, began_at=3000.0)
+    troubles.met(bus_error(code), 3001.0, began_at=3001.0)
+    with pytest.raises(WorkerFenced, match="another environment worker was started as 'w0'"):
+        troubles.met(bus_error(code), 3002.0, began_at=3002.0)
+
+
+def test_the_watchdog_ends_what_never_returns_and_leaves_alone_what_does() -> None:
+    ended = threading.Event()
+    watchdog = Watchdog(ended.set, look_seconds=0.01, hung_seconds=0.05)
+    for _ in range(50):
+        with watchdog.watching("a call that returns"):
+            time.sleep(0.002)
+    assert not ended.is_set()
+    with watchdog.watching("a call that does not"):
+        assert ended.wait(30.0)
+    watchdog.close()
+
+
+def test_a_sweep_comes_soon_after_a_recovery_and_then_seldom() -> None:
+    sweeper = Sweeper(BusSettings("127.0.0.1:9"), "w0")
+    due = [now for now in range(0, 2000, 10) if sweeper.due(float(now))]
+    assert due == [SOON_SECONDS, SOON_SECONDS + EVERY_SECONDS, SOON_SECONDS + 2 * EVERY_SECONDS, 1830.0]
+    sweeper.soon()
+    assert not sweeper.due(2000.0) and sweeper.due(2000.0 + SOON_SECONDS)

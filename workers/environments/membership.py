@@ -1,0 +1,77 @@
+"""Which homes a worker owns: its place in the group of environment workers.
+
+Keeps true: whoever holds a `Membership` whose `moved` is false owns `homes`, as far as the group has told it. Who was
+told otherwise, or met trouble, sets `moved` and builds everything anew.
+"""
+
+from typing import Any
+
+from confluent_kafka import KafkaError
+
+from schemas.errors import RoseError
+from topics.catalog import COMPLETED, PROMPTS
+from topics.errors import BusError
+from topics.reader import Reader
+from topics.records import Item, Place
+from topics.settings import BusSettings
+
+SESSION_MILLISECONDS = "10000"
+"""After so long a silence a worker's homes go to the others. Kafka's default of 45 s would stall its trajectories."""
+
+
+class WorkerFenced(RoseError):
+    """Another worker has this worker's name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"another environment worker was started as {name!r} and takes its place: use another --name")
+
+
+class Abandoned(Exception):
+    """What was under way has no point any more."""
+
+
+class Membership:
+    """One member of the group. Used by one thread."""
+
+    def __init__(self, settings: BusSettings, name: str, group: str) -> None:
+        session: dict[str, Any] = {
+            "session.timeout.ms": settings.properties.get("session.timeout.ms", SESSION_MILLISECONDS)
+        }
+        self._name = name
+        self.reader = Reader(settings, f"rose-{name}", group=group, member=name, **session)
+        self.homes: list[int] = []
+        self.moved = False
+
+    def join(self) -> None:
+        """Ask for homes; they come while reading."""
+        self.reader.subscribe([PROMPTS, COMPLETED], assigned=self._assigned, revoked=self._revoked)
+
+    def read(self, limit: int, timeout_seconds: float) -> list[Item]:
+        """What the homes' prompts and results hold next. Raises WorkerFenced, TopicMissing or BusError."""
+        try:
+            return self.reader.read(limit, timeout_seconds)
+        except BusError as error:
+            if error.code in (KafkaError.FENCED_INSTANCE_ID, KafkaError._FATAL):
+                raise WorkerFenced(self._name) from error
+            raise
+
+    def pause(self) -> None:
+        """Read nothing until the homes are assigned from where they go on."""
+        if self.homes:
+            self.reader.assign({})
+
+    def close(self) -> None:
+        """Leave: where the broker evicts, the homes go to the others at once."""
+        self.reader.close()
+
+    def _assigned(self, places: list[Place]) -> dict[Place, int]:
+        homes = {topic: sorted(part for other, part in places if other is topic) for topic in (PROMPTS, COMPLETED)}
+        if homes[PROMPTS] != homes[COMPLETED]:
+            raise RoseError("prompts and results have different numbers of partitions: see `rose topics check`")
+        self.homes = homes[PROMPTS]
+        self.moved = True
+        return {}  # reading begins once the homes are recovered
+
+    def _revoked(self, _places: list[Place]) -> None:
+        self.homes = []
+        self.moved = True

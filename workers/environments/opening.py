@@ -1,0 +1,58 @@
+"""Which prompts a worker opens, and with what.
+
+Keeps true: a prompt is opened only if everything that must be written of it can be: the record of its group holds it,
+its sampling can be trained on, and its environment is one that this worker runs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from schemas.environments import GroupState
+from schemas.errors import UsageError
+from schemas.prompts import Prompt, trajectory_id, unpriced
+from workers.environments.home import Decision, Home
+from workers.environments.outbox import group_of
+from workers.environments.runner import Reset
+from workers.environments.steps import unwritable
+from workers.environments.trajectory import Rules, settled_sampling
+
+FURTHEST = 2**53
+"""The offset whose encoding is longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resetting:
+    """A trajectory of a group that is being opened."""
+
+    home: Home
+    decision: Decision
+    index: int
+
+
+def refusal_of(prompt: Prompt, rules: Rules, check_environment: Callable[[str], object]) -> str:
+    """Why this prompt cannot be opened; empty when it can. `check_environment` raises UsageError."""
+    whole = settled_sampling(prompt, rules.sampling)
+    assert whole.sampling is not None
+    if reason := unpriced(whole.sampling):
+        return reason
+    try:
+        check_environment(prompt.environment)
+    except UsageError as error:
+        return str(error)
+    return unwritable(group_of(whole, GroupState.OPEN, offset=FURTHEST, outcomes_from=FURTHEST, now=0.0))
+
+
+def resets(home: Home, decision: Decision, *, life: int) -> list[Reset]:
+    """What the environments of the group are asked to begin with."""
+    prompt = decision.opens
+    return [
+        Reset(
+            life=life,
+            trajectory_id=trajectory_id(prompt.group_id, index),
+            environment=prompt.environment,
+            ticket=Resetting(home, decision, index),
+            seed=prompt.seed,
+            arguments=prompt.arguments,
+        )
+        for index in range(prompt.group_size)
+    ]

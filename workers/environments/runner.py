@@ -1,0 +1,286 @@
+"""A thread in which environments run, on an event loop of its own.
+
+Keeps true
+- A slow environment holds nobody up, and one that fails, hangs or lies fails its own trajectory alone.
+- No more than `max_live` environments are held or stepped at once. The longest unused is closed first; it is restored
+  from its trajectory's state when its next turn comes.
+- Every job is answered once, in whatever order they end, for as long as no environment blocks the thread. That shows
+  from outside: `beats` stands still.
+"""
+
+import asyncio
+import copy
+import ctypes
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any
+
+import structlog
+
+from schemas.arrays import pack_tokens, unpack_tokens
+from schemas.errors import UsageError
+from workers.environments.home import Begun
+from workers.environments.protocol import Environment, Step
+from workers.environments.steps import Stepped
+from workers.environments.turn_format import TurnFormat
+
+CLOSE_SECONDS = 10.0
+"""How long environments may take to close before the worker goes on without them."""
+
+BEAT_SECONDS = 0.05
+"""Between two beats of a loop that nobody blocks."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One thing to do with one trajectory's environment."""
+
+    life: int
+    """Of the homes for which it is done."""
+    trajectory_id: str
+    environment: str
+    ticket: object
+    """Comes back with the answer, untouched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reset(Job):
+    """Begin the task."""
+
+    seed: int
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advance(Job):
+    """Take an action."""
+
+    tokens: bytes
+    """As sampled, packed."""
+    state: bytes
+    """To restore from when the environment is not held any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The environment does not take the prompt's arguments."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The environment failed; the trajectory cannot go on."""
+
+    failure: str
+
+
+Answer = Begun | Stepped | Refused | Failed
+
+
+class Runner:
+    """Runs jobs. All but the methods with an underscore are called from outside its thread."""
+
+    def __init__(
+        self,
+        turn_format: TurnFormat,
+        create: Callable[[str], Environment],
+        answer: Callable[[Job, Answer], None],
+        *,
+        life: int,
+        max_live: int,
+        timeout_seconds: float,
+    ) -> None:
+        """`create` makes a new environment of a name; `answer` is called in its thread."""
+        self.beats = 0
+        """Grows while nobody blocks the loop."""
+        self._format = turn_format
+        self._create = create
+        self._answer = answer
+        self._max_live = max_live
+        self._timeout_seconds = timeout_seconds
+        self._life = life
+        self._idle: OrderedDict[str, Environment] = OrderedDict()
+        self._busy = 0
+        self._slots = asyncio.Semaphore(max_live)
+        self._tasks: dict[asyncio.Task[None], Job | None] = {}
+        self._closing = self._abandoned = self._stopped = False
+        self._loop = asyncio.new_event_loop()
+        self._loop.call_soon(self._beat)
+        self._thread = Thread(target=self._run, name="environments", daemon=True)
+        self._thread.start()
+
+    @property
+    def live(self) -> int:
+        """Environments that are held or stepped; as another thread sees it, so a figure for people."""
+        return len(self._idle) + self._busy
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Begin with these jobs."""
+        self._loop.call_soon_threadsafe(self._begin, jobs)
+
+    def let_go(self, trajectory_ids: Iterable[str]) -> None:
+        """Close the environments of trajectories that have ended."""
+        self._loop.call_soon_threadsafe(self._drop, list(trajectory_ids))
+
+    def new_life(self, life: int) -> None:
+        """Close all environments: what was held of earlier lives does not count any more."""
+        self._loop.call_soon_threadsafe(self._forget, life)
+
+    def running(self) -> Job | None:
+        """The job whose own code has the thread at this moment."""
+        task = asyncio.current_task(self._loop)
+        return None if task is None else self._tasks.get(task)
+
+    def abandon(self) -> None:
+        """Have the thread end when it can: a sleep has to be slept, a loop in Python is broken off."""
+        self._closing = self._abandoned = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._thread.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit))
+
+    def close(self) -> None:
+        """Stop everything. An environment that blocks the event loop is left behind."""
+        try:
+            asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(CLOSE_SECONDS)
+        except TimeoutError:
+            log.warning("environments_not_closed", seconds=CLOSE_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            with suppress(SystemExit):  # of an environment's callback, or as `abandon` raises it in whatever runs
+                self._loop.run_forever()
+                self._stopped = True
+        if self._abandoned:  # what it still holds is closed, as far as that goes
+            self._loop.run_until_complete(self._shut())
+
+    def _beat(self) -> None:
+        self.beats += 1
+        self._loop.call_later(BEAT_SECONDS, self._beat)
+
+    def _begin(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._spawn(self._work(job), job)
+
+    def _drop(self, trajectory_ids: list[str]) -> None:
+        for trajectory_id in trajectory_ids:
+            environment = self._idle.pop(trajectory_id, None)
+            if environment is not None:
+                self._spawn(self._close(environment))
+
+    def _forget(self, life: int) -> None:
+        self._life = life
+        self._drop(list(self._idle))
+
+    async def _shut(self) -> None:
+        self._closing = True
+        running = list(self._tasks)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._drop(list(self._idle))
+        await asyncio.gather(*self._tasks)
+
+    async def _work(self, job: Job) -> None:
+        async with self._slots:
+            environment = self._idle.pop(job.trajectory_id, None) if job.life == self._life else None
+            self._busy += 1
+            try:
+                while len(self._idle) + self._busy > self._max_live:
+                    await self._close(self._idle.popitem(last=False)[1])
+                if environment is None:
+                    answer = await self._with_new(job)
+                else:
+                    answer = await self._guarded(job, environment, restore=False)
+            finally:
+                self._busy -= 1
+            self._answer(job, answer)
+
+    async def _with_new(self, job: Job) -> Answer:
+        try:
+            environment = self._create(job.environment)
+        except Exception as error:  # noqa: BLE001 - user code: whatever it raises fails this trajectory
+            return Failed(_failure(job, error))
+        return await self._guarded(job, environment, restore=isinstance(job, Advance))
+
+    async def _guarded(self, job: Job, environment: Environment, *, restore: bool) -> Answer:
+        """Do the job within the time allowed; hold the environment afterwards or close it."""
+        keep = False
+        answer: Answer
+        try:
+            async with asyncio.timeout(self._timeout_seconds) as limit:
+                answer = await self._do(job, environment, restore=restore)
+                keep = not (isinstance(answer, Stepped) and answer.done) and job.life == self._life
+        except UsageError as error:
+            answer = Refused(str(error)) if isinstance(job, Reset) else Failed(_failure(job, error))
+        except asyncio.CancelledError as error:
+            if self._closing:
+                raise
+            answer = Failed(_failure(job, error))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: whatever it raises fails this trajectory
+            late = f"took longer than {self._timeout_seconds:g} s"
+            answer = Failed(f"environment {job.environment} {late}" if limit.expired() else _failure(job, error))
+        finally:
+            if keep:
+                self._idle[job.trajectory_id] = environment
+            else:
+                await self._close(environment)
+        return answer
+
+    async def _do(self, job: Job, environment: Environment, *, restore: bool) -> Begun | Stepped:
+        if isinstance(job, Reset):
+            text = await environment.reset(job.seed, copy.deepcopy(job.arguments))
+            return Begun(pack_tokens(self._format.observation_tokens(text, first=True)), await _state(environment))
+        assert isinstance(job, Advance)
+        if restore:
+            await environment.restore(job.state)
+        action = self._format.action_text(unpack_tokens(job.tokens))
+        began = time.perf_counter()
+        step = await environment.step(action)
+        seconds = time.perf_counter() - began
+        if not isinstance(step, Step):
+            raise TypeError(f"step() gave a {type(step).__name__}, not a Step")
+        return Stepped(
+            observation=b""
+            if step.done
+            else pack_tokens(self._format.observation_tokens(step.observation, first=False)),
+            reward=float(step.reward),
+            done=bool(step.done),
+            success=bool(step.success),
+            info=step.info,
+            state=b"" if step.done else await _state(environment),
+            environment_seconds=seconds,
+        )
+
+    async def _close(self, environment: Environment) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await environment.close()
+        except Exception as error:  # noqa: BLE001 - user code; its trajectory has been decided already
+            log.warning("environment_close_failed", error=f"{type(error).__name__}: {error}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None], job: Job | None = None) -> None:
+        task = self._loop.create_task(work)
+        self._tasks[task] = job
+        task.add_done_callback(self._tasks.pop)
+
+
+async def _state(environment: Environment) -> bytes:
+    state = await environment.snapshot()
+    if not isinstance(state, bytes):
+        raise TypeError(f"snapshot() gave a {type(state).__name__}, not bytes")
+    return state
+
+
+def _failure(job: Job, error: BaseException) -> str:
+    return f"environment {job.environment}: {type(error).__name__}: {error}"

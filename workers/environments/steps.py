@@ -1,0 +1,237 @@
+"""What an event of a trajectory puts on the log: the next request, or the sample that ends it. Pure.
+
+Keeps true
+- An infrastructure failure is a sample without a reward and with the reason, never a reward of 0.
+- Nothing is handed on that its readers would refuse: what an environment made up and no record can hold fails its
+  trajectory, and a sample that no record can hold is replaced by one with the reason alone.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from schemas.arrays import count
+from schemas.environments import Applied, EnvSnapshot
+from schemas.errors import RecordError
+from schemas.limits import INFO_BYTES
+from schemas.prompts import Prompt, trajectory_id
+from schemas.record import Record
+from schemas.samples import Sample
+from schemas.turns import TurnRequest, TurnResult
+from schemas.wire import encode
+from workers.environments.trajectory import Rules, Trajectory, digest_of
+
+FAILURE_CHARACTERS = 1_000
+"""Longest failure text of a sample; what an exception says beyond it is cut off."""
+
+
+class Ending(Enum):
+    """How a trajectory ended."""
+
+    DONE = "done"
+    MAX_TURNS = "max_turns"
+    CONTEXT = "context"
+    """No room for another token."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """What one step of the environment gave."""
+
+    observation: bytes
+    """Tokens to append, framed, packed."""
+    reward: float
+    done: bool
+    success: bool
+    info: dict[str, Any]
+    state: bytes
+    """The environment's snapshot after the step."""
+    environment_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What one event of a trajectory puts on the log: a request and perhaps a snapshot, or the sample that ends it."""
+
+    request: TurnRequest | None = None
+    snapshot: EnvSnapshot | None = None
+    sample: Sample | None = None
+    ending: Ending | None = None
+    """Set with `sample`."""
+
+
+def first_request(trajectory: Trajectory, rules: Rules, now: float) -> Written:
+    """The snapshot and request that open a trajectory, or its failure when they cannot be written."""
+    tokens = count(trajectory.tokens)
+    if tokens >= rules.max_context_tokens:
+        room = f"leave no room in max_context_tokens {rules.max_context_tokens}"
+        return failed(trajectory, f"the first observation's {tokens} tokens {room}", rules, now)
+    return _next_turn(trajectory, rules, now, changed=True)
+
+
+def advance(
+    trajectory: Trajectory,
+    result: TurnResult,
+    stepped: Stepped,
+    *,
+    offset: int,
+    rules: Rules,
+    applied_at: float,
+    now: float,
+) -> Written:
+    """Take in the result at this offset and the step that it led to; ask for the next turn or end."""
+    ending = _ending(trajectory, result, stepped, rules)
+    applied = Applied(
+        offset=offset,
+        observed=0 if ending else count(stepped.observation),
+        applied_at=applied_at,
+        environment_seconds=stepped.environment_seconds,
+        reward=trajectory.reward + stepped.reward,
+    )
+    trajectory.take_in(result, applied)
+    if not math.isfinite(applied.reward):
+        return failed(trajectory, f"the environment's reward is {stepped.reward}", rules, now)
+    if ending is not None:
+        return _ended(trajectory, stepped, ending, rules, now)
+    trajectory.observe(stepped.observation)
+    digest = digest_of(stepped.state)
+    changed = digest != trajectory.digest
+    if changed:
+        trajectory.state, trajectory.digest = stepped.state, digest
+    return _next_turn(trajectory, rules, now, changed=changed)
+
+
+def broken(
+    trajectory: Trajectory,
+    result: TurnResult,
+    failure: str,
+    *,
+    offset: int,
+    rules: Rules,
+    applied_at: float,
+    now: float,
+) -> Written:
+    """End because the environment failed at this result; what was sampled and spent is kept."""
+    applied = Applied(
+        offset=offset, observed=0, applied_at=applied_at, environment_seconds=0.0, reward=trajectory.reward
+    )
+    trajectory.take_in(result, applied)
+    return failed(trajectory, failure, rules, now)
+
+
+def failed(trajectory: Trajectory, failure: str, rules: Rules, now: float) -> Written:
+    """End by an infrastructure failure: what was sampled so far, no reward."""
+    sample = _sample(trajectory, rules, now, failure=failure)
+    if unwritable(sample):
+        sample = failed_at_opening(trajectory.prompt, trajectory.index, failure, rules, now)
+    return Written(sample=sample, ending=Ending.FAILED)
+
+
+def failed_at_opening(prompt: Prompt, index: int, failure: str, rules: Rules, now: float) -> Sample:
+    """The sample of a trajectory of which there is nothing but the reason of its failure."""
+    nothing = Trajectory(
+        trajectory_id=trajectory_id(prompt.group_id, index), index=index, prompt=prompt, home=0, state=b"", digest=b""
+    )
+    return _sample(nothing, rules, now, failure=failure)
+
+
+def unwritable(record: Record) -> str:
+    """Why no reader would take this record; empty when they would."""
+    try:
+        encode(record)
+    except RecordError as error:
+        return str(error)
+    return ""
+
+
+def _next_turn(trajectory: Trajectory, rules: Rules, now: float, *, changed: bool) -> Written:
+    """Ask for the present turn; save the state if it has changed."""
+    trajectory.ask(rules.max_context_tokens)
+    request = TurnRequest(
+        trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.prompt.group_id,
+        home=trajectory.home,
+        turn=trajectory.turn,
+        context=trajectory.tokens,
+        sampling=trajectory.asked,
+        requested_at=now,
+        patience_seconds=rules.turn_patience_seconds,
+    )
+    snapshot = None
+    if changed:
+        snapshot = EnvSnapshot(trajectory_id=trajectory.trajectory_id, digest=trajectory.digest, state=trajectory.state)
+    for record, what in (
+        (request, "the turn cannot be asked for"),
+        (snapshot, "the environment's state cannot be saved"),
+    ):
+        if record is not None and (problem := unwritable(record)):
+            return failed(trajectory, f"{what}: {problem}", rules, now)
+    return Written(request=request, snapshot=snapshot)
+
+
+def _ending(trajectory: Trajectory, result: TurnResult, stepped: Stepped, rules: Rules) -> Ending | None:
+    if stepped.done:
+        return Ending.DONE
+    if trajectory.turn + 1 >= trajectory.prompt.max_turns:
+        return Ending.MAX_TURNS
+    seen = count(trajectory.tokens) + count(result.tokens) + count(stepped.observation)
+    return Ending.CONTEXT if seen >= rules.max_context_tokens else None
+
+
+def _ended(trajectory: Trajectory, stepped: Stepped, ending: Ending, rules: Rules, now: float) -> Written:
+    sample = _sample(
+        trajectory,
+        rules,
+        now,
+        reward=trajectory.reward,
+        success=stepped.success and stepped.done,
+        info=stepped.info,
+    )
+    if problem := unwritable(sample) or _too_much(stepped.info):
+        return failed(trajectory, f"the sample cannot be written: {problem}", rules, now)
+    return Written(sample=sample, ending=ending)
+
+
+def _too_much(info: dict[str, Any]) -> str:
+    size = len(msgspec.msgpack.encode(info))
+    return f"the environment's info has {size} bytes, {INFO_BYTES} are allowed" if size > INFO_BYTES else ""
+
+
+def _sample(
+    trajectory: Trajectory,
+    rules: Rules,
+    now: float,
+    *,
+    reward: float | None = None,
+    success: bool = False,
+    failure: str = "",
+    info: dict[str, Any] | None = None,
+) -> Sample:
+    return Sample(
+        trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.prompt.group_id,
+        group_size=trajectory.prompt.group_size,
+        model_id=rules.model_id,
+        environment=trajectory.prompt.environment,
+        seed=trajectory.prompt.seed,
+        tokens=trajectory.tokens,
+        loss_mask=trajectory.mask,
+        logprobs=trajectory.logprobs,
+        spans=tuple(trajectory.spans),
+        turns=tuple(trajectory.turns),
+        reward=reward,
+        success=success,
+        failure=_printable(failure),
+        info=info or {},
+        device_seconds=trajectory.device_seconds,
+        completed_at=now,
+    )
+
+
+def _printable(text: str) -> str:
+    """At most FAILURE_CHARACTERS, and nothing that UTF-8 cannot hold."""
+    return text[:FAILURE_CHARACTERS].encode(errors="replace").decode()
