@@ -6,6 +6,7 @@ Keeps true: nothing of ROSE is used but the names of topics; what ROSE's own aud
 import re
 import struct
 import subprocess
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from topics.settings import BusSettings
 
 WAIT_SECONDS = 60.0
 """Without a record or an end for so long, the log cannot be read."""
+READ_SECONDS = 0.2
+"""As long as this a reader collects what comes."""
 MARK = re.compile(rb"mark-\d+\.")
 
 
@@ -88,9 +91,12 @@ def read_all(settings: BusSettings, topics: list[str]) -> Iterator[Found]:
     consumer = consumer_of(settings)
     try:
         left = begin(consumer, topics)
+        deadline = time.monotonic() + WAIT_SECONDS
         while left:
-            messages = consumer.consume(500, WAIT_SECONDS)
-            if not messages:
+            messages = consumer.consume(500, READ_SECONDS)
+            if messages:
+                deadline = time.monotonic() + WAIT_SECONDS
+            elif time.monotonic() > deadline:
                 raise TimeoutError(f"nothing was read of {left} in {WAIT_SECONDS:.0f} s")
             for message in messages:
                 error = message.error()

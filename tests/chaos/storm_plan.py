@@ -139,7 +139,7 @@ FREEZE_SECONDS = (1.0, 15.0)
 AWAY_SECONDS = (0.3, 3.0)
 """Between a worker's end and the start of who takes its place."""
 NODE_AWAY_SECONDS = (1.0, 4.0)
-SETTLED_SECONDS = {Role.ENVIRONMENT: 6.0, Role.EXECUTOR: 20.0, Role.ROUTER: 6.0, Role.TRAINER: 20.0, Role.NODE: 20.0}
+SETTLED_SECONDS = {Role.ENVIRONMENT: 6.0, Role.EXECUTOR: 10.0, Role.ROUTER: 6.0, Role.TRAINER: 10.0, Role.NODE: 20.0}
 """So long after its start, or a thaw, a worker counts as one that can stand in for another."""
 
 ROUND: tuple[tuple[Act, Role], ...] = (

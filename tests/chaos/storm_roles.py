@@ -6,11 +6,8 @@ Keeps true
 """
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -19,9 +16,9 @@ from typing import TextIO
 
 from tests.chaos.stalls import Change, Happening
 from tests.chaos.storm_plan import Act, Deed, Role, Worker
+from tests.chaos.warm import Forked
 from topics.apache_kafka import Cluster
 from topics.broker import Broker
-from topics.processes import end_with
 
 LEAVE_SECONDS = 30.0
 """How long a role may take to leave when it is asked to."""
@@ -45,7 +42,7 @@ class _Process:
 
     worker: Worker
     number: int
-    process: subprocess.Popen[bytes]
+    process: Forked
     log: Path
     log_begin: int
     """Bytes into the log, where this start begins."""
@@ -103,10 +100,10 @@ class Roles:
         for present in list(self._leaving):
             if present.process.poll() is not None:
                 self._leaving.remove(present)
-                self._note(Change.ENDED, present.worker, present.number, status=present.process.returncode)
+                self._note(Change.ENDED, present.worker, present.number, status=present.process.poll())
             elif present.asked_at is not None and now > present.asked_at + LEAVE_SECONDS:
                 self.overdue.append(present.worker)
-                present.process.kill()
+                present.process.send_signal(signal.SIGKILL)
         there = {present.worker for present in self._leaving}
         for worker in [worker for worker, at in self._again.items() if at <= now and worker not in there]:
             del self._again[worker]
@@ -152,7 +149,7 @@ class Roles:
     def close(self) -> None:
         """Kill whatever is left."""
         for present in [*self._present.values(), *self._leaving]:
-            present.process.kill()
+            present.process.send_signal(signal.SIGKILL)
             present.process.wait()
         self._journal.close()
 
@@ -161,29 +158,16 @@ class Roles:
         self._starts += 1
         options = {Role.ENVIRONMENT: ("--number", str(worker.number)), Role.EXECUTOR: ("--slot", str(worker.number))}
         log = self._folder / f"{worker}.log"
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
-        with log.open("ab") as output:
-            begin = output.tell()
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "pipeline.command.main", worker.role.value),
-                    *options.get(worker.role, ()),
-                    *self._arguments,
-                ],
-                cwd=self._folder,
-                env=environment | {"OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=end_with(os.getpid(), signal.SIGKILL),
-            )
+        log.touch()
+        begin = log.stat().st_size
+        arguments = (worker.role.value, *options.get(worker.role, ()), *self._arguments)
+        process = Forked(arguments, folder=self._folder, log=log)
         self._present[worker] = _Process(worker, self._starts, process, log, begin)
         self._note(Change.STARTED, worker, self._starts)
 
     def _do_to_role(self, act: Act, present: _Process) -> None:
         if act is Act.KILL:
-            present.process.kill()
+            present.process.send_signal(signal.SIGKILL)
             present.process.wait()
             del self._present[present.worker]
             self._note(Change.ENDED, present.worker, present.number, status=-signal.SIGKILL)
@@ -200,7 +184,7 @@ class Roles:
 
     def _ask_to_leave(self, present: _Process) -> None:
         present.asked_at = time.time()
-        present.process.terminate()
+        present.process.send_signal(signal.SIGTERM)
         del self._present[present.worker]
         self._leaving.append(present)
         self._write("asked to leave", present.worker, present.number)

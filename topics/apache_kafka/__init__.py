@@ -75,17 +75,11 @@ class Cluster:
         return BusSettings(self.bootstrap, namespace, properties or {})
 
     def in_sync(self) -> bool:
-        """Whether all nodes live and every partition has all its copies in sync: one more may be lost."""
-        if not all(node.alive() for node in self.nodes):
-            return False
-        try:
-            found = AdminClient({"bootstrap.servers": self.bootstrap, **QUIET}).list_topics(timeout=2)
-        except KafkaException:
-            return False
-        partitions = [partition for topic in found.topics.values() for partition in topic.partitions.values()]
-        return len(found.brokers) == len(self.nodes) and all(
-            partition.leader >= 0 and len(partition.isrs) == len(partition.replicas) for partition in partitions
-        )
+        """Whether all nodes answer and each knows all copies to be in sync: one more node may be lost.
+
+        Every node is asked: for some seconds the others believe that one which is gone is still there.
+        """
+        return all(node.alive() and self._knows_all(node) for node in self.nodes)
 
     def await_in_sync(self, seconds: float) -> None:
         """Wait until every partition has all its copies in sync. Raises BrokerFailed after the time given."""
@@ -94,6 +88,16 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise BrokerFailed(f"{self.name}: the copies were not in sync after {seconds:.0f} s")
             time.sleep(LOOK_SECONDS)
+
+    def _knows_all(self, node: Broker) -> bool:
+        try:
+            found = AdminClient({"bootstrap.servers": node.bootstrap, **QUIET}).list_topics(timeout=2)
+        except KafkaException:
+            return False
+        partitions = [partition for topic in found.topics.values() for partition in topic.partitions.values()]
+        return len(found.brokers) == len(self.nodes) and all(
+            partition.leader >= 0 and len(partition.isrs) == len(partition.replicas) for partition in partitions
+        )
 
     def stop(self) -> None:
         """End all nodes at once: the last ones would have no quorum to take their leave of. Acknowledged is kept."""
