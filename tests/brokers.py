@@ -53,7 +53,7 @@ def flags(settings: BusSettings) -> tuple[str, ...]:
 
 def home_of(kind: str) -> Path | None:
     """What a broker of this kind is started with; skips the test where there is none to start."""
-    if kind == EXTERNAL:
+    if EXTERNAL in KINDS:
         pytest.skip("ROSE_BOOTSTRAP names the broker to test on, which tests may neither start, kill nor fill")
     if kind == EMBEDDED:
         return None
@@ -70,6 +70,6 @@ def start(kind: str, folder: Path) -> Broker:
 
 def start_nodes(folder: Path) -> Cluster:
     """Three nodes of Apache Kafka; skips the test where there is none to start."""
-    home = home_of(EXTERNAL if os.environ.get("ROSE_BOOTSTRAP") else KAFKA)
+    home = home_of(KAFKA)
     assert home is not None
     return start_cluster(folder, kafka_home=home)

@@ -5,12 +5,13 @@ Example
     assert not report.breaches, report
 """
 
+import json
 import subprocess
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from confluent_kafka import Consumer
@@ -40,6 +41,7 @@ LOOK_SECONDS = 1.0
 PRODUCE_SECONDS = 1.0
 """Lines are handed to kcat so often."""
 SHOWN_BREACHES = 40
+SHOWN_STALLS = 10
 
 NAMESPACE = "storm."
 PARTITIONS = Partitions(home=6, slots=24, samples=2, chunks=2)
@@ -85,7 +87,7 @@ class Report:
     seed: int
     broker: str
     folder: Path
-    """Where the journal and the logs of all roles are."""
+    """Where the journal, the times that did not count and the logs of all roles are."""
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     """By kind."""
@@ -182,7 +184,10 @@ def _conclude(report: Report, plan: Plan, roles: Roles, settings: BusSettings) -
     report.outcomes = Counter(end for ends in log.outcomes.values() for end in ends)
     ended = max((each.at for each in roles.happenings), default=0.0)
     work = list(work_left(plan, log, until=ended))
-    found = stalls(log.applied_at, work, excuses(roles.happenings, until=ended))
+    excused = excuses(roles.happenings, until=ended)
+    found = stalls(log.applied_at, work, excused)
+    told = {"excused": excused, "longest stalls": [asdict(stall) for stall in found[:SHOWN_STALLS]]}
+    (report.folder / "stalls.json").write_text(json.dumps(told, indent=1))
     report.stall = found[0] if found else None
     if report.stall_seconds > MOST_STALL_SECONDS:
         assert report.stall is not None

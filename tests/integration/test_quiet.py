@@ -1,4 +1,4 @@
-"""A quiet week: offsets of every group have expired, and all that time alone deletes is gone. The run goes on from there.
+"""A quiet week: every group's offsets have expired, what time alone deletes is gone, and the run goes on from there.
 
 Real roles on a node of Apache Kafka; the week is made by an administrator's hand.
 """
@@ -16,7 +16,7 @@ from pipeline.accounting.audit import audit_log
 from pipeline.command.submit import send_prompts
 from schemas.prompts import Prompt
 from tests.brokers import KAFKA, flags, start
-from tests.chaos.storm_log import Log, read_log
+from tests.chaos.storm_log import read_log
 from tests.chaos.storm_plan import Role, Worker
 from tests.chaos.storm_roles import Roles
 from topics.admin import create_topics
@@ -24,9 +24,11 @@ from topics.broker import Broker
 from topics.catalog import DISPATCHED, HEARTBEATS, Partitions
 from topics.settings import BusSettings
 
-GROUPS, GROUP_SIZE, GROUPS_PER_STEP = 16, 4, 4
+GROUPS, GROUP_SIZE, GROUPS_PER_STEP = 24, 4, 4
 PARTITIONS = Partitions(home=2, slots=1, samples=1, chunks=1)
-CAST = tuple(Worker(role, 0) for role in (Role.TRAINER, Role.ROUTER, Role.EXECUTOR, Role.ENVIRONMENT))
+TRAINER = Worker(Role.TRAINER, 0)
+"""It is ready once it has made its first step."""
+CAST = (TRAINER, *(Worker(role, 0) for role in (Role.ROUTER, Role.EXECUTOR, Role.ENVIRONMENT)))
 WAIT_SECONDS = 120.0
 CONFIG = f"""
 [run]
@@ -101,11 +103,6 @@ def forget(settings: BusSettings) -> None:
             deleted.result()
 
 
-def in_the_middle(log: Log) -> bool:
-    """A step of outcomes is there, and groups beyond it have begun."""
-    return len(log.outcomes) >= GROUPS_PER_STEP * GROUP_SIZE and len(log.requests) > log.turns
-
-
 def test_a_run_goes_on_after_a_quiet_week(tmp_path: Path, namespace: str) -> None:
     prompts = [
         Prompt(group_id=f"g{number}", group_size=GROUP_SIZE, environment="calculator", seed=number)
@@ -116,7 +113,7 @@ def test_a_run_goes_on_after_a_quiet_week(tmp_path: Path, namespace: str) -> Non
         settings = broker.settings(namespace)
         create_topics(settings, PARTITIONS)
         send_prompts(settings, prompts)
-        run(tmp_path / "before", broker, settings, lambda roles: in_the_middle(read_log(settings)))
+        run(tmp_path / "before", broker, settings, lambda roles: roles.ready(TRAINER))
         before = read_log(settings)
         assert 0 < len(before.outcomes) < GROUPS * GROUP_SIZE, "the week began in mid-run"
         forget(settings)
