@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests mostly wait for brokers and processes: three files at once, the long ones (chaos) first. PYTEST='-m "not slow"'.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test lint requirements
+.PHONY: help setup demo test test-long lint requirements
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -32,6 +32,9 @@ demo: $(READY) ## run the whole loop on this machine: a policy that learns, in a
 
 test: $(READY) ## run every test; with KAFKA_HOME set, on Apache Kafka too; PYTEST='-m "not slow"' runs the quick ones
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(PYTEST)
+
+test-long: $(READY) ## run the tests that take minutes each: long storms; under an hour
+	$(VENV)/bin/python -m pytest -m long $(PYTEST)
 
 lint: $(READY) ## check style and types
 	$(VENV)/bin/ruff check .

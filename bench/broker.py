@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from topics.embedded import Broker, start_broker
+from topics.broker import Broker
+from topics.embedded import start_broker
 
 
 @contextmanager

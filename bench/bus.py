@@ -35,8 +35,8 @@ from bench.history import Fleet, Recorder
 from bench.load import Executors, Lane, closed_loop, drain, open_loop
 from pipeline.routing.router import Router
 from topics.admin import create_topics
+from topics.broker import Broker
 from topics.catalog import Partitions
-from topics.embedded import Broker
 from topics.settings import BusSettings
 
 WORKERS = 200

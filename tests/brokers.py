@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from topics.admin import reach
-from topics.embedded import Broker, start_broker
+from topics.apache_kafka import Cluster, start_cluster
+from topics.broker import Broker
+from topics.embedded import start_broker
 from topics.settings import BusSettings
 
 EXTERNAL, EMBEDDED, KAFKA = "external", "embedded", "kafka"
@@ -51,7 +53,7 @@ def flags(settings: BusSettings) -> tuple[str, ...]:
 
 def home_of(kind: str) -> Path | None:
     """What a broker of this kind is started with; skips the test where there is none to start."""
-    if kind == EXTERNAL:
+    if EXTERNAL in KINDS:
         pytest.skip("ROSE_BOOTSTRAP names the broker to test on, which tests may neither start, kill nor fill")
     if kind == EMBEDDED:
         return None
@@ -64,3 +66,10 @@ def home_of(kind: str) -> Path | None:
 def start(kind: str, folder: Path) -> Broker:
     """A broker of its own for the test that calls; skips the test where there is none to start."""
     return start_broker(folder, kafka_home=home_of(kind))
+
+
+def start_nodes(folder: Path) -> Cluster:
+    """Three nodes of Apache Kafka; skips the test where there is none to start."""
+    home = home_of(KAFKA)
+    assert home is not None
+    return start_cluster(folder, kafka_home=home)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, AnyBroker, ExternalBroker, clear, start
-from topics.embedded import Broker
+from tests.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, AnyBroker, ExternalBroker, clear, start, start_nodes
+from topics.apache_kafka import Cluster
+from topics.broker import Broker
 
 ENGINE_TESTS = ("test_engine.py", "test_engine_deltas.py")
 """All in them is slow, and to import vLLM takes ten seconds in each process that collects them."""
@@ -64,6 +65,16 @@ def broker(broker_kind: str, brokers: Callable[[str], AnyBroker]) -> AnyBroker:
 def own_broker(broker_kind: str, tmp_path: Path) -> Iterator[Broker]:
     """A broker of this test alone, to kill and start again."""
     with start(broker_kind, tmp_path / "broker") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Three nodes of Apache Kafka, shared by the tests of a file: whoever kills one starts it again.
+
+    Mark its tests `slow`, and create topics with `replication_factor=3`.
+    """
+    with start_nodes(tmp_path_factory.mktemp("cluster")) as running:
         yield running
 
 

@@ -2,11 +2,7 @@
 
 Keeps true
 - `start_broker` returns only when the broker answers on loopback and every partition has its leader.
-- The broker never outlives its parent, however the parent ends; a parent that is killed still gives it time to save.
-- All data of a broker and its log lie in one folder; starting again on that folder finds every record that was saved.
 - No topic comes into being by being named.
-- The port is the same across `restart`, so clients reconnect by themselves.
-- A broker that can no longer save what it acknowledges is reported by `check`, never left to be found out later.
 
 Example
     with start_broker(run_folder / "broker", kafka_home=settings.kafka_home) as broker:
@@ -14,201 +10,12 @@ Example
         broker.check()
 """
 
-import base64
 import importlib.metadata
-import importlib.resources
 import importlib.util
-import itertools
-import os
-import random
-import re
-import shutil
-import signal
-import socket
-import subprocess
-import time
-import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
-
-from schemas.errors import RoseError
-from topics.processes import end_with
-from topics.settings import BusSettings
-
-HOST = "127.0.0.1"
-"""Brokers started here listen on loopback only: they have neither authentication nor encryption."""
-PORTS = range(20_000, 32_000)
-"""Where a free port is looked for: below the ephemeral range, or a client that reconnects to a broker which is down can
-be given the broker's own port as its source, connect to itself, and keep the broker from coming back."""
-START_SECONDS = 180.0
-"""How long a broker may take to answer. Apache Kafka needs about 4 s on an idle machine and 6 s after it was killed,
-but more than a minute where many processes want few cores."""
-STOP_SECONDS = 60.0
-"""How long a broker may take to save and leave after it was asked to."""
-RESERVE_BYTES = 256 * 2**20
-"""Free disk below which a broker counts as out of space: some seconds of writing at the rate of a busy machine."""
-KAFKA_HEAP = "512m"
-"""Java heap of an Apache Kafka node; the process takes about 460 MB with it."""
-JAVA_VERSION = 17
-"""The oldest Java that runs an Apache Kafka 4 broker."""
-
-_POLL_SECONDS = 0.05
-_KAFKA_JAR = re.compile(r"kafka_\d+\.\d+-(\d+\.\d+\.\d+)\.jar")
-_QUIET = {"log_level": 0, "reconnect.backoff.ms": 50, "reconnect.backoff.max.ms": 250}
-
-
-class BrokerFailed(RoseError):
-    """The broker cannot be started, died, or cannot save what it is sent. The message says why, and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """How one kind of broker is run, and where it saves."""
-
-    name: str
-    command: list[str]
-    snapshot: Path | None
-    """The one file into which the embedded broker writes its whole state again after each change; None for a log."""
-
-
-class Broker:
-    """A broker process on this machine. Made by `start_broker`; a context manager that stops it."""
-
-    def __init__(self, kind: _Kind, data_folder: Path, port: int) -> None:
-        self._kind = kind
-        self._port = port
-        self._process: subprocess.Popen[bytes] | None = None
-        self._started_at = 0  # bytes into the log, where the present start begins
-        self.name = kind.name
-        """Kind and version, e.g. "noida-db 0.2.3" or "Apache Kafka 4.3.1"."""
-        self.bootstrap = f"{HOST}:{port}"
-        self.embedded = kind.snapshot is not None
-        self.data_folder = data_folder
-        self.log = data_folder / "broker.log"
-        """What the broker printed, over all its starts."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.stop()
-
-    def settings(self, namespace: str = "", properties: Mapping[str, str] | None = None) -> BusSettings:
-        """How to reach it, with these librdkafka settings."""
-        return BusSettings(self.bootstrap, namespace, properties or {}, embedded=self.embedded)
-
-    def alive(self) -> bool:
-        """Whether the process runs; says nothing about whether it can save (`check` does)."""
-        return self._process is not None and self._process.poll() is None
-
-    def check(self) -> None:
-        """Raise BrokerFailed if the broker died, or if the disk has no room for what it is sent. Cheap: call it often.
-
-        The embedded broker acknowledges records that it cannot save, prints nothing and leaves with status 0 (measured
-        by tests/conformance/test_disk.py), so the launcher watches the space in its place.
-        """
-        self._check_space()  # first: Apache Kafka dies of a full disk
-        if not self.alive():
-            raise BrokerFailed(f"{self.name} died: {self._last_words()}")
-
-    def stop(self) -> None:
-        """Let the broker save and leave. Does nothing when it is down. Raises BrokerFailed if it could not save."""
-        if self._process is None or self._process.poll() is not None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise BrokerFailed(f"{self.name} did not stop in {STOP_SECONDS:.0f} s and was killed") from None
-        unsaved = self._unsaved()
-        if unsaved is not None and unsaved.exists():
-            raise BrokerFailed(
-                f"{self.name} could not save its last records to {self.data_folder}: the disk is full, "
-                "so what was written since it filled up is lost; free some space and run again"
-            )
-
-    def kill(self) -> None:
-        """End the broker at once, as a crash would (SIGKILL)."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def restart(self) -> None:
-        """Start again on the same port and data; a broker that still runs is stopped first."""
-        self.stop()
-        self._start()
-
-    def _start(self) -> None:
-        if _taken(self._port):
-            raise BrokerFailed(f"port {self._port} of {HOST} is taken by another program: free it, or name another")
-        unsaved = self._unsaved()
-        if unsaved is not None:
-            unsaved.unlink(missing_ok=True)  # of a kill in the middle of a save; a later one means a save that failed
-        self._check_space()
-        with self.log.open("ab") as log:
-            self._started_at = log.tell()
-            self._process = subprocess.Popen(
-                self._kind.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches whoever started the broker; the broker goes last
-                preexec_fn=end_with(os.getpid(), signal.SIGTERM),
-            )
-        self._wait_until_ready(self._process)
-
-    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
-        admin = AdminClient({"bootstrap.servers": self.bootstrap, **_QUIET})
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                process.wait(_POLL_SECONDS)
-                raise BrokerFailed(f"{self.name} did not start: {self._last_words()}")
-            except subprocess.TimeoutExpired:
-                pass  # it runs
-            try:
-                cluster = admin.list_topics(timeout=1)
-            except KafkaException:
-                continue
-            leaders = [partition.leader for topic in cluster.topics.values() for partition in topic.partitions.values()]
-            if cluster.brokers and min(leaders, default=1) >= 0:
-                if self._kind.snapshot is not None:
-                    _forbid_auto_create(admin)
-                return
-        self.kill()
-        raise BrokerFailed(f"{self.name} did not answer on {self.bootstrap} in {START_SECONDS:.0f} s; see {self.log}")
-
-    def _check_space(self) -> None:
-        """The embedded broker writes its state beside the old one before it takes its place: it needs that much too."""
-        snapshot, unsaved = self._kind.snapshot, self._unsaved()
-        needed = RESERVE_BYTES + (_size(snapshot) if snapshot is not None else 0)
-        free = shutil.disk_usage(self.data_folder).free + (_size(unsaved) if unsaved is not None else 0)
-        if free < needed:
-            raise BrokerFailed(
-                f"the disk is too full for {self.name}: {free / 2**20:.0f} MiB free under {self.data_folder}, "
-                f"{needed / 2**20:.0f} MiB needed; free some space, or keep the run on another disk"
-            )
-
-    def _unsaved(self) -> Path | None:
-        return None if self._kind.snapshot is None else self._kind.snapshot.with_suffix(".tmp")
-
-    def _last_words(self) -> str:
-        """Why a broker that is down went, as far as it said so."""
-        assert self._process is not None
-        with self.log.open("rb") as log:
-            log.seek(self._started_at)
-            lines = log.read().decode(errors="replace").splitlines()
-        telling = [line.strip() for line in lines if re.search(r"\b(error:|ERROR|FATAL)", line)]
-        status = self._process.returncode
-        end = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-        return f"{end}{f', {telling[-1]}' if telling else ''} (its log: {self.log})"
+from topics.apache_kafka import lone_node
+from topics.broker import HOST, Broker, BrokerFailed, Kind, free_ports
 
 
 def start_broker(data_folder: Path, *, kafka_home: Path | None = None, port: int | None = None) -> Broker:
@@ -220,19 +27,16 @@ def start_broker(data_folder: Path, *, kafka_home: Path | None = None, port: int
     """
     data_folder.mkdir(parents=True, exist_ok=True)
     data_folder = data_folder.resolve()
-    spare = _free_ports(2)
-    port = spare[0] if port is None else port
-    kind = (
-        _embedded(data_folder, port)
-        if kafka_home is None
-        else _apache_kafka(data_folder, port, kafka_home, controller_port=spare[1])
-    )
+    if port is None:
+        [port] = free_ports(1)
+    kind = _embedded(data_folder, port) if kafka_home is None else lone_node(data_folder, port, kafka_home)
     broker = Broker(kind, data_folder, port)
-    broker._start()
+    broker.launch()
+    broker.await_ready()
     return broker
 
 
-def _embedded(data_folder: Path, port: int) -> _Kind:
+def _embedded(data_folder: Path, port: int) -> Kind:
     package = importlib.util.find_spec("noida_db")
     if package is None or package.origin is None:
         raise BrokerFailed(
@@ -243,74 +47,8 @@ def _embedded(data_folder: Path, port: int) -> _Kind:
     own = data_folder / "noida-db"
     options = ["--data-dir", str(own), "--host", HOST, "--only", "kafka", "--kafka-port", str(port)]
     own.mkdir(exist_ok=True)
-    name = f"noida-db {importlib.metadata.version('noida-db')}"
-    return _Kind(name, [str(binary), "start", *options], snapshot=own / "kafka.json")
-
-
-def _forbid_auto_create(admin: AdminClient) -> None:
-    """The embedded broker makes a topic out of any misspelt name until it is told not to; it has no option for it."""
-    never = ConfigEntry("auto.create.topics.enable", "false", incremental_operation=AlterConfigOpType.SET)
-    broker = ConfigResource(ConfigResource.Type.BROKER, "1", incremental_configs=[never])
-    admin.incremental_alter_configs([broker])[broker].result()
-
-
-def _apache_kafka(data_folder: Path, port: int, kafka_home: Path, *, controller_port: int) -> _Kind:
-    libs = kafka_home / "libs"
-    found = sorted(match[1] for jar in libs.glob("kafka_*.jar") if (match := _KAFKA_JAR.fullmatch(jar.name)))
-    if not found:
-        raise BrokerFailed(f"no Apache Kafka in {kafka_home}: KAFKA_HOME is a folder with libs/kafka_SCALA-VERSION.jar")
-    java, own = _java(), data_folder / "apache-kafka"
-    own.mkdir(exist_ok=True)
-    templates = importlib.resources.files("topics") / "apache_kafka"
-    properties, logging = own / "server.properties", own / "log4j2.yaml"
-    settings = (templates / "server.properties.in").read_text()
-    filled = {"@PORT@": str(port), "@CONTROLLER_PORT@": str(controller_port), "@LOG_FOLDER@": str(own / "log")}
-    for word, value in filled.items():
-        settings = settings.replace(word, value)
-    properties.write_text(settings)
-    logging.write_text((templates / "log4j2.yaml").read_text())
-    run = [java, f"-Xmx{KAFKA_HEAP}", f"-Dlog4j2.configurationFile={logging}", "-cp", f"{libs.resolve()}/*"]
-    if not (own / "log" / "meta.properties").exists():
-        cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
-        # with "=": an id may begin with "-"
-        format_data = [*run, "kafka.tools.StorageTool", "format", f"--cluster-id={cluster_id}", "-c", str(properties)]
-        done = subprocess.run(format_data, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise BrokerFailed(f"Apache Kafka could not format {own / 'log'}: {(done.stderr or done.stdout).strip()}")
-    return _Kind(f"Apache Kafka {found[-1]}", [*run, "kafka.Kafka", str(properties)], snapshot=None)
-
-
-def _java() -> str:
-    """The Java to run Apache Kafka with: that of JAVA_HOME, else the one on the PATH."""
-    home = os.environ.get("JAVA_HOME")
-    java = shutil.which("java", path=None if home is None else f"{home}/bin")
-    advice = f"Apache Kafka needs Java {JAVA_VERSION} or newer: install it, or set JAVA_HOME"
-    if java is None:
-        raise BrokerFailed(f"no Java found{'' if home is None else f' in {home}'}; {advice}")
-    said = subprocess.run([java, "-version"], capture_output=True, text=True, check=False)
-    version = re.search(r'version "((?:1\.)?(\d+)[^"]*)"', said.stderr + said.stdout)
-    if version is None or int(version[2]) < JAVA_VERSION:
-        raise BrokerFailed(f"{java} is {f'Java {version[1]}' if version else 'no Java'}; {advice}")
-    return java
-
-
-def _free_ports(count: int) -> list[int]:
-    free = itertools.islice((port for port in random.sample(PORTS, len(PORTS)) if not _taken(port)), count)
-    return list(free)
-
-
-def _taken(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections of a broker killed just now
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return True
-    return False
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except FileNotFoundError:
-        return 0
+    return Kind(
+        name=f"noida-db {importlib.metadata.version('noida-db')}",
+        command=[str(binary), "start", *options],
+        snapshot=own / "kafka.json",
+    )

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from pipeline.command.config import RESOLVED, Config
 from schemas.errors import UsageError
-from topics.embedded import Broker, start_broker
+from topics.broker import Broker
+from topics.embedded import start_broker
 from topics.settings import BusSettings
 
 DATA = "broker"

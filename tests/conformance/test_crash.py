@@ -11,7 +11,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Produ
 
 from tests.brokers import start
 from tests.conformance.kit import WAIT_SECONDS, Cluster, produce, until
-from topics.embedded import Broker
+from topics.broker import Broker
 
 RECORDS = 3000
 EMBEDDED_LOSES = "saves its whole state about once a second: killed, it loses what it acknowledged since"

@@ -13,7 +13,7 @@ from confluent_kafka import KafkaError
 
 from tests.brokers import start
 from tests.conformance.kit import WAIT_SECONDS, Cluster, produce
-from topics.embedded import RESERVE_BYTES, Broker, BrokerFailed
+from topics.broker import RESERVE_BYTES, Broker, BrokerFailed
 
 DISK_BYTES = RESERVE_BYTES + 128 * 2**20
 RECORDS = 100

@@ -14,8 +14,9 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from tests.brokers import home_of, start
 from topics.admin import create_topics
+from topics.broker import Broker, BrokerFailed
 from topics.catalog import PROMPTS, Partitions
-from topics.embedded import Broker, BrokerFailed, start_broker
+from topics.embedded import start_broker
 from topics.reader import Reader
 
 REPOSITORY = Path(__file__).parents[2]

@@ -1,0 +1,96 @@
+"""Storms, one seed after another: does the law hold, and does nothing stall, whatever is done to every role?
+
+    python -m bench.storm --seeds 20                      on the embedded broker
+    KAFKA_HOME=... python -m bench.storm --seeds 20       on three nodes of Apache Kafka, which are killed too
+
+What a storm is stands in `tests/chaos/storm_plan.py`. `--json FILE` writes one object with `checks` and every storm's
+figures. Journal and logs of a storm that is not clean are kept. Exit status 1 if one is not clean.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.check import Check
+from tests.chaos.storm import MOST_STALL_SECONDS, Report, blow
+from tests.chaos.storm_plan import Shape, draw
+from topics.apache_kafka import start_cluster
+from topics.embedded import start_broker
+
+NODES = 3
+
+
+def storm(seed: int, rounds: int) -> Report:
+    """One storm on a broker of its own; its folder is kept when it is not clean."""
+    home = os.environ.get("KAFKA_HOME")
+    folder = Path(tempfile.mkdtemp(prefix=f"rose-storm-{seed}-"))
+    shape = Shape(nodes=NODES if home else 0, rounds=rounds)
+    data = folder / "broker"
+    with start_cluster(data, kafka_home=Path(home), nodes=NODES) if home else start_broker(data) as broker:
+        report = blow(folder / "roles", draw(seed, shape), broker)
+    if report.breaches:
+        shutil.rmtree(data)
+    else:
+        shutil.rmtree(folder)
+    return report
+
+
+def checks_of(reports: list[Report]) -> list[Check]:
+    """The bounds on all storms together."""
+    faults = sum(sum(report.faults.values()) for report in reports)
+    stall = max(report.stall_seconds for report in reports)
+    against = f"{len(reports)} storms, {faults} faults"
+    unclean = sum(bool(report.breaches) for report in reports)
+    return [
+        Check("storms not clean", unclean, "", 0, "max", against),
+        Check("longest stall", round(stall, 1), "s", MOST_STALL_SECONDS, "max", against),
+    ]
+
+
+def show(reports: list[Report]) -> None:
+    """All storms together."""
+    faults = sum((report.faults for report in reports), Counter())
+    outcomes = sum((report.outcomes for report in reports), Counter())
+    print(f"\n{len(reports)} storms, {sum(not report.breaches for report in reports)} clean")
+    print(f"  {sum(faults.values())} faults: {', '.join(f'{n} {name}' for name, n in sorted(faults.items()))}")
+    print(f"  outcomes: {', '.join(f'{n} {name}' for name, n in sorted(outcomes.items()))}")
+    turns, repeated = sum(report.turns for report in reports), sum(report.repeated for report in reports)
+    dropped = sum(report.dropped for report in reports)
+    print(f"  {turns} turns, {repeated} repeated, {dropped} results dropped")
+    for check in checks_of(reports):
+        print(f"  {check}")
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="storms, one after another")
+    parser.add_argument("--first", type=int, default=None, metavar="SEED", help="the first seed; drawn if not given")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="rounds of faults in each storm")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write checks and figures to this file")
+    arguments = parser.parse_args()
+    first = random.SystemRandom().randrange(2**20) if arguments.first is None else arguments.first
+    reports = []
+    for seed in range(first, first + arguments.seeds):
+        print(f"seed {seed}", flush=True)
+        reports.append(storm(seed, arguments.rounds))
+        print(reports[-1], flush=True)
+    show(reports)
+    if arguments.json:
+        figures = {
+            "checks": [asdict(check) for check in checks_of(reports)],
+            "storms": [{**asdict(report), "folder": str(report.folder)} for report in reports],
+        }
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    sys.exit(any(report.breaches for report in reports))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""An environment that a storm names in a few of its prompts: it blocks its thread, and nothing can cancel that."""
+
+import time
+from collections.abc import Mapping
+
+from workers.environments.protocol import JsonValue, Step
+
+BLOCKED_SECONDS = 3600.0
+"""Longer than any storm."""
+
+
+class Blocking:
+    """Its first step never ends."""
+
+    async def reset(self, seed: int, arguments: Mapping[str, JsonValue]) -> str:
+        return "1+1"
+
+    async def step(self, action: str) -> Step:
+        time.sleep(BLOCKED_SECONDS)
+        raise AssertionError("nobody waits for so long")
+
+    async def snapshot(self) -> bytes:
+        return b"{}"
+
+    async def restore(self, state: bytes) -> None:
+        return
+
+    async def close(self) -> None:
+        return

@@ -1,0 +1,336 @@
+"""The storm: real roles on a real broker, everything done to them that a seed draws, and what the log says then.
+
+Example
+    report = blow(folder, draw(seed, Shape(nodes=3)), cluster)
+    assert not report.breaches, report
+"""
+
+import json
+import subprocess
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from confluent_kafka import Consumer
+
+from tests.brokers import flags
+from tests.chaos.stalls import Interval, Stall, excuses, stalls
+from tests.chaos.storm_log import Found, Log, begin, breaches, consumer_of, found_in, read_log
+from tests.chaos.storm_plan import Act, Line, Plan, Role, Sort
+from tests.chaos.storm_roles import Roles
+from topics.admin import create_topics
+from topics.apache_kafka import Cluster
+from topics.broker import Broker
+from topics.catalog import OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Partitions
+from topics.settings import BusSettings
+
+MOST_STALL_SECONDS = 20.0
+"""No longer may nothing move while it could."""
+READY_SECONDS = 150.0
+"""How long all roles together may take to start."""
+SILENCE_SECONDS = 75.0
+"""With nothing applied nor settled for so long, a freeze, a session and a start included, the storm is broken off."""
+LETTERS_SECONDS = 30.0
+"""How long the last dead letters may take once everything else has its end."""
+TICK_SECONDS = 0.05
+LOOK_SECONDS = 1.0
+"""Between two looks at the log."""
+PRODUCE_SECONDS = 1.0
+"""Lines are handed to kcat so often."""
+SHOWN_BREACHES = 40
+SHOWN_STALLS = 10
+
+NAMESPACE = "storm."
+PARTITIONS = Partitions(home=6, slots=24, samples=2, chunks=2)
+GROUPS_PER_STEP = 4
+CONFIG = """
+[run]
+name = "storm"
+folder = "{folder}"
+environment_workers = 3
+executors = 3
+
+[topics]
+home_partitions = {partitions.home}
+inbox_slots = {partitions.slots}
+sample_partitions = {partitions.samples}
+chunk_partitions = {partitions.chunks}
+
+[environment]
+max_turn_tokens = 16
+max_context_tokens = 256
+window_groups = 8
+step_timeout_seconds = 8.0
+environments = ["storm_environments:Blocking"]
+import_paths = ["{imports}"]
+
+[executor]
+max_turns = 16
+max_model_len = 256
+step_tokens = 512
+kv_cache_bytes = 16777216
+
+[trainer]
+groups_per_step = {groups_per_step}
+total_groups = {total_groups}
+minibatches = 1
+"""
+
+
+@dataclass(slots=True)
+class Report:
+    """What a storm came to."""
+
+    seed: int
+    broker: str
+    folder: Path
+    """Where the journal, the times that did not count and the logs of all roles are."""
+    seconds: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    """By kind."""
+    crashes: Counter[str] = field(default_factory=Counter)
+    """Roles that ended by themselves and were started again."""
+    trajectories: int = 0
+    turns: int = 0
+    """Applied ones."""
+    repeated: int = 0
+    """Attempts at turns beyond the first."""
+    dropped: int = 0
+    """Results of which nothing came."""
+    letters: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    stall: Stall | None = None
+    """The longest."""
+    breaches: list[str] = field(default_factory=list)
+
+    @property
+    def stall_seconds(self) -> float:
+        return 0.0 if self.stall is None else self.stall.seconds
+
+    def __str__(self) -> str:
+        lines = [
+            f"storm {self.seed} on {self.broker}: {self.seconds:.0f} s, {self.trajectories} trajectories, "
+            f"{self.turns} turns, {sum(self.faults.values())} faults",
+            f"faults: {_told(self.faults)}; ended by themselves: {_told(self.crashes)}",
+            f"outcomes: {_told(self.outcomes)}; {self.letters} dead letters",
+            f"{self.repeated} turns repeated, {self.dropped} results dropped, longest stall {self.stall_seconds:.1f} s",
+        ]
+        if self.breaches:
+            lines += [f"{len(self.breaches)} breaches; journal and logs are in {self.folder}"]
+            lines += self.breaches[:SHOWN_BREACHES]
+        return "\n  ".join(lines)
+
+
+def _told(counts: Counter[str]) -> str:
+    return ", ".join(f"{many} {name}" for name, many in sorted(counts.items())) or "none"
+
+
+class StormBroken(Exception):
+    """It cannot go on: nothing moves."""
+
+
+def blow(folder: Path, plan: Plan, broker: Cluster | Broker) -> Report:
+    """Let the storm blow over a broker that is its own, and look at what it leaves.
+
+    Call it from a thread that lives as long as the storm.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    report = Report(plan.seed, broker.name, folder, trajectories=len(plan.trajectories))
+    settings = broker.settings(NAMESPACE)
+    create_topics(settings, PARTITIONS, replication_factor=plan.shape.nodes or 1)
+    arguments = ("--config", str(_configure(folder, plan)), *flags(settings))
+    roles = Roles(folder, arguments, broker)
+    with closing(roles), closing(_Watch(settings)) as watch:
+        storm = _Storm(plan, settings, roles, watch)
+        try:
+            storm.gather()
+            storm.rage()
+        except StormBroken as error:
+            report.breaches.append(str(error))
+        roles.leave()
+    report.breaches += [f"{worker} did not leave when it was asked to" for worker in roles.overdue]
+    report.breaches += storm.unproduced()
+    report.faults, report.crashes = roles.faults, roles.crashes
+    if isinstance(broker, Cluster):
+        broker.await_in_sync(READY_SECONDS)
+    _conclude(report, plan, roles, settings)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _configure(folder: Path, plan: Plan) -> Path:
+    path = folder / "storm.toml"
+    told = CONFIG.format(
+        folder=folder,
+        partitions=PARTITIONS,
+        imports=Path(__file__).with_name("environments"),
+        groups_per_step=GROUPS_PER_STEP,
+        total_groups=len(plan.groups),
+    )
+    path.write_text(told)
+    return path
+
+
+def _conclude(report: Report, plan: Plan, roles: Roles, settings: BusSettings) -> None:
+    log = read_log(settings)
+    report.turns = log.turns
+    report.repeated = sum(log.dispatches.values()) - len(log.dispatches)
+    report.dropped = log.results - log.turns
+    report.letters = len(log.letters)
+    report.outcomes = Counter(end for ends in log.outcomes.values() for end in ends)
+    ended = max((each.at for each in roles.happenings), default=0.0)
+    work = list(work_left(plan, log, until=ended))
+    excused = excuses(roles.happenings, until=ended)
+    found = stalls(log.applied_at, work, excused)
+    told = {"excused": excused, "longest stalls": [asdict(stall) for stall in found[:SHOWN_STALLS]]}
+    (report.folder / "stalls.json").write_text(json.dumps(told, indent=1))
+    report.stall = found[0] if found else None
+    if report.stall_seconds > MOST_STALL_SECONDS:
+        assert report.stall is not None
+        report.breaches.append(
+            f"no turn was applied from {report.stall.begin:.1f} to {report.stall.end:.1f}, "
+            f"for {report.stall_seconds:.1f} s of which there is no excuse"
+        )
+    report.breaches += breaches(plan, log, settings)
+
+
+def work_left(plan: Plan, log: Log, *, until: float) -> list[Interval]:
+    """When there was a group that was asked for and had not ended."""
+    asked: dict[str, list[float]] = defaultdict(list)
+    for line in plan.lines:
+        if line.sort is not Sort.BAD and line.mark in log.produced_at:
+            asked[line.group_id].append(log.produced_at[line.mark])
+    groups = plan.groups
+    return [
+        (min(moments), max(log.sampled_at.get(f"{group_id}:{index}", until) for index in range(groups[group_id])))
+        for group_id, moments in asked.items()
+    ]
+
+
+class _Watch:
+    """Follows the log while the storm blows: does anything move?"""
+
+    def __init__(self, settings: BusSettings) -> None:
+        self._consumer: Consumer = consumer_of(settings)
+        self._dead = f"{settings.namespace}{PROMPTS.dead_letters}"
+        begin(self._consumer, [*map(settings.topic, (REQUESTED, SAMPLES, OUTCOMES)), self._dead])
+        self._next_look = 0.0
+        self.moved_at = time.monotonic()
+        self.letters: set[str] = set()
+
+    def look(self) -> None:
+        """Take in what has come, now and then: the embedded broker keeps a reader that always reads busy."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        places = self._consumer.assignment()
+        self._consumer.resume(places)
+        while messages := self._consumer.consume(500, TICK_SECONDS):
+            for message in messages:
+                if message.error() is None:
+                    self._take(found_in(message))
+        self._consumer.pause(places)
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def _take(self, found: Found) -> None:
+        if found.topic == self._dead:
+            self.letters.add(found.mark)
+        else:
+            self.moved_at = time.monotonic()
+
+
+class _Storm:
+    """What is done, and when."""
+
+    def __init__(self, plan: Plan, settings: BusSettings, roles: Roles, watch: _Watch) -> None:
+        self._plan = plan
+        self._settings = settings
+        self._roles = roles
+        self._watch = watch
+        self._lines = list(plan.lines)
+        self._kcats: list[subprocess.Popen[bytes]] = []
+        self._failures: list[str] = []
+        self._next_produce = 0.0
+
+    def gather(self) -> None:
+        """Start everybody, and wait until all do their work."""
+        for worker in self._plan.first:
+            self._roles.start(worker)
+        deadline = time.monotonic() + READY_SECONDS
+        while late := [worker for worker in self._plan.first if not self._roles.ready(worker)]:
+            if {worker.role for worker in late} == {Role.TRAINER}:
+                self._roles.proven(late[0])  # executors serve what it has published
+            self._turn_over()
+            if time.monotonic() > deadline:
+                words = "; ".join(f"{worker}: {self._roles.last_words(worker)}" for worker in late)
+                raise StormBroken(f"not ready after {READY_SECONDS:.0f} s: {words}")
+
+    def rage(self) -> None:
+        """Carry out the plan, then wait until every trajectory has its end and every bad line its letter."""
+        self._watch.moved_at = time.monotonic()
+        began = time.monotonic()
+        deeds = list(self._plan.deeds)
+        while not (self._roles.complete and self._all_produced()):
+            now = time.monotonic() - began
+            while deeds and deeds[0].at <= now:
+                again = deeds[0].act is Act.KILL and deeds[0].worker.role is Role.NODE
+                if again and self._roles.waits_for_nodes():
+                    break  # one node at a time
+                self._roles.do(deeds.pop(0))
+            self._produce(now)
+            self._turn_over()
+            if time.monotonic() - self._watch.moved_at > SILENCE_SECONDS:
+                raise StormBroken(f"nothing moved for {SILENCE_SECONDS:.0f} s")
+        dead = {line.mark for line in self._plan.lines if line.sort is Sort.BAD}
+        deadline = time.monotonic() + LETTERS_SECONDS
+        while not dead <= self._watch.letters and time.monotonic() < deadline:
+            self._turn_over()
+
+    def unproduced(self) -> list[str]:
+        """What kcat could not produce."""
+        for kcat in self._kcats:
+            kcat.kill()
+            kcat.wait()
+        return self._failures
+
+    def _turn_over(self) -> None:
+        self._roles.tick()
+        self._watch.look()
+        time.sleep(TICK_SECONDS)
+
+    def _produce(self, now: float) -> None:
+        """Hand the lines that are due to kcat: those with a key and those without."""
+        if now < self._next_produce:
+            return
+        self._next_produce = now + PRODUCE_SECONDS
+        due: list[Line] = []
+        while self._lines and self._lines[0].at <= now:
+            due.append(self._lines.pop(0))
+        self._hand_over([b"%s\t%s\n" % (line.key.encode(), line.value) for line in due if line.key], "-K", "\t")
+        self._hand_over([line.value + b"\n" for line in due if not line.key])
+
+    def _hand_over(self, lines: Sequence[bytes], *options: str) -> None:
+        if not lines:
+            return
+        topic = self._settings.topic(PROMPTS)
+        command = ["kcat", "-P", "-b", self._settings.bootstrap, "-t", topic, "-X", "enable.idempotence=true", *options]
+        kcat = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        assert kcat.stdin is not None
+        kcat.stdin.write(b"".join(lines))
+        kcat.stdin.close()
+        self._kcats.append(kcat)
+
+    def _all_produced(self) -> bool:
+        for kcat in [kcat for kcat in self._kcats if kcat.poll() is not None]:
+            self._kcats.remove(kcat)
+            if kcat.returncode != 0:
+                assert kcat.stderr is not None
+                self._failures.append(f"kcat: {kcat.stderr.read().decode(errors='replace').strip()}")
+        return not (self._lines or self._kcats)

@@ -1,0 +1,234 @@
+"""The processes of a storm: started, told apart by start, and done things to; a journal of all of it.
+
+Keeps true
+- Every start, end, freeze and first sign of work is in the journal with its time.
+- Whatever happens, no process that was started here is left behind, frozen or not.
+"""
+
+import json
+import re
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from tests.chaos.stalls import Change, Happening
+from tests.chaos.storm_plan import Act, Deed, Role, Worker
+from tests.chaos.warm import Forked
+from topics.apache_kafka import Cluster
+from topics.broker import Broker
+
+LEAVE_SECONDS = 30.0
+"""How long a role may take to leave when it is asked to."""
+AGAIN_SECONDS = 1.0
+"""After so long a role that ended by itself is started again."""
+SYNC_SECONDS = 1.0
+"""Between two looks at whether a node is back."""
+
+READY = {
+    Role.ENVIRONMENT: re.compile(r"event=homes_recovered"),
+    Role.EXECUTOR: re.compile(r"event=serving"),
+    Role.ROUTER: re.compile(r"event=(started|waiting)"),
+    Role.TRAINER: re.compile(r"event=(\"going on\"|step)"),
+}
+"""What a role says once it does its work."""
+
+
+@dataclass(slots=True)
+class _Process:
+    """One start of one worker."""
+
+    worker: Worker
+    number: int
+    process: Forked
+    log: Path
+    log_begin: int
+    """Bytes into the log, where this start begins."""
+    ready: bool = False
+    asked_at: float | None = None
+    """It was asked to leave then."""
+
+
+class Roles:
+    """All of a storm's processes. Used by one thread that lives as long as they should."""
+
+    def __init__(self, folder: Path, arguments: tuple[str, ...], broker: Cluster | Broker) -> None:
+        """`arguments` follow the role's own on the command line."""
+        self._folder = folder
+        self._arguments = arguments
+        self._broker = broker
+        self._journal: TextIO = (folder / "journal.jsonl").open("a")
+        self._present: dict[Worker, _Process] = {}
+        self._leaving: list[_Process] = []
+        self._again: dict[Worker, float] = {}
+        """Who is to be started, and from when on; not before the same name has left."""
+        self._node_starts: dict[Worker, int] = {}
+        self._next_look = 0.0
+        self._starts = 0
+        self.happenings: list[Happening] = []
+        self.faults: Counter[str] = Counter()
+        """What was done, by kind."""
+        self.crashes: Counter[str] = Counter()
+        """Roles that ended by themselves, and not well."""
+        self.overdue: list[Worker] = []
+        """Those that did not leave when they were asked to, and were killed."""
+        self.complete = False
+        """The trainer has ended by itself, and well."""
+
+    def do(self, deed: Deed) -> None:
+        """Carry out one deed of the plan; what cannot be done to a worker that is not there is left out."""
+        worker = deed.worker
+        if worker.role is Role.NODE:
+            self._do_to_node(deed)
+        elif deed.act is Act.START:
+            if worker not in self._present:
+                self._again[worker] = 0.0
+                if deed.joins:
+                    self._count("join", worker)
+        elif (present := self._present.get(worker)) is not None and present.process.poll() is None:
+            self._do_to_role(deed.act, present)
+        else:
+            self._again.pop(worker, None)
+
+    def tick(self) -> None:
+        """See who has begun to work, who has ended, and start again who ended by itself. Call it often."""
+        now = time.time()
+        for present in list(self._present.values()):
+            self._look_at(present, now)
+        for present in list(self._leaving):
+            if present.process.poll() is not None:
+                self._leaving.remove(present)
+                self._note(Change.ENDED, present.worker, present.number, status=present.process.poll())
+            elif present.asked_at is not None and now > present.asked_at + LEAVE_SECONDS:
+                self.overdue.append(present.worker)
+                present.process.send_signal(signal.SIGKILL)
+        there = {present.worker for present in self._leaving}
+        for worker in [worker for worker, at in self._again.items() if at <= now and worker not in there]:
+            del self._again[worker]
+            self.start(worker)
+        if self._node_starts and now >= self._next_look:
+            self._next_look = now + SYNC_SECONDS
+            assert isinstance(self._broker, Cluster)
+            if self._broker.in_sync():
+                for worker, number in self._node_starts.items():
+                    self._note(Change.READY, worker, number)
+                self._node_starts.clear()
+
+    def waits_for_nodes(self) -> bool:
+        """Whether copies are not in sync again after a node's loss: another must not be killed now."""
+        return bool(self._node_starts)
+
+    def ready(self, worker: Worker) -> bool:
+        """Whether it does its work."""
+        return worker in self._present and self._present[worker].ready
+
+    def proven(self, worker: Worker) -> None:
+        """What others say shows that it does its work."""
+        present = self._present.get(worker)
+        if present is not None and not present.ready:
+            present.ready = True
+            self._note(Change.READY, worker, present.number)
+
+    def last_words(self, worker: Worker) -> str:
+        """The end of its log."""
+        lines = (self._folder / f"{worker}.log").read_text(errors="replace").splitlines()
+        return " | ".join(lines[-3:])
+
+    def leave(self) -> None:
+        """Ask all to leave, and wait until they have; kill who does not."""
+        for present in list(self._present.values()):
+            present.process.send_signal(signal.SIGCONT)
+            self._ask_to_leave(present)
+        self._again.clear()
+        while self._leaving:
+            self.tick()
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """Kill whatever is left."""
+        for present in [*self._present.values(), *self._leaving]:
+            present.process.send_signal(signal.SIGKILL)
+            present.process.wait()
+        self._journal.close()
+
+    def start(self, worker: Worker) -> None:
+        """Start a process under this name."""
+        self._starts += 1
+        options = {Role.ENVIRONMENT: ("--number", str(worker.number)), Role.EXECUTOR: ("--slot", str(worker.number))}
+        log = self._folder / f"{worker}.log"
+        log.touch()
+        begin = log.stat().st_size
+        arguments = (worker.role.value, *options.get(worker.role, ()), *self._arguments)
+        process = Forked(arguments, folder=self._folder, log=log)
+        self._present[worker] = _Process(worker, self._starts, process, log, begin)
+        self._note(Change.STARTED, worker, self._starts)
+
+    def _do_to_role(self, act: Act, present: _Process) -> None:
+        if act is Act.KILL:
+            present.process.send_signal(signal.SIGKILL)
+            present.process.wait()
+            del self._present[present.worker]
+            self._note(Change.ENDED, present.worker, present.number, status=-signal.SIGKILL)
+        elif act is Act.LEAVE:
+            self._ask_to_leave(present)
+        elif act is Act.FREEZE:
+            present.process.send_signal(signal.SIGSTOP)
+            self._note(Change.FROZEN, present.worker, present.number)
+        else:
+            present.process.send_signal(signal.SIGCONT)
+            self._note(Change.THAWED, present.worker, present.number)
+            return
+        self._count(act.value, present.worker)
+
+    def _ask_to_leave(self, present: _Process) -> None:
+        present.asked_at = time.time()
+        present.process.send_signal(signal.SIGTERM)
+        del self._present[present.worker]
+        self._leaving.append(present)
+        self._write("asked to leave", present.worker, present.number)
+
+    def _do_to_node(self, deed: Deed) -> None:
+        assert isinstance(self._broker, Cluster)
+        node = self._broker.nodes[deed.worker.number]
+        if deed.act is Act.KILL:
+            node.kill()
+            self._note(Change.ENDED, deed.worker, 0)
+            self._count("kill", deed.worker)
+            self._starts += 1
+            self._node_starts[deed.worker] = -self._starts
+        else:
+            node.launch()
+            self._note(Change.STARTED, deed.worker, self._node_starts[deed.worker])
+
+    def _look_at(self, present: _Process, now: float) -> None:
+        status = present.process.poll()
+        if not present.ready:
+            with present.log.open("rb") as log:
+                log.seek(present.log_begin)
+                said = log.read().decode(errors="replace")
+            if READY[present.worker.role].search(said):
+                self.proven(present.worker)
+        if status is None:
+            return
+        del self._present[present.worker]
+        self._note(Change.ENDED, present.worker, present.number, status=status)
+        if present.worker.role is Role.TRAINER and status == 0:
+            self.complete = True
+        else:
+            self.crashes[present.worker.role.value] += 1
+            self._again[present.worker] = now + AGAIN_SECONDS
+
+    def _count(self, what: str, worker: Worker) -> None:
+        self.faults[f"{what} {worker.role.value}"] += 1
+
+    def _note(self, change: Change, worker: Worker, number: int, **more: object) -> None:
+        at = self._write(change.value, worker, number, **more)
+        self.happenings.append(Happening(at, change, worker.role, number))
+
+    def _write(self, what: str, worker: Worker, number: int, **more: object) -> float:
+        at = time.time()
+        self._journal.write(json.dumps({"at": at, "what": what, "worker": str(worker), "start": number, **more}) + "\n")
+        self._journal.flush()
+        return at

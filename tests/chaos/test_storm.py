@@ -1,0 +1,51 @@
+"""A storm over real roles and a real broker: the law holds after it, and nothing stalled in it.
+
+ROSE_CHAOS_SEED repeats a seed.
+"""
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.brokers import EMBEDDED, KAFKA, start, start_nodes
+from tests.chaos.storm import blow
+from tests.chaos.storm_plan import Shape, draw
+
+# Any number, but the same one in all processes of pytest-xdist, which must collect the same tests.
+FRESH_SEED = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(2**20)
+FIRST_SEED = int(os.environ.get("ROSE_CHAOS_SEED", FRESH_SEED))
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not installed: it produces the storm's prompts"),
+]
+
+
+def storm(seed: int, kind: str, folder: Path, *, rounds: int = 1) -> None:
+    print(f"ROSE_CHAOS_SEED={seed}")
+    shape = Shape(nodes=3 if kind == KAFKA else 0, rounds=rounds)
+    data = folder / "broker"
+    with start_nodes(data) if kind == KAFKA else start(kind, data) as broker:
+        report = blow(folder / "roles", draw(seed, shape), broker)
+    print(report)
+    assert not report.breaches, str(report)
+
+
+@pytest.mark.parametrize("kind", [KAFKA, EMBEDDED])
+def test_after_a_short_storm_the_law_holds_and_nothing_stalled(kind: str, tmp_path: Path) -> None:
+    storm(FIRST_SEED, kind, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(FIRST_SEED + 1, FIRST_SEED + 4))
+def test_after_a_long_storm_the_law_holds_and_nothing_stalled(seed: int, tmp_path: Path) -> None:
+    storm(seed, KAFKA, tmp_path, rounds=3)
+
+
+@pytest.mark.long
+def test_after_a_long_storm_on_the_embedded_broker_too(tmp_path: Path) -> None:
+    storm(FIRST_SEED + 4, EMBEDDED, tmp_path, rounds=3)

@@ -1,0 +1,86 @@
+"""A cluster of three Apache Kafka nodes loses one and goes on."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from tests.brokers import KAFKA, home_of
+from topics.admin import create_topics
+from topics.apache_kafka import Cluster
+from topics.catalog import OUTCOMES, Partitions
+from topics.settings import BusSettings
+
+REPOSITORY = Path(__file__).parents[2]
+WAIT_SECONDS = 60
+
+pytestmark = pytest.mark.slow
+
+
+def write(settings: BusSettings, value: bytes) -> None:
+    producer = Producer({**settings.producer("test"), "acks": "all"})
+    producer.produce(settings.topic(OUTCOMES), value)
+    assert producer.flush(WAIT_SECONDS) == 0
+
+
+def read(settings: BusSettings, records: int) -> list[bytes | None]:
+    consumer = Consumer(settings.consumer("test", "test"))
+    consumer.assign([TopicPartition(settings.topic(OUTCOMES), 0, 0)])
+    found = [message.value() for message in consumer.consume(records, WAIT_SECONDS)]
+    consumer.close()
+    return found
+
+
+def test_what_was_acknowledged_is_there_when_its_leader_is_gone(cluster: Cluster, namespace: str) -> None:
+    settings = cluster.settings(namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
+    cluster.await_in_sync(WAIT_SECONDS)
+    write(settings, b"to all")
+    topics = AdminClient({"bootstrap.servers": cluster.bootstrap}).list_topics(timeout=WAIT_SECONDS).topics
+    leader = cluster.nodes[topics[settings.topic(OUTCOMES)].partitions[0].leader - 1]
+    leader.kill()
+    assert not cluster.in_sync()
+    write(settings, b"without the leader")
+    assert read(settings, 2) == [b"to all", b"without the leader"]
+    leader.restart()
+    cluster.await_in_sync(WAIT_SECONDS)
+    assert read(settings, 2) == [b"to all", b"without the leader"]
+
+
+def test_topics_have_a_copy_on_every_node(cluster: Cluster, namespace: str) -> None:
+    settings = cluster.settings(namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
+    topics = AdminClient({"bootstrap.servers": cluster.bootstrap}).list_topics(timeout=WAIT_SECONDS).topics
+    copies = {len(part.replicas) for topic in topics.values() for part in topic.partitions.values()}
+    assert copies == {3}
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from topics.apache_kafka import start_cluster
+cluster = start_cluster(Path(sys.argv[1]), kafka_home=Path(sys.argv[2]))
+print("running", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_all_nodes_go_with_their_killed_parent(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PARENT, str(tmp_path), str(home_of(KAFKA))]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as parent:
+        assert parent.stdout is not None and parent.stderr is not None
+        assert parent.stdout.readline().strip() == "running", parent.stderr.read()
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        nodes = [os.pidfd_open(int(child)) for child in children]
+        assert len(nodes) == 3
+        parent.send_signal(signal.SIGKILL)
+    for node in nodes:
+        assert select.select([node], [], [], WAIT_SECONDS)[0], "a node outlived its parent"
+        os.close(node)

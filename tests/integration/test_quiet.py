@@ -1,0 +1,128 @@
+"""A quiet week: every group's offsets have expired, what time alone deletes is gone, and the run goes on from there.
+
+Real roles on a node of Apache Kafka; the week is made by an administrator's hand.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from pipeline.accounting.audit import audit_log
+from pipeline.command.submit import send_prompts
+from schemas.prompts import Prompt
+from tests.brokers import KAFKA, flags, start
+from tests.chaos.storm_log import read_log
+from tests.chaos.storm_plan import Role, Worker
+from tests.chaos.storm_roles import Roles
+from topics.admin import create_topics
+from topics.broker import Broker
+from topics.catalog import DISPATCHED, HEARTBEATS, Partitions
+from topics.settings import BusSettings
+
+GROUPS, GROUP_SIZE, GROUPS_PER_STEP = 24, 4, 4
+PARTITIONS = Partitions(home=2, slots=1, samples=1, chunks=1)
+TRAINER = Worker(Role.TRAINER, 0)
+"""It is ready once it has made its first step."""
+CAST = (TRAINER, *(Worker(role, 0) for role in (Role.ROUTER, Role.EXECUTOR, Role.ENVIRONMENT)))
+WAIT_SECONDS = 120.0
+CONFIG = f"""
+[run]
+name = "quiet"
+folder = "@FOLDER@"
+executors = 1
+
+[topics]
+home_partitions = {PARTITIONS.home}
+inbox_slots = {PARTITIONS.slots}
+sample_partitions = {PARTITIONS.samples}
+chunk_partitions = {PARTITIONS.chunks}
+
+[environment]
+max_turn_tokens = 16
+max_context_tokens = 256
+window_groups = 8
+
+[executor]
+max_turns = 4
+max_model_len = 256
+kv_cache_bytes = 16777216
+
+[trainer]
+groups_per_step = {GROUPS_PER_STEP}
+total_groups = {GROUPS}
+minibatches = 1
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def until(roles: Roles, holds: Callable[[], bool]) -> None:
+    """Look after the roles until it holds."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "; ".join(f"{worker}: {roles.last_words(worker)}" for worker in CAST)
+        roles.tick()
+        time.sleep(0.2)
+
+
+def run(folder: Path, broker: Broker, settings: BusSettings, until_then: Callable[[Roles], bool]) -> None:
+    """Start every role, and ask all to leave once it holds."""
+    folder.mkdir()
+    arguments = ("--config", str(folder.parent / "quiet.toml"), *flags(settings))
+    roles = Roles(folder, arguments, broker)
+    try:
+        for worker in CAST:
+            roles.start(worker)
+        until(roles, lambda: until_then(roles))
+        roles.leave()
+    finally:
+        roles.close()
+
+
+def forget(settings: BusSettings) -> None:
+    """What a week without a member, and without a record, does to the broker."""
+    admin = AdminClient({"bootstrap.servers": settings.bootstrap})
+    deadline = time.monotonic() + WAIT_SECONDS
+    for group in admin.list_consumer_groups().result().valid:
+        while True:
+            try:
+                admin.delete_consumer_groups([group.group_id])[group.group_id].result()
+                break
+            except KafkaException as error:  # a member that left without a word is still counted
+                assert error.args[0].code() == KafkaError.NON_EMPTY_GROUP and time.monotonic() < deadline
+                time.sleep(0.5)
+    for topic in (DISPATCHED, HEARTBEATS):
+        name = settings.topic(topic)
+        known = admin.list_topics(name, timeout=WAIT_SECONDS).topics[name].partitions
+        for deleted in admin.delete_records([TopicPartition(name, part, -1) for part in known]).values():
+            deleted.result()
+
+
+def test_a_run_goes_on_after_a_quiet_week(tmp_path: Path, namespace: str) -> None:
+    prompts = [
+        Prompt(group_id=f"g{number}", group_size=GROUP_SIZE, environment="calculator", seed=number)
+        for number in range(GROUPS)
+    ]
+    (tmp_path / "quiet.toml").write_text(CONFIG.replace("@FOLDER@", str(tmp_path)))
+    with start(KAFKA, tmp_path / "broker") as broker:
+        settings = broker.settings(namespace)
+        create_topics(settings, PARTITIONS)
+        send_prompts(settings, prompts)
+        run(tmp_path / "before", broker, settings, lambda roles: roles.ready(TRAINER))
+        before = read_log(settings)
+        assert 0 < len(before.outcomes) < GROUPS * GROUP_SIZE, "the week began in mid-run"
+        forget(settings)
+        run(tmp_path / "after", broker, settings, lambda roles: roles.complete)
+        log, audit = read_log(settings), audit_log(settings)
+    asked = {f"g{number}:{index}" for number in range(GROUPS) for index in range(GROUP_SIZE)}
+    assert {trajectory: len(ends) for trajectory, ends in log.outcomes.items()} == dict.fromkeys(asked, 1)
+    assert "infra_failed" not in {end for ends in log.outcomes.values() for end in ends}
+    assert log.samples == Counter(asked)
+    assert set(log.requests.values()) == {1}, "no turn was asked for twice"
+    assert not log.letters
+    assert audit.clean and audit.settled == len(asked)

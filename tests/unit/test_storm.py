@@ -1,0 +1,155 @@
+"""The storm's own cores: what a plan promises, and what counts as a stall."""
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.chaos.stalls import (
+    SESSION_SECONDS,
+    Change,
+    Happening,
+    Interval,
+    excuses,
+    length,
+    nobody_well,
+    stalls,
+    union,
+)
+from tests.chaos.storm_log import MARK
+from tests.chaos.storm_plan import FIRST, ROUND, Act, Deed, Plan, Role, Shape, Sort, draw
+
+
+def of_any_plan(test: Callable[[Plan], None]) -> Callable[[int, Shape], None]:
+    """Run a test on plans; seed and shape are what a failure shows, not the plan."""
+
+    @settings(deadline=None, max_examples=40)
+    @given(st.integers(0, 2**32), st.builds(Shape, nodes=st.sampled_from([0, 3]), rounds=st.integers(1, 3)))
+    def on_a_plan(seed: int, shape: Shape) -> None:
+        test(draw(seed, shape))
+
+    on_a_plan.__name__ = test.__name__
+    return on_a_plan
+
+
+def spans(plan: Plan, role: Role, ends: tuple[Act, ...]) -> list[Interval]:
+    """From each such deed to the next one on the same worker."""
+    open_deeds: dict[object, Deed] = {}
+    found = []
+    for deed in plan.deeds:
+        if deed.worker.role is not role:
+            continue
+        if deed.worker in open_deeds:
+            found.append((open_deeds.pop(deed.worker).at, deed.at))
+        if deed.act in ends:
+            open_deeds[deed.worker] = deed
+    return found
+
+
+@of_any_plan
+def test_a_seed_draws_one_plan(plan: Plan) -> None:
+    assert draw(plan.seed, plan.shape) == plan
+
+
+@of_any_plan
+def test_every_kind_of_fault_is_in_every_plan(plan: Plan) -> None:
+    done = {(deed.act, deed.worker.role) for deed in plan.deeds}
+    assert done >= set(ROUND)
+    assert ((Act.KILL, Role.NODE) in done) == (plan.shape.nodes > 0)
+
+
+@of_any_plan
+def test_a_worker_is_done_things_to_only_while_it_is_there(plan: Plan) -> None:
+    running, frozen = set(plan.first), set()
+    for deed in plan.deeds:
+        worker = deed.worker
+        if worker.role is Role.NODE:
+            continue
+        if deed.act is Act.START:
+            assert worker not in running
+            running.add(worker)
+        else:
+            assert worker in running
+            assert (worker in frozen) == (deed.act is Act.THAW)
+            if deed.act is Act.FREEZE:
+                frozen.add(worker)
+            elif deed.act is Act.THAW:
+                frozen.discard(worker)
+            else:
+                running.discard(worker)
+    assert not frozen
+    for role in FIRST:
+        assert any(worker.role is role for worker in running)
+
+
+@of_any_plan
+def test_one_node_is_down_at_a_time(plan: Plan) -> None:
+    down = sorted(spans(plan, Role.NODE, (Act.KILL,)))
+    assert all(first[1] < second[0] for first, second in pairwise(down))
+
+
+@of_any_plan
+def test_marks_tell_lines_apart_and_repeats_name_a_good_group(plan: Plan) -> None:
+    assert len({line.mark for line in plan.lines}) == len(plan.lines)
+    for line in plan.lines:
+        assert set(MARK.findall(line.value)) == {line.mark.encode()}
+        assert b"\n" not in line.value and b"\t" not in line.value
+        if line.sort is Sort.REPEATED:
+            assert line.group_id in plan.groups
+        if line.sort is not Sort.BAD:
+            assert json.loads(line.value)["group_id"] == line.group_id
+    assert plan.blocked and plan.blocked < plan.trajectories
+
+
+def test_of_the_time_between_two_turns_what_is_excused_does_not_count() -> None:
+    found = stalls([0.0, 40.0, 45.0], [(0.0, 60.0)], [(5.0, 15.0), (42.0, 43.0)])
+    assert [(stall.begin, stall.end, stall.seconds) for stall in found] == [
+        (0.0, 40.0, 30.0),
+        (45.0, 60.0, 15.0),
+        (40.0, 45.0, 4.0),
+    ]
+
+
+def test_time_without_work_is_no_stall() -> None:
+    assert [stall.seconds for stall in stalls([1.0], [(0.0, 2.0), (50.0, 51.0)], [])] == [1.0, 1.0, 1.0]
+
+
+moments = st.floats(0, 1000)
+intervals = st.lists(st.tuples(moments, moments).map(lambda pair: (min(pair), max(pair))), max_size=8)
+
+
+@given(st.lists(moments), intervals, intervals)
+def test_stalls_and_excuses_make_up_the_time_with_work(
+    applied: list[float], work: list[Interval], excused: list[Interval]
+) -> None:
+    counted = sum(stall.seconds for stall in stalls(applied, work, excused))
+    both = length(union(work)) + length(union(excused)) - length(union([*work, *excused]))
+    assert counted == pytest.approx(length(union(work)) - both, abs=1e-6)
+
+
+def test_nobody_is_well_until_one_is_ready_and_while_all_are_frozen_or_gone() -> None:
+    role = Role.ROUTER
+    happenings = [
+        Happening(1.0, Change.STARTED, role, 1),
+        Happening(2.0, Change.READY, role, 1),
+        Happening(10.0, Change.FROZEN, role, 1),
+        Happening(12.0, Change.STARTED, role, 2),
+        Happening(15.0, Change.THAWED, role, 1),
+        Happening(16.0, Change.ENDED, role, 1),
+        Happening(18.0, Change.READY, role, 2),
+    ]
+    assert nobody_well(happenings, until=30.0) == [(0.0, 2.0), (10.0, 15.0), (16.0, 18.0)]
+    assert nobody_well([*happenings, Happening(20.0, Change.ENDED, role, 2)], until=30.0)[-1] == (20.0, 30.0)
+
+
+def test_a_death_excuses_a_session_even_if_others_are_well() -> None:
+    everybody = [Happening(0.0, Change.READY, role, number) for number, role in enumerate(FIRST)]
+    everybody += [Happening(0.0, Change.READY, Role.ENVIRONMENT, 9)]
+    died = Happening(50.0, Change.ENDED, Role.ENVIRONMENT, 9)
+    assert excuses([*everybody, died], until=100.0) == [(50.0, 50.0 + SESSION_SECONDS[Role.ENVIRONMENT])]
+    frozen = Happening(50.0, Change.FROZEN, Role.ENVIRONMENT, 9)
+    thawed = Happening(52.0, Change.THAWED, Role.ENVIRONMENT, 9)
+    assert excuses([*everybody, frozen, thawed], until=100.0) == [(50.0, 52.0)]

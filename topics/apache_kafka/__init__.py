@@ -1,0 +1,220 @@
+"""Apache Kafka on loopback: one node, or a cluster that survives the loss of one.
+
+Keeps true
+- Every node is broker and controller in one process (KRaft), with its data and log in a folder of its own.
+- In a cluster of three every topic and internal topic may have a copy on each node, and two of them acknowledge: while
+  two nodes live, nothing acknowledged is lost and nothing stops.
+
+Example
+    with start_cluster(folder, kafka_home=home) as cluster:
+        ...  # cluster.bootstrap names all nodes
+        cluster.nodes[1].kill()  # its leaders move
+        cluster.nodes[1].restart()
+"""
+
+import base64
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from topics.broker import HOST, QUIET, Broker, BrokerFailed, Kind, free_ports
+from topics.settings import BusSettings
+
+LONE_HEAP = "512m"
+"""Java heap of a node that is alone; the process takes about 460 MB with it."""
+CLUSTER_HEAP = "256m"
+"""Java heap of each of several nodes; the process takes about 330 MB with it."""
+JAVA_VERSION = 17
+"""The oldest Java that runs an Apache Kafka 4 broker."""
+LOOK_SECONDS = 0.2
+"""Between two looks at whether the copies are in sync."""
+
+_JAR = re.compile(r"kafka_\d+\.\d+-(\d+\.\d+\.\d+)\.jar")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one node of a cluster lives."""
+
+    node: int
+    port: int
+    controller_port: int
+    folder: Path
+
+
+class Cluster:
+    """Several nodes on this machine. Made by `start_cluster`; a context manager that stops them."""
+
+    def __init__(self, nodes: tuple[Broker, ...]) -> None:
+        self.nodes = nodes
+        """Each can be killed and restarted by itself; the node with id n is nodes[n - 1]."""
+        self.name = f"{len(nodes)} nodes of {nodes[0].name}"
+        self.bootstrap = ",".join(node.bootstrap for node in nodes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def settings(self, namespace: str = "", properties: Mapping[str, str] | None = None) -> BusSettings:
+        """How to reach it."""
+        return BusSettings(self.bootstrap, namespace, properties or {})
+
+    def in_sync(self) -> bool:
+        """Whether all nodes answer and each knows all copies to be in sync: one more node may be lost.
+
+        Every node is asked: for some seconds the others believe that one which is gone is still there.
+        """
+        return all(node.alive() and self._knows_all(node) for node in self.nodes)
+
+    def await_in_sync(self, seconds: float) -> None:
+        """Wait until every partition has all its copies in sync. Raises BrokerFailed after the time given."""
+        deadline = time.monotonic() + seconds
+        while not self.in_sync():
+            if time.monotonic() > deadline:
+                raise BrokerFailed(f"{self.name}: the copies were not in sync after {seconds:.0f} s")
+            time.sleep(LOOK_SECONDS)
+
+    def _knows_all(self, node: Broker) -> bool:
+        try:
+            found = AdminClient({"bootstrap.servers": node.bootstrap, **QUIET}).list_topics(timeout=2)
+        except KafkaException:
+            return False
+        partitions = [partition for topic in found.topics.values() for partition in topic.partitions.values()]
+        return len(found.brokers) == len(self.nodes) and all(
+            partition.leader >= 0 and len(partition.isrs) == len(partition.replicas) for partition in partitions
+        )
+
+    def stop(self) -> None:
+        """End all nodes at once: the last ones would have no quorum to take their leave of. Acknowledged is kept."""
+        for node in self.nodes:
+            node.kill()
+
+
+def lone_node(data_folder: Path, port: int, kafka_home: Path) -> Kind:
+    """A node that is alone, formatted. Raises BrokerFailed: no Kafka there, no Java, a folder that it cannot format."""
+    own = data_folder / "apache-kafka"
+    own.mkdir(exist_ok=True)
+    [kind] = _kinds([_Place(1, port, free_ports(1)[0], own)], kafka_home, heap=LONE_HEAP)
+    return kind
+
+
+def start_cluster(data_folder: Path, *, kafka_home: Path, nodes: int = 3) -> Cluster:
+    """Start a cluster on loopback with a folder for each node in `data_folder`, and wait until all nodes answer.
+
+    Call it from a thread that lives as long as the cluster should. Raises BrokerFailed.
+    """
+    folders = [data_folder.resolve() / f"node-{node}" for node in range(1, nodes + 1)]
+    ports = free_ports(2 * nodes)
+    places = []
+    for number, folder in enumerate(folders):
+        (folder / "apache-kafka").mkdir(parents=True, exist_ok=True)
+        places.append(_Place(number + 1, ports[2 * number], ports[2 * number + 1], folder / "apache-kafka"))
+    kinds = _kinds(places, kafka_home, heap=CLUSTER_HEAP)
+    started = [Broker(kind, place.folder.parent, place.port) for kind, place in zip(kinds, places, strict=True)]
+    cluster = Cluster(tuple(started))
+    try:
+        for node in started:  # all before the first can answer: two of them make the quorum
+            node.launch()
+        for node in started:
+            node.await_ready()
+    except BaseException:
+        cluster.stop()
+        raise
+    return cluster
+
+
+def _kinds(places: list[_Place], kafka_home: Path, *, heap: str) -> list[Kind]:
+    """How the nodes of one cluster are run; formats the folders of those that are new."""
+    libs = kafka_home / "libs"
+    found = sorted(match[1] for jar in libs.glob("kafka_*.jar") if (match := _JAR.fullmatch(jar.name)))
+    if not found:
+        raise BrokerFailed(f"no Apache Kafka in {kafka_home}: KAFKA_HOME is a folder with libs/kafka_SCALA-VERSION.jar")
+    java = [_java(), f"-Xmx{heap}"]
+    jars = ["-cp", f"{libs.resolve()}/*"]
+    for place in places:
+        _write_configuration(place, places)
+    _format(places, [*java, *jars])
+    return [
+        Kind(
+            name=f"Apache Kafka {found[-1]}",
+            command=[*java, f"-Dlog4j2.configurationFile={_logging(place)}", *jars, "kafka.Kafka", str(_server(place))],
+            node=place.node,
+            orphaned=signal.SIGTERM if len(places) == 1 else signal.SIGKILL,
+        )
+        for place in places
+    ]
+
+
+def _write_configuration(place: _Place, places: list[_Place]) -> None:
+    templates = files("topics.apache_kafka")
+    filled = {
+        "@NODE@": str(place.node),
+        "@PORT@": str(place.port),
+        "@CONTROLLER_PORT@": str(place.controller_port),
+        "@VOTERS@": ",".join(f"{each.node}@{HOST}:{each.controller_port}" for each in places),
+        "@LOG_FOLDER@": str(place.folder / "log"),
+        "@COPIES@": str(len(places)),
+        "@ACKNOWLEDGED@": str(len(places) // 2 + 1),
+    }
+    settings = (templates / "server.properties.in").read_text()
+    for word, value in filled.items():
+        settings = settings.replace(word, value)
+    _server(place).write_text(settings)
+    _logging(place).write_text((templates / "log4j2.yaml").read_text())
+
+
+def _format(places: list[_Place], java: list[str]) -> None:
+    """Prepare the folders of new nodes, all at once."""
+    cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
+    new = [place for place in places if not (place.folder / "log" / "meta.properties").exists()]
+    formatters = [
+        subprocess.Popen(
+            # with "=": an id may begin with "-"
+            [*java, "kafka.tools.StorageTool", "format", f"--cluster-id={cluster_id}", "-c", str(_server(place))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for place in new
+    ]
+    said = [formatter.communicate()[0] for formatter in formatters]
+    for place, formatter, told in zip(new, formatters, said, strict=True):
+        if formatter.returncode != 0:
+            raise BrokerFailed(f"Apache Kafka could not format {place.folder / 'log'}: {told.strip()}")
+
+
+def _server(place: _Place) -> Path:
+    return place.folder / "server.properties"
+
+
+def _logging(place: _Place) -> Path:
+    return place.folder / "log4j2.yaml"
+
+
+def _java() -> str:
+    """The Java to run Apache Kafka with: that of JAVA_HOME, else the one on the PATH."""
+    home = os.environ.get("JAVA_HOME")
+    java = shutil.which("java", path=None if home is None else f"{home}/bin")
+    advice = f"Apache Kafka needs Java {JAVA_VERSION} or newer: install it, or set JAVA_HOME"
+    if java is None:
+        raise BrokerFailed(f"no Java found{'' if home is None else f' in {home}'}; {advice}")
+    said = subprocess.run([java, "-version"], capture_output=True, text=True, check=False)
+    version = re.search(r'version "((?:1\.)?(\d+)[^"]*)"', said.stderr + said.stdout)
+    if version is None or int(version[2]) < JAVA_VERSION:
+        raise BrokerFailed(f"{java} is {f'Java {version[1]}' if version else 'no Java'}; {advice}")
+    return java
