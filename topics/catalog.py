@@ -118,7 +118,7 @@ OUTCOMES = Topic("rose.samples.outcomes.v1", SampleOutcome, "trajectory_id", Spr
 GROUPS = Topic("rose.groups.opened.v1", Group, "group_id", Spread.HOME, _COMPACTED)
 PROGRESS = Topic("rose.trajectories.progress.v1", TrajectoryProgress, "trajectory_id", Spread.HOME, _COMPACTED)
 SNAPSHOTS = Topic("rose.env.snapshots.v1", EnvSnapshot, "trajectory_id", Spread.HOME, _COMPACTED)
-MANIFESTS = Topic("rose.weights.manifests.v1", WeightManifest, "model_id/version", Spread.ONE, _COMPACTED)
+MANIFESTS = Topic("rose.weights.manifests.v1", WeightManifest, "model/run/version", Spread.ONE, _COMPACTED)
 CHUNKS = Topic("rose.weights.chunks.v1", WeightChunk, "tensor", Spread.CHUNKS, _UNTIL_DELETED)
 
 RECORD_TOPICS: tuple[Topic, ...] = (
@@ -140,5 +140,11 @@ RECORD_TOPICS: tuple[Topic, ...] = (
 DEAD_LETTERS: tuple[Topic, ...] = tuple(
     Topic(topic.dead_letters, None, "topic/partition/offset", Spread.ONE, _LETTERS) for topic in RECORD_TOPICS
 )
+
+ENVIRONMENT_GROUP = "environment"
+"""The consumer group of all environment workers."""
+
+ROUTER_GROUP = "router"
+"""The consumer group of the routers, under which their low water is committed."""
 
 CATALOG: tuple[Topic, ...] = RECORD_TOPICS + DEAD_LETTERS

@@ -16,7 +16,18 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from schemas.errors import RoseError
 from topics.admin import reach
-from topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, RECORD_TOPICS, REQUESTED, SAMPLES, Topic
+from topics.catalog import (
+    COMPLETED,
+    DISPATCHED,
+    ENVIRONMENT_GROUP,
+    OUTCOMES,
+    PROMPTS,
+    RECORD_TOPICS,
+    REQUESTED,
+    ROUTER_GROUP,
+    SAMPLES,
+    Topic,
+)
 from topics.errors import TopicMissing
 from topics.letters import read_letters
 from topics.messages import read_keyed
@@ -24,9 +35,6 @@ from topics.records import Place
 from topics.settings import BusSettings
 
 CLIENT = "rose-status"
-
-ENVIRONMENT_GROUP, ROUTER_GROUP = "environment", "router"
-"""The consumer groups of all environment workers and of all routers."""
 
 ANSWER_SECONDS = 3.0
 """How long one question to the broker may take."""

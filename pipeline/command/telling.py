@@ -6,14 +6,13 @@ from contextlib import closing
 from pipeline.command.broker import log_of
 from pipeline.command.config import load
 from pipeline.command.options import Common
-from pipeline.command.soundings import ENVIRONMENT_GROUP
 from pipeline.replay.life import fold_lives
 from pipeline.replay.search import GroupFound, TrajectoryFound, UnknownTrajectory, find_group, find_trajectory
 from pipeline.replay.text import told
 from pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
 from schemas.homes import home_of
 from topics.admin import reach
-from topics.catalog import PROMPTS, Topic
+from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings

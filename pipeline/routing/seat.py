@@ -15,13 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from schemas.errors import RoseError
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED
+from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, ROUTER_GROUP
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
-
-GROUP = "router"
-"""The consumer group of the routers, under which the low water is committed."""
 
 SESSION_SECONDS = 6.0
 """After so much silence the broker gives the seat to another; the least that Apache Kafka allows by default."""
@@ -85,7 +82,7 @@ class Seat:
 
     def _join(self) -> Reader:
         # librdkafka's own heartbeats keep the membership up while the loop is busy.
-        reader = Reader(self._settings, self._name, group=GROUP, member=self._name, **SESSION)
+        reader = Reader(self._settings, self._name, group=ROUTER_GROUP, member=self._name, **SESSION)
         reader.subscribe([HEARTBEATS], assigned=self._assigned, revoked=self._revoked)
         return reader
 

@@ -17,7 +17,7 @@ import structlog
 from schemas.arrays import count
 from schemas.samples import SampleOutcome
 from schemas.turns import TurnResult
-from topics.catalog import OUTCOMES, PROMPTS
+from topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, PROMPTS
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
 from topics.settings import BusSettings
@@ -35,9 +35,6 @@ from workers.environments.taking_over import take_over
 from workers.environments.trajectory import Rules, Trajectory, Verdict, problem_of
 from workers.environments.troubles import TROUBLES, Troubles
 from workers.environments.watchdog import Watchdog
-
-GROUP = "environment"
-"""The consumer group of all environment workers."""
 
 BATCH = 500
 """Records taken from the bus at once."""
@@ -84,8 +81,8 @@ class EnvironmentWorker:
         self._stage = stage
         self._check_environment = check_environment
         self._clock = clock
-        self._member = Membership(settings, name, GROUP)
-        self._outcomes = Reader(settings, f"rose-{name}-outcomes", group=GROUP, ends=True)
+        self._member = Membership(settings, name, ENVIRONMENT_GROUP)
+        self._outcomes = Reader(settings, f"rose-{name}-outcomes", group=ENVIRONMENT_GROUP, ends=True)
         self._outbox = Outbox(settings, name, self._member.reader, rules=rules, clock=clock)
         self._troubles = Troubles(name)
         self._sweeper = Sweeper(settings, name)

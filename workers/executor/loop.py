@@ -88,8 +88,6 @@ class Executor:
         """Staged, and being prepared while the old version serves."""
         self._deferred: list[TurnDispatch] = []
         """Taken on while the engine ran empty for the next version."""
-        self._refused: tuple[int, str] = (-1, "")
-        """The newest version that the engine did not take, and why."""
         self._sequence = 0
         self._next_heartbeat = 0.0
         self._writer = Writer(settings, name)
@@ -182,14 +180,13 @@ class Executor:
         except SwapRefused as refusal:
             metrics.SWAPS_REFUSED.inc()
             self._log.error("version refused, the old one serves on", version=staged.version, reason=str(refusal))
-            self._refused = staged.version, str(refusal)
+            self._receiver.refuse(staged.version, str(refusal))
             self._resume()
             return
         self._version = staged.version
         metrics.SWAP_SECONDS.observe(self._swap_seconds)
         metrics.POLICY_VERSION.set(staged.version)
         self._log.info("serving", version=staged.version, swap_seconds=round(self._swap_seconds, 4))
-        self._refused = -1, ""
         self._resume()
         self._beat(ExecutorState.READY)
 
@@ -284,7 +281,7 @@ class Executor:
     def _beat(self, state: ExecutorState) -> None:
         self._next_heartbeat = time.monotonic() + self._config.heartbeat_seconds
         load = self._engine.load()
-        refused_version, refused_reason = self._refused
+        refused_version, refused_reason = self._receiver.refused_newest or (-1, "")
         metrics.HELD_TURNS.set(len(self._inbox))
         metrics.KV_FREE_BYTES.set(load.kv_bytes_free)
         beat = SlackHeartbeat(

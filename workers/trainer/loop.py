@@ -91,7 +91,7 @@ class Trainer:
         self._checkpoints = Checkpoints(config.checkpoints, self._identity)
         self._step_log = StepLog(config.run_folder)
         self._stream = SampleStream(settings, config.model_id, total_groups=config.total_groups, stop=stop)
-        self._publisher = publisher_of(settings, config.model_id, weights, run=self._identity.run)
+        self._publisher = publisher_of(settings, config.model_id, weights)
         self._version = 0
         self._abandoned: tuple[tuple[int, int], ...] = ()
         self._progress: Progress | None = None

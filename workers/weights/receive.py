@@ -48,6 +48,9 @@ FETCH_ATTEMPTS = 3
 RETRY_SECONDS = 0.5
 """Pause after a failure of the bus or a chunk that was not there."""
 
+REASON_CHARACTERS = 1_000
+"""Of a reason that is told on."""
+
 MANIFEST_BATCH = 16
 """Manifests taken from librdkafka at once."""
 
@@ -180,7 +183,7 @@ class WeightReceiver:
 
     def _tell(self, version: int, reason: str) -> None:
         with self._changed:
-            self._refused_newest = version, reason
+            self._refused_newest = version, reason[:REASON_CHARACTERS]
             self._changed.notify_all()
 
     def _run(self) -> None:
