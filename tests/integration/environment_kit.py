@@ -11,11 +11,10 @@ from schemas.samples import Sample
 from tests.integration.scripted_executors import ScriptedExecutors, essence
 from topics.admin import reach
 from topics.catalog import GROUPS as GROUPS_TOPIC
-from topics.catalog import PROMPTS, Partitions, Topic
+from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Partitions, Topic
 from topics.letters import Letter, read_letters
 from topics.log import read_topics
 from topics.settings import BusSettings
-from workers.environments.worker import GROUP
 
 PARTITIONS = Partitions(home=4, slots=1, samples=2, chunks=1)
 GROUPS, SIZE = 12, 4
@@ -62,7 +61,7 @@ def produce(
 def homes_of_members(settings: BusSettings) -> list[set[int]]:
     """The prompt partitions of every member of a group that has settled."""
     client: AdminClient = reach(settings)
-    name = settings.name(GROUP)
+    name = settings.name(ENVIRONMENT_GROUP)
     group = client.describe_consumer_groups([name])[name].result()
     if group.state != ConsumerGroupState.STABLE:
         return []

@@ -30,7 +30,7 @@ from tests.integration.environment_kit import (
 )
 from tests.integration.scripted_executors import ScriptedExecutors, kill, worker_process
 from topics.admin import reach
-from topics.catalog import COMPLETED, PROMPTS, REQUESTED, Topic
+from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, PROMPTS, REQUESTED, Topic
 from topics.letters import read_letters
 from topics.reader import Reader
 from topics.settings import BusSettings
@@ -38,7 +38,6 @@ from workers.environments.membership import Abandoned
 from workers.environments.sweeper import Sweeper
 from workers.environments.taking_over import TakenOver, take_over
 from workers.environments.trajectory import Rules
-from workers.environments.worker import GROUP
 
 WINDOW = 2
 
@@ -173,7 +172,7 @@ def test_what_is_poison_is_a_dead_letter_once_as_it_came_however_often_workers_s
             executors.pump_until(lambda: len(letters(settings)) >= len(POISON), what="dead letters")
         if start == 1 and broker_kind != EMBEDDED:  # it never takes a member for gone
             client: AdminClient = reach(settings)
-            for deleted in client.delete_consumer_groups([settings.name(GROUP)]).values():
+            for deleted in client.delete_consumer_groups([settings.name(ENVIRONMENT_GROUP)]).values():
                 deleted.result()
     assert [letter.raw.value for letter in letters(settings)] == values
     assert [letter.raw.value for letter in read_letters(settings, COMPLETED)] == [b"no result"]
@@ -291,7 +290,7 @@ def abandon() -> None:
 
 def recovered(settings: BusSettings, home: int, meanwhile: Callable[[], None] = lambda: None) -> TakenOver:
     """What a worker that takes this home over would know."""
-    reader = Reader(settings, "test", group=GROUP)
+    reader = Reader(settings, "test", group=ENVIRONMENT_GROUP)
     rules = Rules(model_id="policy", sampling=Sampling(), turn_patience_seconds=60.0, max_context_tokens=1024)
     try:
         return take_over(settings, reader, [home], homes=PARTITIONS.home, rules=rules, meanwhile=meanwhile)

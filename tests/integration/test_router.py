@@ -9,12 +9,12 @@ from confluent_kafka import Producer
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.loop import RouterLoop
 from pipeline.routing.reign import Reign, steady_clock
-from pipeline.routing.seat import GROUP, Seat
+from pipeline.routing.seat import Seat
 from schemas.turns import TurnOutcome
 from tests.brokers import AnyBroker
 from tests.integration.router_kit import PARTITIONS, WAIT_SECONDS, Bus, kill, router_process, with_properties
 from topics.admin import create_topics
-from topics.catalog import HEARTBEATS, REQUESTED, Topic
+from topics.catalog import HEARTBEATS, REQUESTED, ROUTER_GROUP, Topic
 from topics.errors import TopicMissing
 from topics.letters import read_letters
 from topics.reader import Reader
@@ -32,7 +32,7 @@ def bus(broker: AnyBroker, namespace: str) -> Iterator[Bus]:
 
 def committed(settings: BusSettings, home: int) -> int:
     """The low water of the home's requests."""
-    reader = Reader(settings, "test-committed", group=GROUP)
+    reader = Reader(settings, "test-committed", group=ROUTER_GROUP)
     found = reader.committed([(REQUESTED, home)])[REQUESTED, home]
     reader.close()
     return found or 0
