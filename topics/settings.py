@@ -10,7 +10,7 @@ import structlog
 from confluent_kafka import KafkaError
 
 from schemas.errors import UsageError
-from topics.catalog import LETTER_BYTES, Topic
+from topics.catalog import LETTER_BYTES, MAX_MESSAGE_BYTES, Topic
 
 PREFIX = "rose."
 """What every topic, consumer group and transactional id begins with, after the namespace: one prefix for an ACL."""
@@ -62,6 +62,7 @@ class BusSettings:
             "linger.ms": 0,
             "compression.type": "lz4",
             "message.max.bytes": LETTER_BYTES,  # what else is too large its topic refuses
+            "batch.size": MAX_MESSAGE_BYTES,  # of records that do not compress, a batch is what its topic must take
             "queue.buffering.max.kbytes": 256 * 1024,
             "message.timeout.ms": 0,  # a slow link is no failure: whoever flushes decides
             **self.properties,

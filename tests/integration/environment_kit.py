@@ -10,8 +10,8 @@ from schemas.prompts import Prompt
 from schemas.samples import Sample
 from tests.integration.scripted_executors import ScriptedExecutors, essence
 from topics.admin import reach
-from topics.catalog import GROUPS as GROUPS_TOPIC
 from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Partitions, Topic
+from topics.catalog import GROUPS as GROUPS_TOPIC
 from topics.letters import Letter, read_letters
 from topics.log import read_topics
 from topics.settings import BusSettings

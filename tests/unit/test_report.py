@@ -83,6 +83,8 @@ def heartbeat(version: int, at: float, *, sequence: int) -> SlackHeartbeat:
 def manifest(version: int, at: float) -> WeightManifest:
     return WeightManifest(
         model_id="policy",
+        run=":demo",
+        epoch=0,
         version=version,
         step=version,
         tensors=(),
