@@ -20,7 +20,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 from tests.brokers import flags
 from tests.chaos.stalls import Interval, Stall, excuses, stalls
 from tests.chaos.storm_log import Log, breaches, read_all, read_log
-from tests.chaos.storm_plan import Act, Line, Plan, Role, Sort
+from tests.chaos.storm_plan import Act, Line, Plan, Role, Sort, Worker
 from tests.chaos.storm_roles import Roles
 from topics.admin import create_topics
 from topics.apache_kafka import Cluster
@@ -261,7 +261,7 @@ class _Storm:
         for worker in self._plan.first:
             self._roles.start(worker)
         deadline = time.monotonic() + READY_SECONDS
-        while late := [worker for worker in self._plan.first if not self._roles.ready(worker)]:
+        while late := self._late():
             if {worker.role for worker in late} == {Role.TRAINER}:
                 self._roles.proven(late[0])  # executors serve what it has published
             self._turn_over()
@@ -289,6 +289,14 @@ class _Storm:
         deadline = time.monotonic() + LETTERS_SECONDS
         while not self._all_dead() and time.monotonic() < deadline:
             self._turn_over()
+
+    def _late(self) -> list[Worker]:
+        """Who does not do its work yet; of routers one is enough."""
+        first = self._plan.first
+        served = any(self._roles.ready(worker) for worker in first if worker.role is Role.ROUTER)
+        return [
+            worker for worker in first if not self._roles.ready(worker) and not (served and worker.role is Role.ROUTER)
+        ]
 
     def _all_dead(self) -> bool:
         """Whether every bad line has its letter."""
