@@ -17,6 +17,7 @@ import tempfile
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from bench.check import Check
 from tests.chaos.storm import MOST_STALL_SECONDS, Report, blow
@@ -54,6 +55,19 @@ def checks_of(reports: list[Report]) -> list[Check]:
     ]
 
 
+def figures_of(report: Report) -> dict[str, Any]:
+    """One storm, for a program to read."""
+    counts = {"faults": report.faults, "crashes": report.crashes, "outcomes": report.outcomes}
+    plain = {name: getattr(report, name) for name in ("seed", "seconds", "turns", "repeated", "dropped", "letters")}
+    return {
+        **plain,
+        **{name: dict(count) for name, count in counts.items()},
+        "trajectories": report.trajectories,
+        "longest_stall_seconds": report.stall_seconds,
+        "breaches": report.breaches,
+    }
+
+
 def show(reports: list[Report]) -> None:
     """All storms together."""
     faults = sum((report.faults for report in reports), Counter())
@@ -86,7 +100,7 @@ def main() -> None:
     if arguments.json:
         figures = {
             "checks": [asdict(check) for check in checks_of(reports)],
-            "storms": [{**asdict(report), "folder": str(report.folder)} for report in reports],
+            "storms": [figures_of(report) for report in reports],
         }
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     sys.exit(any(report.breaches for report in reports))

@@ -14,16 +14,17 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from confluent_kafka import Consumer
+from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from tests.brokers import flags
 from tests.chaos.stalls import Interval, Stall, excuses, stalls
-from tests.chaos.storm_log import Found, Log, begin, breaches, consumer_of, found_in, read_log
-from tests.chaos.storm_plan import Act, Line, Plan, Role, Sort
+from tests.chaos.storm_log import Log, breaches, read_all, read_log
+from tests.chaos.storm_plan import Act, Line, Plan, Role, Sort, Worker
 from tests.chaos.storm_roles import Roles
 from topics.admin import create_topics
 from topics.apache_kafka import Cluster
-from topics.broker import Broker
+from topics.broker import QUIET, Broker
 from topics.catalog import OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Partitions
 from topics.settings import BusSettings
 
@@ -33,10 +34,12 @@ READY_SECONDS = 150.0
 """How long all roles together may take to start."""
 SILENCE_SECONDS = 75.0
 """With nothing applied nor settled for so long, a freeze, a session and a start included, the storm is broken off."""
+DRAIN_SECONDS = 240.0
+"""So long after the last fault everything has its end."""
 LETTERS_SECONDS = 30.0
 """How long the last dead letters may take once everything else has its end."""
 TICK_SECONDS = 0.05
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 2.0
 """Between two looks at the log."""
 PRODUCE_SECONDS = 1.0
 """Lines are handed to kcat so often."""
@@ -144,8 +147,8 @@ def blow(folder: Path, plan: Plan, broker: Cluster | Broker) -> Report:
     create_topics(settings, PARTITIONS, replication_factor=plan.shape.nodes or 1)
     arguments = ("--config", str(_configure(folder, plan)), *flags(settings))
     roles = Roles(folder, arguments, broker)
-    with closing(roles), closing(_Watch(settings)) as watch:
-        storm = _Storm(plan, settings, roles, watch)
+    with closing(roles):
+        storm = _Storm(plan, settings, roles)
         try:
             storm.gather()
             storm.rage()
@@ -212,48 +215,42 @@ def work_left(plan: Plan, log: Log, *, until: float) -> list[Interval]:
 
 
 class _Watch:
-    """Follows the log while the storm blows: does anything move?"""
+    """Does anything move on the log while the storm blows? Asks for the ends only: a reader would keep a core busy."""
 
     def __init__(self, settings: BusSettings) -> None:
-        self._consumer: Consumer = consumer_of(settings)
-        self._dead = f"{settings.namespace}{PROMPTS.dead_letters}"
-        begin(self._consumer, [*map(settings.topic, (REQUESTED, SAMPLES, OUTCOMES)), self._dead])
+        self._admin = AdminClient({"bootstrap.servers": settings.bootstrap, **QUIET})
+        names = [*map(settings.topic, (REQUESTED, SAMPLES, OUTCOMES))]
+        known = self._admin.list_topics(timeout=LOOK_SECONDS).topics
+        self._ends = {
+            TopicPartition(name, part): OffsetSpec.latest() for name in names for part in known[name].partitions
+        }
+        self._seen: list[int] = []
         self._next_look = 0.0
         self.moved_at = time.monotonic()
-        self.letters: set[str] = set()
 
     def look(self) -> None:
-        """Take in what has come, now and then: the embedded broker keeps a reader that always reads busy."""
+        """Now and then."""
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + LOOK_SECONDS
-        places = self._consumer.assignment()
-        self._consumer.resume(places)
-        while messages := self._consumer.consume(500, TICK_SECONDS):
-            for message in messages:
-                if message.error() is None:
-                    self._take(found_in(message))
-        self._consumer.pause(places)
-
-    def close(self) -> None:
-        self._consumer.close()
-
-    def _take(self, found: Found) -> None:
-        if found.topic == self._dead:
-            self.letters.add(found.mark)
-        else:
-            self.moved_at = time.monotonic()
+        try:
+            found = self._admin.list_offsets(self._ends, request_timeout=LOOK_SECONDS)
+            seen = [end.result().offset for end in found.values()]
+        except KafkaException:
+            return  # a node is away
+        if seen != self._seen:
+            self._seen, self.moved_at = seen, time.monotonic()
 
 
 class _Storm:
     """What is done, and when."""
 
-    def __init__(self, plan: Plan, settings: BusSettings, roles: Roles, watch: _Watch) -> None:
+    def __init__(self, plan: Plan, settings: BusSettings, roles: Roles) -> None:
         self._plan = plan
         self._settings = settings
         self._roles = roles
-        self._watch = watch
+        self._watch = _Watch(settings)
         self._lines = list(plan.lines)
         self._kcats: list[subprocess.Popen[bytes]] = []
         self._failures: list[str] = []
@@ -264,7 +261,7 @@ class _Storm:
         for worker in self._plan.first:
             self._roles.start(worker)
         deadline = time.monotonic() + READY_SECONDS
-        while late := [worker for worker in self._plan.first if not self._roles.ready(worker)]:
+        while late := self._late():
             if {worker.role for worker in late} == {Role.TRAINER}:
                 self._roles.proven(late[0])  # executors serve what it has published
             self._turn_over()
@@ -274,8 +271,7 @@ class _Storm:
 
     def rage(self) -> None:
         """Carry out the plan, then wait until every trajectory has its end and every bad line its letter."""
-        self._watch.moved_at = time.monotonic()
-        began = time.monotonic()
+        began = self._watch.moved_at = time.monotonic()
         deeds = list(self._plan.deeds)
         while not (self._roles.complete and self._all_produced()):
             now = time.monotonic() - began
@@ -288,10 +284,25 @@ class _Storm:
             self._turn_over()
             if time.monotonic() - self._watch.moved_at > SILENCE_SECONDS:
                 raise StormBroken(f"nothing moved for {SILENCE_SECONDS:.0f} s")
-        dead = {line.mark for line in self._plan.lines if line.sort is Sort.BAD}
+            if now > self._plan.shape.seconds + DRAIN_SECONDS:
+                raise StormBroken(f"work was left {DRAIN_SECONDS:.0f} s after the last fault")
         deadline = time.monotonic() + LETTERS_SECONDS
-        while not dead <= self._watch.letters and time.monotonic() < deadline:
+        while not self._all_dead() and time.monotonic() < deadline:
             self._turn_over()
+
+    def _late(self) -> list[Worker]:
+        """Who does not do its work yet; of routers one is enough."""
+        first = self._plan.first
+        served = any(self._roles.ready(worker) for worker in first if worker.role is Role.ROUTER)
+        return [
+            worker for worker in first if not self._roles.ready(worker) and not (served and worker.role is Role.ROUTER)
+        ]
+
+    def _all_dead(self) -> bool:
+        """Whether every bad line has its letter."""
+        dead = {line.mark for line in self._plan.lines if line.sort is Sort.BAD}
+        letters = f"{self._settings.namespace}{PROMPTS.dead_letters}"
+        return dead <= {found.mark for found in read_all(self._settings, [letters])}
 
     def unproduced(self) -> list[str]:
         """What kcat could not produce."""

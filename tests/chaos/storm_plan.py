@@ -181,8 +181,6 @@ class _Cast:
         self._known = [_Known(Worker(role, number), 0.0, 0.0) for role, many in FIRST.items() for number in range(many)]
         self._known += [_Known(Worker(Role.NODE, number), 0.0, 0.0) for number in range(shape.nodes)]
         self._next = dict(FIRST)
-        self._room: list[Worker] = []
-        """Names of environment workers that left and were not replaced."""
         self.first = tuple(known.worker for known in self._known if known.worker.role is not Role.NODE)
 
     def deeds(self, at: float, act: Act, role: Role) -> Iterator[Deed]:
@@ -200,16 +198,15 @@ class _Cast:
             victim.there_from, victim.well_from = at, at + SETTLED_SECONDS[role]
             return
         self._known.remove(victim)
-        if act is Act.LEAVE and role is Role.ENVIRONMENT:
-            self._room.append(worker)  # whoever joins next takes its place
-            return
+        if act is Act.LEAVE and role is Role.ENVIRONMENT and not self._shape.by_name:
+            return  # others take its homes
         at += self._dice.uniform(*(NODE_AWAY_SECONDS if role is Role.NODE else AWAY_SECONDS))
         replacement = self._replacement(worker)
         self._known.append(_Known(replacement, at + SETTLED_SECONDS[role], at))
         yield Deed(at, Act.START, replacement)
 
     def _join(self, at: float, role: Role) -> Deed:
-        worker = self._room.pop() if self._shape.by_name and self._room else self._new(role)
+        worker = self._new(role)
         self._known.append(_Known(worker, at + SETTLED_SECONDS[role], at))
         return Deed(at, Act.START, worker, joins=True)
 

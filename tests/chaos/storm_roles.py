@@ -24,13 +24,15 @@ LEAVE_SECONDS = 30.0
 """How long a role may take to leave when it is asked to."""
 AGAIN_SECONDS = 1.0
 """After so long a role that ended by itself is started again."""
+SPARE_SECONDS = 6.0
+"""A router that has nothing to do says nothing: so long after its start it must be able to take over."""
 SYNC_SECONDS = 1.0
 """Between two looks at whether a node is back."""
 
 READY = {
     Role.ENVIRONMENT: re.compile(r"event=homes_recovered"),
     Role.EXECUTOR: re.compile(r"event=serving"),
-    Role.ROUTER: re.compile(r"event=(started|waiting)"),
+    Role.ROUTER: re.compile(r"event=serving"),
     Role.TRAINER: re.compile(r"event=(\"going on\"|step)"),
 }
 """What a role says once it does its work."""
@@ -46,6 +48,7 @@ class _Process:
     log: Path
     log_begin: int
     """Bytes into the log, where this start begins."""
+    started_at: float
     ready: bool = False
     asked_at: float | None = None
     """It was asked to leave then."""
@@ -156,13 +159,13 @@ class Roles:
     def start(self, worker: Worker) -> None:
         """Start a process under this name."""
         self._starts += 1
-        options = {Role.ENVIRONMENT: ("--number", str(worker.number)), Role.EXECUTOR: ("--slot", str(worker.number))}
+        option = {Role.EXECUTOR: "--slot", Role.TRAINER: ""}.get(worker.role, "--number")
         log = self._folder / f"{worker}.log"
         log.touch()
         begin = log.stat().st_size
-        arguments = (worker.role.value, *options.get(worker.role, ()), *self._arguments)
+        arguments = (worker.role.value, *((option, str(worker.number)) if option else ()), *self._arguments)
         process = Forked(arguments, folder=self._folder, log=log)
-        self._present[worker] = _Process(worker, self._starts, process, log, begin)
+        self._present[worker] = _Process(worker, self._starts, process, log, begin, time.time())
         self._note(Change.STARTED, worker, self._starts)
 
     def _do_to_role(self, act: Act, present: _Process) -> None:
@@ -204,6 +207,9 @@ class Roles:
 
     def _look_at(self, present: _Process, now: float) -> None:
         status = present.process.poll()
+        spare = present.worker.role is Role.ROUTER and isinstance(self._broker, Cluster)
+        if not present.ready and spare and now > present.started_at + SPARE_SECONDS:
+            self.proven(present.worker)
         if not present.ready:
             with present.log.open("rb") as log:
                 log.seek(present.log_begin)
