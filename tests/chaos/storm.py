@@ -172,7 +172,7 @@ def _configure(folder: Path, plan: Plan) -> Path:
         partitions=PARTITIONS,
         imports=Path(__file__).with_name("environments"),
         groups_per_step=GROUPS_PER_STEP,
-        total_groups=len(plan.groups),
+        total_groups=len(plan.groups) + plan.refused,
     )
     path.write_text(told)
     return path

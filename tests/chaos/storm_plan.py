@@ -11,9 +11,10 @@ Times are seconds since the storm began.
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeAlias
 
 BLOCKING = "storm_environments:Blocking"
 """The environment of trajectories that must end as failures of the infrastructure."""
@@ -82,6 +83,8 @@ class Line:
     group_id: str = ""
     group_size: int = 0
     blocking: bool = False
+    refused: bool = False
+    """It is a prompt, which nobody can carry out: a group that was asked for and ended without a trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +122,11 @@ class Plan:
     def groups(self) -> dict[str, int]:
         """Every group asked for and its size."""
         return {line.group_id: line.group_size for line in self.lines if line.sort is Sort.GOOD}
+
+    @property
+    def refused(self) -> int:
+        """How many groups are asked for that cannot be opened."""
+        return sum(line.refused for line in self.lines)
 
     @property
     def trajectories(self) -> set[str]:
@@ -250,10 +258,6 @@ def draw(seed: int, shape: Shape) -> Plan:
     return Plan(seed, shape, cast.first, tuple(sorted(deeds, key=lambda deed: deed.at)), tuple(lines))
 
 
-BAD_LINES = 12
-"""Of each round, and as many repeated prompts: every kind of badness is there."""
-
-
 class _Lines:
     """Prompts good and bad."""
 
@@ -291,9 +295,11 @@ class _Lines:
 
     def _bad(self, number: int) -> Line:
         mark = self._mark()
-        value = _BADNESS[number % len(_BADNESS)](self._prompt(mark, f"bad-{number}", 2, "calculator"), mark)
+        spoil = (*_NO_PROMPTS, *_REFUSED)[number % BAD_LINES]
+        value = spoil(self._prompt(mark, f"bad-{number}", 2, "calculator"), mark)
         at = self._dice.uniform(0.0, self._shape.seconds)
-        return Line(at, Sort.BAD, mark, value, self._dice.choice((None, f"bad-{number}", "k" * 127)))
+        key = self._dice.choice((None, f"bad-{number}", "k" * 127))
+        return Line(at, Sort.BAD, mark, value, key, refused=spoil in _REFUSED)
 
     def _prompt(self, mark: str, group_id: str, size: int, environment: str) -> bytes:
         prompt: dict[str, object] = {
@@ -319,17 +325,24 @@ def _with(prompt: bytes, **fields: object) -> bytes:
 _FLOATS = b"[" + b"1.5, " * 170_000 + b"1.5]"
 """850 KB of JSON, 1.5 MB of MessagePack."""
 
-_BADNESS = (
+_Spoil: TypeAlias = Callable[[bytes, str], bytes]
+"""Makes a bad line of a good prompt and its mark."""
+
+_NO_PROMPTS: tuple[_Spoil, ...] = (
     lambda prompt, mark: b"this is no JSON " + mark.encode(),
     lambda prompt, mark: prompt[:-1],
     lambda prompt, mark: b"\xff\xfe" + prompt,
     lambda prompt, mark: json.dumps([mark]).encode(),
-    lambda prompt, mark: _with(prompt, environment="nobody_has_this:Environment"),
     lambda prompt, mark: _with(prompt, group_size="eight"),
     lambda prompt, mark: _with(prompt, group_size=0),
     lambda prompt, mark: _with(prompt, seed=2**64),
-    lambda prompt, mark: _with(prompt, arguments={"max_operands": 2**70}),
-    lambda prompt, mark: _with(prompt, arguments={"unknown": "?"}).replace(b'"?"', _FLOATS),
     lambda prompt, mark: _with(prompt, group_id=f"{mark:x<127}"),
     lambda prompt, mark: _with(prompt, group_id="a group/with a slash"),
 )
+_REFUSED: tuple[_Spoil, ...] = (
+    lambda prompt, mark: _with(prompt, environment="nobody_has_this:Environment"),
+    lambda prompt, mark: _with(prompt, arguments={"max_operands": 2**70}),
+    lambda prompt, mark: _with(prompt, arguments={"unknown": "?"}).replace(b'"?"', _FLOATS),
+)
+BAD_LINES = len(_NO_PROMPTS) + len(_REFUSED)
+"""Of each round, and as many repeated prompts: every kind of badness is there."""
