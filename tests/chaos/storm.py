@@ -96,6 +96,8 @@ class Report:
     """By kind."""
     crashes: Counter[str] = field(default_factory=Counter)
     """Roles that ended by themselves and were started again."""
+    crash_words: list[str] = field(default_factory=list)
+    """What they said last."""
     trajectories: int = 0
     turns: int = 0
     """Applied ones."""
@@ -120,6 +122,7 @@ class Report:
             f"faults: {_told(self.faults)}; ended by themselves: {_told(self.crashes)}",
             f"outcomes: {_told(self.outcomes)}; {self.letters} dead letters",
             f"{self.repeated} turns repeated, {self.dropped} results dropped, longest stall {self.stall_seconds:.1f} s",
+            *self.crash_words,
         ]
         if self.breaches:
             lines += [f"{len(self.breaches)} breaches; journal and logs are in {self.folder}"]
@@ -157,7 +160,7 @@ def blow(folder: Path, plan: Plan, broker: Cluster | Broker) -> Report:
         roles.leave()
     report.breaches += [f"{worker} did not leave when it was asked to" for worker in roles.overdue]
     report.breaches += storm.unproduced()
-    report.faults, report.crashes = roles.faults, roles.crashes
+    report.faults, report.crashes, report.crash_words = roles.faults, roles.crashes, roles.crash_words
     if isinstance(broker, Cluster):
         broker.await_in_sync(READY_SECONDS)
     _conclude(report, plan, roles, settings)

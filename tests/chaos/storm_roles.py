@@ -75,6 +75,8 @@ class Roles:
         """What was done, by kind."""
         self.crashes: Counter[str] = Counter()
         """Roles that ended by themselves, and not well."""
+        self.crash_words: list[str] = []
+        """What they said last."""
         self.overdue: list[Worker] = []
         """Those that did not leave when they were asked to, and were killed."""
         self.complete = False
@@ -135,9 +137,9 @@ class Roles:
             self._note(Change.READY, worker, present.number)
 
     def last_words(self, worker: Worker) -> str:
-        """The end of its log."""
+        """The last line of its log."""
         lines = (self._folder / f"{worker}.log").read_text(errors="replace").splitlines()
-        return " | ".join(lines[-3:])
+        return (lines or ["nothing"])[-1]
 
     def leave(self) -> None:
         """Ask all to leave, and wait until they have; kill who does not."""
@@ -224,6 +226,7 @@ class Roles:
             self.complete = True
         else:
             self.crashes[present.worker.role.value] += 1
+            self.crash_words.append(f"{present.worker} ended with status {status}: {self.last_words(present.worker)}")
             self._again[present.worker] = now + AGAIN_SECONDS
 
     def _count(self, what: str, worker: Worker) -> None:

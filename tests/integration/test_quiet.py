@@ -13,7 +13,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from pipeline.accounting.audit import audit_log
-from pipeline.command.submit import send_prompts
+from schemas.homes import home_of
 from schemas.prompts import Prompt
 from tests.brokers import KAFKA, flags, start
 from tests.chaos.storm_log import read_log
@@ -21,8 +21,9 @@ from tests.chaos.storm_plan import Role, Worker
 from tests.chaos.storm_roles import Roles
 from topics.admin import create_topics
 from topics.broker import Broker
-from topics.catalog import DISPATCHED, HEARTBEATS, Partitions
+from topics.catalog import DISPATCHED, HEARTBEATS, PROMPTS, Partitions
 from topics.settings import BusSettings
+from topics.writer import Writer
 
 GROUPS, GROUP_SIZE, GROUPS_PER_STEP = 24, 4, 4
 PARTITIONS = Partitions(home=2, slots=1, samples=1, chunks=1)
@@ -84,6 +85,15 @@ def run(folder: Path, broker: Broker, settings: BusSettings, until_then: Callabl
         roles.close()
 
 
+def submit(settings: BusSettings, prompts: list[Prompt]) -> None:
+    """To their homes, so that none is forwarded."""
+    writer = Writer(settings, "test")
+    for prompt in prompts:
+        home = home_of(prompt.group_id, PARTITIONS.home)
+        writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home)
+    writer.flush()
+
+
 def forget(settings: BusSettings) -> None:
     """What a week without a member, and without a record, does to the broker."""
     admin = AdminClient({"bootstrap.servers": settings.bootstrap})
@@ -112,7 +122,7 @@ def test_a_run_goes_on_after_a_quiet_week(tmp_path: Path, namespace: str) -> Non
     with start(KAFKA, tmp_path / "broker") as broker:
         settings = broker.settings(namespace)
         create_topics(settings, PARTITIONS)
-        send_prompts(settings, prompts)
+        submit(settings, prompts)
         run(tmp_path / "before", broker, settings, lambda roles: roles.ready(TRAINER))
         before = read_log(settings)
         assert 0 < len(before.outcomes) < GROUPS * GROUP_SIZE, "the week began in mid-run"
