@@ -4,14 +4,17 @@ Keeps true: nothing is sent before every line was found good; every bad line is 
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 
 from schemas.errors import RecordError, UsageError
+from schemas.homes import home_of
 from schemas.prompts import Prompt, unpriced
 from schemas.wire import encode
 from topics.catalog import PROMPTS
+from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
 
@@ -71,10 +74,16 @@ def read_prompts(path: Path, environments: Collection[str]) -> list[Prompt]:
 
 
 def send_prompts(settings: BusSettings, prompts: Iterable[Prompt], *, sent: Callable[[], None] = lambda: None) -> None:
-    """Write the prompts and wait until they are stored; `sent` is called once for each. Raises BusError."""
+    """Write each prompt to its home and wait until all are stored; `sent` is called once for each.
+
+    Raises TopicMissing or BusError.
+    """
+    with closing(Reader(settings, "rose-submit", group="submit")) as reader:
+        homes = reader.partitions(PROMPTS)
     writer = Writer(settings, "rose-submit")
     for prompt in prompts:
-        writer.write(PROMPTS, prompt, key=prompt.group_id, on_delivery=lambda partition, offset: sent())
+        home = home_of(prompt.group_id, homes)
+        writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home, on_delivery=lambda *place: sent())
         writer.poll()
     writer.flush()
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from schemas.homes import home_of
 from schemas.prompts import Prompt
 from schemas.samples import Outcome, SampleOutcome
 from tests.brokers import AnyBroker, flags
-from topics.catalog import CATALOG, OUTCOMES, PROMPTS
+from topics.catalog import CATALOG, OUTCOMES, PROMPTS, Partitions
 from topics.log import read_topics
 from topics.writer import Writer
 
@@ -118,8 +119,9 @@ def test_submit_sends_all_or_nothing(broker: AnyBroker, namespace: str, tmp_path
     done = rose("submit", str(good), *common)
     assert done.returncode == 0, done.stderr
     assert "5 prompts submitted, 10 trajectories" in done.stdout
-    sent = [envelope.record for envelope in read_topics(settings, [PROMPTS])]
-    assert sorted(sent, key=str) == sorted(prompts, key=str)
+    sent = list(read_topics(settings, [PROMPTS]))
+    assert sorted((envelope.record for envelope in sent), key=str) == sorted(prompts, key=str)
+    assert all(envelope.partition == home_of(envelope.key, Partitions().home) for envelope in sent)
 
 
 @pytest.mark.slow
