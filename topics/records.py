@@ -1,6 +1,7 @@
 """What reading hands out: records with their places in the log, and what lies there and is no record."""
 
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import NamedTuple
 
 from confluent_kafka import Message
@@ -18,6 +19,12 @@ class Raw(NamedTuple):
     key: bytes | None
     value: bytes | None
     headers: tuple[tuple[str, bytes], ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of key, value and headers."""
+        headers = sum(len(name.encode()) + len(value) for name, value in self.headers)
+        return len(self.key or b"") + len(self.value or b"") + headers
 
     def header(self, name: str) -> bytes:
         """The last header of this name, as the newest hand that touched the message wrote it; empty without one."""
@@ -60,11 +67,21 @@ class EndOfPartition:
 
 Item = Envelope | Spoiled | EndOfPartition
 
+_headers_of = methodcaller("headers")
+"""Not `message.headers()`: for that call Python takes a short cut in which an error that comes with a list is lost."""
+
 
 def raw_of(message: Message) -> Raw:
-    """The message's bytes; a header without a value is an empty one."""
+    """The message's bytes; a header without a value is an empty one.
+
+    Where the name of a header is no text there are none: the client cannot hand out a single one then.
+    """
     key, value = message.key(), message.value()
-    headers = tuple((name, _bytes(held)) for name, held in message.headers() or ())
+    try:
+        found = _headers_of(message) or ()
+    except SystemError:  # not to be asked again: the list that it leaves behind is not whole
+        found = ()
+    headers = tuple((name, _bytes(held)) for name, held in found)
     return Raw(None if key is None else _bytes(key), None if value is None else _bytes(value), headers)
 
 

@@ -3,7 +3,8 @@
 Keeps true
 - What a Writer was given is on the broker once `flush` or `commit` has returned; a delivery that failed raises there.
 - Nothing is written that its readers would refuse.
-- A dead letter is the message as it came; its key is its place, so that the same one twice counts once.
+- A dead letter is the message as it came; its key is its place, so that the same one twice counts once. Of one that no
+  topic would take unless it is compressed, it is the beginning, and says so.
 """
 
 import time
@@ -14,7 +15,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer, Topic
 
 from schemas.record import Record
 from schemas.wire import encode, headers_of
-from topics.catalog import Topic
+from topics.catalog import MAX_MESSAGE_BYTES, Topic
 from topics.errors import BusError
 from topics.reader import Reader
 from topics.records import Envelope, Place, Raw, Spoiled
@@ -31,6 +32,11 @@ TRANSACTION_SECONDS = 60.0
 
 REASON_CHARACTERS = 1_000
 """What a dead letter says of why; the rest is cut off."""
+
+BEGINNING_BYTES = 512 * 1024
+"""Of the value of a message that is too large for a dead letter, so much is in it; of its key KEY_BYTES are."""
+
+KEY_BYTES = 1024
 
 ORIGIN_HEADERS = ("exception", "topic", "partition", "offset", "key")
 """What a dead letter says beside the headers that it came with: why, and where it lay under which key."""
@@ -109,6 +115,9 @@ class Writer:
     ) -> None:
         """Store a message that could not be used, as it came, with why and where it lay."""
         name, raw = self._settings.topic(found.topic), found.raw
+        if raw.size > MAX_MESSAGE_BYTES:
+            reason = f"(its beginning; {raw.size} bytes lie there) {reason}"
+            raw = _beginning(raw)
         own = (
             reason[:REASON_CHARACTERS].encode(errors="replace"),
             name.encode(),
@@ -200,3 +209,9 @@ class Writer:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise BusError("storing a record", failure)
+
+
+def _beginning(raw: Raw) -> Raw:
+    """What a dead letter can hold of a message that came compressed: topics limit the bytes that travel."""
+    key, value = raw.key, raw.value
+    return Raw(None if key is None else key[:KEY_BYTES], None if value is None else value[:BEGINNING_BYTES])

@@ -1,11 +1,15 @@
 """Readers and writers on a real broker: what is handed out, buried, fetched by place and deleted."""
 
+import json
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 import msgspec
 import pytest
+from confluent_kafka import Producer
 
 from schemas.errors import RecordError
 from schemas.prompts import Prompt
@@ -21,7 +25,7 @@ from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Raw, Spoiled
 from topics.retention import delete_before
 from topics.settings import BusSettings
-from topics.writer import Writer
+from topics.writer import BEGINNING_BYTES, Writer
 
 WAIT_SECONDS = 60.0
 HOMES = 2
@@ -153,6 +157,46 @@ def test_a_letter_that_was_sent_back_and_died_again_says_where_it_died(settings:
     writer.flush()
     found = [(letter.partition, letter.reason, letter.raw) for letter in read_letters(settings, PROMPTS)]
     assert found == [(0, "one", first.raw), (1, "two", first.raw)]
+
+
+@pytest.mark.parametrize("large", ["value", "headers"])
+def test_what_is_too_large_once_unpacked_is_a_dead_letter_of_its_beginning(
+    settings: BusSettings, reader: Reader, large: str
+) -> None:
+    """Topics limit the bytes that travel, and those of a producer that compresses are few."""
+    packing = {**settings.producer("stranger"), "message.max.bytes": 20_000_000, "compression.type": "gzip"}
+    value, header = (b"x" * 5_000_000, b"") if large == "value" else (b"x" * 900_000, b"x" * 5_000_000)
+    stranger = Producer(packing)
+    stranger.produce(settings.topic(PROMPTS), value=value, key="own key", partition=0, headers=[("padding", header)])
+    assert stranger.flush(WAIT_SECONDS) == 0
+    reader.assign({(PROMPTS, 0): 0})
+    [bad] = read_until(reader, 1)
+    assert isinstance(bad, Spoiled)
+    writer = Writer(settings, "test")
+    writer.dead_letter(bad, bad.reason)
+    writer.flush()
+    [letter] = read_letters(settings, PROMPTS)
+    assert (letter.partition, letter.offset) == (0, bad.offset)
+    assert letter.raw == Raw(b"own key", value[:BEGINNING_BYTES])
+    assert f"{bad.raw.size} bytes lie there" in letter.reason and bad.reason in letter.reason
+
+
+@pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not installed: it sends what Python cannot")
+def test_a_message_with_a_header_whose_name_is_no_text_is_read_without_headers(
+    settings: BusSettings, reader: Reader
+) -> None:
+    """Any client may send one, and the one that reads it cannot say it."""
+    address = ["-b", settings.bootstrap, "-t", settings.topic(PROMPTS), "-p", "0"]
+    odd = [b"-H", b"\xff\xfe=1", b"-H", b"said=2"]
+    wire = json.dumps(msgspec.to_builtins(PROMPT)).encode()
+    lines = (wire + b"\n" + BAD + b"\n") * 10  # often enough for Python to learn its short cuts
+    put(settings, [encode(PROMPT)] * 10)
+    subprocess.run(["kcat", *address, "-P", *odd], input=lines, check=True, timeout=WAIT_SECONDS)
+    reader.assign({(PROMPTS, 0): 0})
+    found = read_until(reader, 30)[10:]
+    for good, bad in zip(found[::2], found[1::2], strict=True):
+        assert isinstance(good, Envelope) and good.record == PROMPT and good.raw == Raw(None, wire)
+        assert isinstance(bad, Spoiled) and bad.raw == Raw(None, BAD)
 
 
 @pytest.mark.parametrize("far", [0, 5, 10**9])

@@ -23,7 +23,7 @@ from schemas.homes import home_of
 from schemas.limits import GROUP_SIZE
 from schemas.prompts import Prompt
 from topics.catalog import MAX_MESSAGE_BYTES
-from topics.records import Envelope, Raw, Spoiled
+from topics.records import Envelope, Spoiled
 from workers.environments.trajectory import Trajectory
 
 OLD_BATCH = 500
@@ -206,7 +206,7 @@ class Home:
         if not isinstance(prompt, Prompt):
             return Decision(found, Fate.REFUSE, refusal="a message without a value is no prompt")
         if (home := home_of(prompt.group_id, self._homes)) != self.partition:
-            if _size(found.raw) > FORWARD_BYTES:
+            if found.raw.size > FORWARD_BYTES:
                 reason = f"it is too large to be sent on to the home of its group: produce it to partition {home}"
                 return Decision(found, Fate.REFUSE, prompt, refusal=reason, repeated=True)
             return Decision(found, Fate.FORWARD, prompt, home=home)
@@ -307,7 +307,3 @@ class Home:
 
 def _all_wait(prompt: Prompt, outcomes_from: int) -> Unsettled:
     return Unsettled(prompt, (1 << prompt.group_size) - 1, outcomes_from)
-
-
-def _size(raw: Raw) -> int:
-    return len(raw.key or b"") + len(raw.value or b"") + sum(len(name) + len(value) for name, value in raw.headers)
