@@ -3,19 +3,22 @@
 Keeps true
 - What a Writer was given is on the broker once `flush` or `commit` has returned; a delivery that failed raises there.
 - Nothing is written that its readers would refuse.
+- The next owner of a transactional id fences the last, and what it commits is seen. The embedded broker hides what an
+  id commits after an abort: there every owner writes under a new one, and ends what the last left open.
 - A dead letter is the message as it came; its key is its place, so that the same one twice counts once. Of one that no
   topic would take unless it is compressed, it is the beginning, and says so.
 """
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from schemas.record import Record
 from schemas.wire import encode, headers_of
-from topics.catalog import MAX_MESSAGE_BYTES, Topic
+from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS, Topic
 from topics.errors import BusError
 from topics.reader import Reader
 from topics.records import Envelope, Place, Raw, Spoiled
@@ -38,6 +41,9 @@ BEGINNING_BYTES = 512 * 1024
 
 KEY_BYTES = 1024
 
+OWNERS: Place = (PROMPTS, 0)
+"""Where the number of owners of a transactional id is kept, in a group of its own."""
+
 ORIGIN_HEADERS = ("exception", "topic", "partition", "offset", "key")
 """What a dead letter says beside the headers that it came with: why, and where it lay under which key."""
 
@@ -55,8 +61,8 @@ class Writer:
         if transactional_id is None:
             self._producer = Producer(settings.producer(client_id))
         else:
-            self._producer = Producer(settings.transactional(client_id, transactional_id))
-            self._guarded("fencing older transactions", self._producer.init_transactions, TRANSACTION_SECONDS)
+            owning = self._succeeding if settings.embedded else self._fencing
+            self._producer = owning(client_id, transactional_id)
 
     def write(
         self,
@@ -154,10 +160,38 @@ class Writer:
 
     def commit(self, offsets: Mapping[Place, int] | None = None, reader: Reader | None = None) -> None:
         """Commit what was written since `begin` together with the `reader`'s next `offsets`."""
+        self._commit(self._producer, offsets or {}, reader)
+        self._raise_failure()
+
+    def abort(self) -> None:
+        self._guarded("aborting a transaction", self._producer.abort_transaction, TRANSACTION_SECONDS)
+
+    def _fencing(self, client_id: str, transactional_id: str) -> Producer:
+        """A producer of this id; what an earlier one had open is over."""
+        producer = Producer(self._settings.transactional(client_id, transactional_id))
+        self._guarded("fencing older transactions", producer.init_transactions, TRANSACTION_SECONDS)
+        return producer
+
+    def _succeeding(self, client_id: str, transactional_id: str) -> Producer:
+        """`_fencing` with a producer under whose own id nothing was ever aborted.
+
+        The number in it is kept as the offset of a group. It is counted up by whoever holds the id itself, once the
+        last owner is fenced and the next one is there: of two who do this at once one succeeds the other, or fails.
+        """
+        counting = self._fencing(client_id, transactional_id)
+        with closing(Reader(self._settings, client_id, group=f"owners.{transactional_id}")) as reader:
+            owners = reader.committed([OWNERS])[OWNERS] or 0
+            self._fencing(client_id, f"{transactional_id}.{owners}")
+            owner = self._fencing(client_id, f"{transactional_id}.{owners + 1}")
+            self._guarded("beginning a transaction", counting.begin_transaction)
+            self._commit(counting, {OWNERS: owners + 1}, reader)
+        return owner
+
+    def _commit(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader | None) -> None:
         if offsets and reader is not None:
             self._guarded(
                 "committing offsets",
-                self._producer.send_offsets_to_transaction,
+                producer.send_offsets_to_transaction,
                 [
                     TopicPartition(self._settings.topic(topic), part, offset)
                     for (topic, part), offset in offsets.items()
@@ -165,11 +199,7 @@ class Writer:
                 reader.group_metadata(),
                 TRANSACTION_SECONDS,
             )
-        self._guarded("committing a transaction", self._producer.commit_transaction, TRANSACTION_SECONDS)
-        self._raise_failure()
-
-    def abort(self) -> None:
-        self._guarded("aborting a transaction", self._producer.abort_transaction, TRANSACTION_SECONDS)
+        self._guarded("committing a transaction", producer.commit_transaction, TRANSACTION_SECONDS)
 
     def _produce(
         self,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from schemas.samples import Sample
-from tests.brokers import EMBEDDED, AnyBroker
+from tests.brokers import AnyBroker
 from tests.integration.environment_kit import PARTITIONS, finish, once, submit_all
 from tests.integration.rose_command import Rose
 from tests.integration.scripted_executors import ScriptedExecutors, model_folder, worker_process
@@ -17,13 +17,6 @@ from tests.integration.scripted_executors import ScriptedExecutors, model_folder
 @pytest.fixture
 def rose(broker_kind: str, tmp_path: Path) -> Rose:
     return Rose(broker_kind, tmp_path)
-
-
-@pytest.fixture
-def aborts_are_sound(broker_kind: str) -> None:
-    """For tests in which a transaction may be aborted."""
-    if broker_kind == EMBEDDED:
-        pytest.skip("after an abort the embedded broker hides later records: tests/conformance/test_transactions.py")
 
 
 @pytest.fixture(scope="session")

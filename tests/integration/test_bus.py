@@ -18,6 +18,7 @@ from tests.brokers import AnyBroker
 from tests.golden.examples import OUTCOME, PROMPT
 from topics.admin import create_topics
 from topics.catalog import OUTCOMES, PROMPTS, Partitions
+from topics.errors import BusError
 from topics.fetch import REACH, Fetch, Find
 from topics.letters import buried, read_letters
 from topics.log import read_back
@@ -209,6 +210,30 @@ def test_every_place_that_is_asked_for_is_fetched_or_missing(settings: BusSettin
     assert [offset for partition, offset in fetched if partition == 0] == [2, 3, 30, 39]
     missing = {(place[1], offset) for place, offset in fetch.missing}
     assert missing == {(0, 7), (0, 40), (0, 1000), (9, 0)}
+
+
+def test_who_reads_on_sees_what_the_next_owner_of_a_transactional_id_commits(
+    settings: BusSettings, reader: Reader
+) -> None:
+    """As when a worker is killed in the midst of a transaction and started again."""
+
+    def say(writer: Writer, key: str) -> None:
+        writer.begin()
+        writer.write(PROMPTS, PROMPT, key=key, partition=0)
+
+    reader.assign({(PROMPTS, 0): 0})
+    for life in range(3):
+        writer = Writer(settings, "test", transactional_id="test")
+        say(writer, f"whole {life}")
+        writer.commit()
+        [found] = read_until(reader, 1)
+        assert isinstance(found, Envelope) and found.key == f"whole {life}"
+        say(writer, "half")
+        writer.flush()
+    Writer(settings, "test", transactional_id="test")
+    with pytest.raises(BusError) as refused:
+        writer.commit()
+    assert refused.value.fenced
 
 
 def test_a_transactions_marker_is_a_place_where_nothing_is(settings: BusSettings, reader: Reader) -> None:
