@@ -145,7 +145,7 @@ class Reign:
         self._seat.hold()
         began = time.monotonic()
         for item in found:
-            if isinstance(item, Spoiled):
+            if isinstance(item, Spoiled) and item.topic is not COMPLETED:  # whoever waits for the results buries those
                 self._bury(item)
         records = [each for each in found if isinstance(each, Envelope)]
         for envelope in records:

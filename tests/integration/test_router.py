@@ -14,7 +14,7 @@ from schemas.turns import TurnOutcome
 from tests.brokers import AnyBroker
 from tests.integration.router_kit import PARTITIONS, WAIT_SECONDS, Bus, kill, router_process, with_properties
 from topics.admin import create_topics
-from topics.catalog import HEARTBEATS, REQUESTED, ROUTER_GROUP, Topic
+from topics.catalog import COMPLETED, HEARTBEATS, REQUESTED, ROUTER_GROUP, Topic
 from topics.errors import TopicMissing
 from topics.letters import read_letters
 from topics.reader import Reader
@@ -158,11 +158,13 @@ def test_what_does_not_decode_is_buried_once_whoever_routes(bus: Bus) -> None:
         bus.beat(0)
         bus.ask("g0:0", home=1)
         bus.until_dispatched(1)
+        spoil(bus.settings, COMPLETED, 1, b"no result")  # an environment worker buries that
         spoil(bus.settings, HEARTBEATS, 0, b"no heartbeat")
         bus.until(lambda: list(read_letters(bus.settings, HEARTBEATS)))
     with router_process(bus.settings):
         bus.ask("g0:1", home=1)
         bus.until_dispatched(2)
+    assert list(read_letters(bus.settings, COMPLETED)) == []
     (letter,) = read_letters(bus.settings, REQUESTED)
     assert (letter.raw.value, letter.raw.key) == (poison, b"g0:0")
     assert (letter.partition, letter.offset) == (1, 0) and "turn-request" in letter.reason
