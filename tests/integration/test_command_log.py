@@ -106,6 +106,33 @@ def test_a_forwarded_prompt_asks_once_and_not_at_all_when_its_copy_was_refused(l
     assert audit_log(log.settings).requested == 0
 
 
+def test_a_letter_of_somebody_elses_hand_is_listed_whatever_its_headers_say(
+    log: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"{log.settings.namespace}{PROMPTS.dead_letters}"
+    producer = Producer({"bootstrap.servers": log.settings.bootstrap, "linger.ms": 0})
+    producer.produce(name, value=b"{}", key=b"anything", headers=[("partition", b"9" * 5_000), ("offset", b"-7")])
+    assert producer.flush(30) == 0
+    list_letters(common(log.settings), None)
+    listed = capsys.readouterr().out
+    assert listed.startswith(f"{PROMPTS.name}/-1/-1  20")
+    assert inspect_log(log.settings).letters == {PROMPTS: 1}
+    with pytest.raises(UsageError, match="does not say where its message lay"):
+        retry_letter(common(log.settings), f"{PROMPTS.name}/-1/-1", None, None)
+
+
+def test_a_place_is_found_in_a_namespace_with_which_topics_begin_too(
+    broker: AnyBroker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = Log(broker.settings("rose."))
+    found = Spoiled(PROMPTS, 0, 5, Raw(b"key", b"no prompt"), "no prompt")
+    log.writer.dead_letter(found, found.reason)
+    log.writer.flush()
+    for place in (f"{PROMPTS.name}/0/5", f"rose.{PROMPTS.name}/0/5"):
+        show_letter(common(log.settings), place)
+        assert f"place    {PROMPTS.name}/0/5" in capsys.readouterr().out
+
+
 def test_a_prompt_whose_id_is_too_long_is_a_dead_letter_and_never_not_opened(log: Log) -> None:
     line = {"group_id": "x" * 127, "group_size": 2, "environment": "calculator", "seed": 1}
     offset = produce(log.settings, msgspec.json.encode(line))
