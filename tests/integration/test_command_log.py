@@ -14,11 +14,11 @@ from pipeline.replay.search import UnknownTrajectory
 from schemas.environments import GroupState
 from schemas.errors import UsageError
 from schemas.prompts import Prompt
-from schemas.samples import Outcome
+from schemas.samples import Outcome, Sample
 from tests.brokers import AnyBroker
 from tests.integration.log_kit import PARTITIONS, Log
 from topics.admin import reach
-from topics.catalog import COMPLETED, DISPATCHED, PROMPTS, REQUESTED
+from topics.catalog import COMPLETED, DISPATCHED, PROMPTS, REQUESTED, SAMPLES
 from topics.letters import buried, read_letters
 from topics.log import read_topics
 from topics.reader import Reader
@@ -104,6 +104,31 @@ def test_a_forwarded_prompt_asks_once_and_not_at_all_when_its_copy_was_refused(l
     assert audit_log(log.settings).requested == 0
     log.group("g", GroupState.REFUSED, offset=at_home)
     assert audit_log(log.settings).requested == 0
+
+
+def test_a_sample_that_was_dead_lettered_breaks_no_law(log: Log) -> None:
+    log.group("g")
+    log.sample("g:0")
+    log.progress("g:1")
+    log.sample("g:7")
+    accused = audit_log(log.settings)
+    assert (accused.clean, accused.unasked) == (False, ("g:7",))
+    [stranger] = [each for each in read_topics(log.settings, [SAMPLES]) if named(each) == "g:7"]
+    log.writer.dead_letter(stranger, "g:7 is no trajectory of group g")
+    half = msgspec.msgpack.encode({"trajectory_id": "g:0"})
+    log.writer.forward(SAMPLES, Raw(b"g", half), partition=0, key="g")
+    log.writer.flush()
+    assert audit_log(log.settings).doubled == ("g:0",)
+    [end] = [Reader(log.settings, "test", group="test").watermarks((SAMPLES, 0))[1]]
+    log.writer.dead_letter(Spoiled(SAMPLES, 0, end - 1, Raw(b"g", half), "missing fields"), "missing fields")
+    log.writer.flush()
+    found = inspect_log(log.settings)
+    assert found.audit.clean
+    assert found.letters == {SAMPLES: 2}
+
+
+def named(envelope: Envelope) -> str:
+    return envelope.record.trajectory_id if isinstance(envelope.record, Sample) else ""
 
 
 def test_a_letter_of_somebody_elses_hand_is_listed_whatever_its_headers_say(
