@@ -171,6 +171,13 @@ class StopAfter(Event):
         return self.left < 0
 
 
+def test_a_stream_without_an_end_remembers_no_more_groups_than_it_must(settings: BusSettings) -> None:
+    write_samples(settings, make_samples(groups=range(3)))
+    with SampleStream(settings, "policy") as stream:
+        stream.settle(outcomes_of(stream.take(3)))
+        assert not stream._ended | stream._handed, "the assembly alone remembers them, and only so many"
+
+
 def test_samples_of_another_model_are_left_to_its_trainer(settings: BusSettings) -> None:
     mine, theirs = make_samples(groups=[0]), make_samples(groups=[1])
     write_samples(settings, [*(msgspec.structs.replace(one, model_id="other") for one in theirs), *mine])

@@ -110,7 +110,7 @@ class SampleStream:
         self._buried: set[tuple[int, int]] | None = None
         self._handed: set[str] = set()
         self._ended: set[str] = set()
-        """Groups that count towards the total: settled, or refused."""
+        """Groups that count towards the total, where there is one: settled, or refused."""
         self._stand_where_the_log_says()
 
     def __enter__(self) -> Self:
@@ -168,7 +168,8 @@ class SampleStream:
         for name in fresh:
             self._assembly.settle(name)
         self._handed -= fresh
-        self._ended |= fresh
+        if self._total:
+            self._ended |= fresh
         resume = self._assembly.resume_at(self._offsets, outcomes_end=self._outcomes_end)
         return Settlement(self, tuple(one for one in outcomes if one.group_id in fresh), resume)
 
