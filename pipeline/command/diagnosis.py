@@ -43,7 +43,7 @@ class Finding:
 
     severity: Severity
     who: str
-    """`executors`, `router`, `environments`, `trainer`, `prompts` or `letters`."""
+    """`executors`, `router`, `environments`, `trainer`, `prompts`, `letters` or `broker`."""
     sentence: str
 
 
