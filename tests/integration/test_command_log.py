@@ -204,8 +204,9 @@ def test_why_follows_a_trajectory_from_its_prompt_to_its_end(log: Log, capsys: p
         tell_why(common(log.settings), name)
         return capsys.readouterr().out
 
-    with pytest.raises(UnknownTrajectory):
-        why()
+    for name in ("g:0", "g:00", "g:٣", f"g:{'9' * 5_000}"):
+        with pytest.raises(UnknownTrajectory):
+            why(name)
     away = log.prompt("g", partition=elsewhere(log, "g"))
     assert f"its prompt lies at {PROMPTS.name}/{elsewhere(log, 'g')}/{away}" in why()
     home = log.prompt("g", key="g")
@@ -215,6 +216,9 @@ def test_why_follows_a_trajectory_from_its_prompt_to_its_end(log: Log, capsys: p
     log.progress("g:1")
     request = log.request("g:0")
     assert "g:0: turn 0 waits in the router since 00:01:40 UTC" in why()
+    for name in ("g:00", "g:2", "g:٣", f"g:{'9' * 5_000}"):  # not lost: nobody asked for it
+        with pytest.raises(UnknownTrajectory):
+            why(name)
     log.dispatch(request)
     assert "turn 0 is with executor-0 since" in why()
     log.result(request)
