@@ -253,6 +253,26 @@ def test_samples_are_deleted_when_they_are_settled_and_old(
     assert on_log(settings) == everyone(range(3))
 
 
+def test_samples_that_another_models_trainer_has_not_settled_stay(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it stands still."""
+    theirs = [msgspec.structs.replace(one, model_id="other") for one in make_samples(groups=[1])]
+    with SampleStream(settings, "other") as stream:
+        stream.settle(())
+    write_samples(settings, [*theirs, *make_samples(groups=[0])])
+    with SampleStream(settings, "policy") as stream:
+        stream.settle(outcomes_of(stream.take(1)))
+    monkeypatch.setattr("workers.trainer.stream.delete_before", partial(delete_before, keep_seconds=0.0))
+    for _ in range(2):
+        with SampleStream(settings, "policy", stop=StopAfter(2)) as stream:
+            stream.take(1)
+    with SampleStream(settings, "other", stop=StopAfter(50)) as stream:
+        groups = stream.take(1)
+        stream.settle(outcomes_of(groups))
+    assert on_log(settings) == everyone(range(2))
+
+
 def test_the_audit_agrees(settings: BusSettings) -> None:
     write_prompts(settings, range(3))
     write_samples(settings, make_samples(groups=range(3)))
