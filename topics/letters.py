@@ -19,6 +19,9 @@ from topics.writer import ORIGIN_HEADERS, Writer
 NOWHERE = -1
 """Partition and offset of a letter that somebody else wrote and that does not say where it comes from."""
 
+NUMBER_DIGITS = 19
+"""Of the largest offset; what is longer is none, and Python takes no number of thousands of digits."""
+
 SENT_BACK = "sent-back"
 """The header of a letter's newest copy once its message was sent back; its value is nothing."""
 
@@ -92,4 +95,4 @@ def _letter(topic: Topic, found: Raw, stamp: float) -> Letter:
 
 
 def _number(header: bytes) -> int:
-    return int(header) if header.isdigit() else NOWHERE
+    return int(header) if header.isdigit() and len(header) <= NUMBER_DIGITS else NOWHERE

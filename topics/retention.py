@@ -5,17 +5,42 @@ stamps and this machine's clock, so a clock that is off by minutes is off by min
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
-from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
-from topics.admin import reach
+from topics.admin import ADMIN_SECONDS, reach
 from topics.catalog import KEPT_SECONDS
 from topics.errors import BusError
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
+
+
+def lowest_committed(
+    settings: BusSettings, groups: str, places: Sequence[Place], *, client_id: str
+) -> dict[Place, int]:
+    """How far every consumer group has read whose name begins like this: the lowest offset of each partition.
+
+    Partitions of which none has committed an offset are left out. Raises BrokerUnreachable, TopicMissing or BusError.
+    """
+    admin = reach(settings)  # to be held while it is asked
+    try:
+        listed = admin.list_consumer_groups(request_timeout=ADMIN_SECONDS).result(ADMIN_SECONDS)
+    except KafkaException as error:
+        raise BusError("listing consumer groups", error.args[0]) from error
+    except TimeoutError as error:
+        raise BusError("listing consumer groups", KafkaError(KafkaError._TIMED_OUT)) from error
+    if listed.errors:
+        raise BusError("listing consumer groups", listed.errors[0])
+    lowest: dict[Place, int] = {}
+    for name in sorted(group.group_id for group in listed.valid if group.group_id.startswith(settings.name(groups))):
+        with closing(Reader(settings, client_id, group=name.removeprefix(settings.name("")))) as reader:
+            for place, offset in reader.committed(places).items():
+                if offset is not None:
+                    lowest[place] = min(offset, lowest.get(place, offset))
+    return lowest
 
 
 def delete_before(

@@ -58,19 +58,20 @@ class Feed(TrainerCallback):
             groups = self._stream.take(1)
             if not groups:
                 raise RuntimeError("there are no more groups: the run has ended, or was stopped")
-            group = self._priced(judge(groups[0], self._version, rules=self._rules))
+            group = self._fitting(judge(groups[0], self._version, rules=self._rules), group_size)
             self._judged.append(group)
-            if len(group.samples) == group_size and group.trained:
+            if group.trained:
                 learned = {sample.trajectory_id for sample in group.trained}
                 rows += [row_of(one) if one.trajectory_id in learned else NOTHING for one in group.samples]
         return rows
 
-    def _priced(self, group: JudgedGroup) -> JudgedGroup:
-        """TRL has one temperature: a group that was drawn at another teaches it nothing."""
+    def _fitting(self, group: JudgedGroup, group_size: int) -> JudgedGroup:
+        """TRL has one temperature and one size of groups: another group teaches it nothing, and is settled so."""
         drawn_at = {turn.sampling.temperature for sample in group.trained for turn in sample.turns}
-        if drawn_at <= {self._temperature}:
+        if drawn_at <= {self._temperature} and len(group.samples) == group_size:
             return group
-        other = Verdict(Outcome.FILTERED, f"drawn at {sorted(drawn_at)}, the trainer computes at {self._temperature}")
+        reason = f"{len(group.samples)} drawn at {sorted(drawn_at)}, the trainer takes {group_size}"
+        other = Verdict(Outcome.FILTERED, f"{reason} at {self._temperature}")
         verdicts = tuple(other if one.outcome is Outcome.TRAINED else one for one in group.verdicts)
         return JudgedGroup(group.group_id, group.samples, verdicts)
 

@@ -6,6 +6,7 @@ Keeps true
 - A run in progress is not accused. Topics are read in the order in which a trajectory passes them, prompts after all of
   them: what happens meanwhile can move a trajectory on, never make it look lost or unasked.
 - A transaction shows itself partition by partition, so an accusation counts when a second reading repeats it.
+- What was dead-lettered asks for nothing and ends nothing: the letter is what became of it.
 """
 
 import time
@@ -32,7 +33,7 @@ from topics.catalog import (
     SAMPLES,
     Topic,
 )
-from topics.letters import read_letters
+from topics.letters import buried, read_letters
 from topics.messages import Keyed, read_keyed, whole
 from topics.reader import Reader
 from topics.settings import BusSettings
@@ -79,12 +80,14 @@ def inspect_log(settings: BusSettings) -> LogAudit:
 
 def _read(settings: BusSettings) -> LogAudit:
     ledger = Ledger()
+    dead_samples = buried(settings, SAMPLES, client_id=CLIENT)
     oldest: list[float] = []
     begins = {topic: whole(settings, [topic], client_id=CLIENT) for topic in PASSED_IN_ORDER}
     for topic in PASSED_IN_ORDER:
         for message in read_keyed(settings, begins[topic], client_id=CLIENT):
             oldest = [min([message.timestamp_seconds, *oldest])]
-            _fold(ledger, message, homes=len(begins[PROMPTS]))
+            if message.topic is not SAMPLES or (message.partition, message.offset) not in dead_samples:
+                _fold(ledger, message, homes=len(begins[PROMPTS]))
     letters: Counter[Topic] = Counter()
     for letter in read_letters(settings, *RECORD_TOPICS, client_id=CLIENT):
         letters[letter.topic] += 1

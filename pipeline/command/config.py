@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from workers.environments.registry import BUILT_IN
 from workers.executor.config import ExecutorConfig
 from workers.trainer.config import TrainerConfig
 from workers.weights.config import HOLDS, WeightsConfig
+from workers.weights.trust import run_id
 
 PREFIX = "ROSE_"
 DELIMITER = "__"
@@ -47,6 +49,11 @@ RUNS = Path("runs")
 
 RESOLVED = "config.toml"
 """The file in a run's folder that holds its whole configuration."""
+
+NAMESPACE_CHARACTERS = 100
+"""Of a namespace, at most: with it a manifest must still be able to name its run, and Kafka a topic."""
+
+NAMESPACE = re.compile(rf"[A-Za-z0-9._-]{{0,{NAMESPACE_CHARACTERS}}}")
 
 SHARED: Mapping[str, tuple[str, ...]] = {
     "environment.model_folder": ("model.folder",),
@@ -276,6 +283,7 @@ def _check_together(settings: Settings) -> None:
         f"({trainer.groups_per_step}): the trainer would wait for groups that may not open": (
             environment.window_groups >= trainer.groups_per_step  # of each: homes may all fall to one worker
         ),
+        f"run.name ({run.name!r}) names a folder of its own in run.folder": run.name not in ("", ".", ".."),
         f"run.executors ({run.executors}) is more than topics.inbox_slots ({topics.inbox_slots})": (
             run.executors <= topics.inbox_slots
         ),
@@ -289,3 +297,9 @@ def _check_together(settings: Settings) -> None:
     for sentence, holds in fits.items():
         if not holds:
             raise UsageError(sentence)
+    if not NAMESPACE.fullmatch(settings.broker.namespace):
+        raise UsageError(
+            f"broker.namespace ({settings.broker.namespace!r}) begins the names of topics: it may have "
+            f"{NAMESPACE_CHARACTERS} characters, of A-Z a-z 0-9 . _ -"
+        )
+    run_id(settings.broker.namespace, run.name)  # refuses what no manifest can name

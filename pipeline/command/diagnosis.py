@@ -43,7 +43,7 @@ class Finding:
 
     severity: Severity
     who: str
-    """`executors`, `router`, `environments`, `trainer`, `prompts` or `letters`."""
+    """`executors`, `router`, `environments`, `trainer`, `prompts`, `letters` or `broker`."""
     sentence: str
 
 
@@ -88,7 +88,7 @@ class Facts:
     newest_version: int = -1
     """On the log."""
     max_lag_versions: int = 2**53
-    """Executors further behind get no turns."""
+    """Executors that are further behind the newest version that is served get no turns."""
     environment_workers: int | None = None
     homes: int = 0
     homes_owned: int | None = None
@@ -162,11 +162,15 @@ def _executors(facts: Facts) -> Iterator[Finding]:
     elif waiting:
         sentence = f"{_count(waiting)} to take up version {facts.newest_version}"
         yield Finding(Severity.WAITS, "executors", sentence)
+    served = max((each.version for each in speaking), default=-1)
     for each in speaking:
-        lag = facts.newest_version - each.version
+        lag = served - each.version
         if each.ready and each not in refusing and lag > facts.max_lag_versions:
-            sentence = f"{each.worker} serves version {each.version}, {lag} behind the newest: it gets no turns"
+            sentence = f"{each.worker} serves version {each.version}, another serves version {served}: it gets no turns"
             yield Finding(Severity.UNWELL, "executors", sentence)
+        elif each.ready and each not in refusing and facts.newest_version - each.version > facts.max_lag_versions:
+            sentence = f"{each.worker} serves version {each.version}, the newest on the log is {facts.newest_version}"
+            yield Finding(Severity.NOTE, "executors", sentence)
         if each.state is ExecutorState.PAUSED:
             yield Finding(Severity.WAITS, "executors", f"{each.worker} is paused: it takes no new turns")
         if abs(each.clock_off_seconds) > CLOCK_SECONDS:

@@ -26,7 +26,7 @@ from schemas.record import Record
 from schemas.wire import SCHEMA_HEADER, decode, encode
 from topics.admin import reach
 from topics.catalog import PROMPTS, RECORD_TOPICS, Topic
-from topics.letters import Letter, read_letters, send_back
+from topics.letters import NOWHERE, Letter, read_letters, send_back
 from topics.reader import Reader
 from topics.records import Raw
 from topics.settings import BusSettings
@@ -76,6 +76,8 @@ def retry_letter(
     with log_of(config := load(common)) as settings:
         reach(settings)
         letter = _find(settings, place)
+        if letter.partition == NOWHERE:
+            raise UsageError(f"{place} does not say where its message lay, so nothing can note that it was sent back")
         if letter.sent_back_at is not None and not again:
             raise UsageError(f"{place} was sent back {_moment(letter.sent_back_at)}: --again sends it once more")
         raw = mended(letter, edit, changes or [])
@@ -151,7 +153,8 @@ def _check_prompt(settings: BusSettings, config: Config, prompt: Prompt) -> None
 
 def _find(settings: BusSettings, place: str) -> Letter:
     """The letter that lay there. Raises UsageError."""
-    name, _, rest = place.removeprefix(settings.namespace).partition("/")
+    known = any(place.startswith(f"{topic.name}/") for topic in RECORD_TOPICS)
+    name, _, rest = (place if known else place.removeprefix(settings.namespace)).partition("/")
     for letter in read_letters(settings, *_topics(name)):
         if letter.place == f"{name}/{rest}":
             return letter

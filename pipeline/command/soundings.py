@@ -81,6 +81,8 @@ class Sounder:
         self._client = reach(settings)
         self._places = _places(self._client, settings)
         self._letters: tuple[int, dict[str, int]] = (-1, {})
+        self.trouble = ""
+        """Why the last sounding failed; empty if it did not."""
 
     def sound(self) -> Sounding | None:
         """Ask everything once; None when the broker does not answer."""
@@ -94,6 +96,7 @@ class Sounder:
             }
             workers, owned = self._members(ENVIRONMENT_GROUP)
             routers, _ = self._members(ROUTER_GROUP)
+            self.trouble = ""
             return Sounding(
                 at=monotonic(),
                 ends=ends,
@@ -105,7 +108,8 @@ class Sounder:
                 prompts_waiting=self._waiting(committed[ENVIRONMENT_GROUP], lag[PROMPTS]),
                 letters=self._count_letters(ends),
             )
-        except (KafkaException, RoseError):
+        except (KafkaException, RoseError) as error:
+            self.trouble = str(error)
             return None
 
     def _ends(self, places: list[Place]) -> dict[Place, int]:
@@ -178,6 +182,11 @@ class SoundingThread:
         """When the broker last answered."""
         self._thread = Thread(target=self._run, name="soundings", daemon=True)
         self._thread.start()
+
+    @property
+    def trouble(self) -> str:
+        """Why the broker's last answer failed; empty if it did not."""
+        return self._sounder.trouble
 
     def close(self) -> None:
         self._stop.set()

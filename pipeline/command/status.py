@@ -2,11 +2,12 @@
 
 Keeps true
 - It looks for longer than a heartbeat is good for: an executor that lives is heard.
-- The exit status is 1 exactly when something is unwell.
+- The exit status is 1 exactly when something is unwell; not to know is not to be well.
 """
 
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -55,9 +56,10 @@ def show_status(common: Common, *, as_json: bool) -> None:
             while (looked := time.monotonic() - began) < LOOK_SECONDS or not _enough(watch, looked):
                 watch.read(READ_SECONDS)
             facts, sounding, versions = watch.facts(), watch.sounding, watch.view.versions
+            untold = unseen(answered=sounding is not None, caught_up=watch.caught_up, trouble=watch.trouble)
         finally:
             watch.close()
-    findings = diagnose(facts)
+    findings = [*untold, *diagnose(facts)]
     if as_json:
         told = msgspec.json.encode(_plain(facts, findings, sounding, versions))
         sys.stdout.write(f"{msgspec.json.format(told, indent=2).decode()}\n")
@@ -67,6 +69,17 @@ def show_status(common: Common, *, as_json: bool) -> None:
     if unwell:
         more = f"; and {len(unwell) - 1} more to mend" if len(unwell) > 1 else ""
         raise Unwell(f"unwell: {unwell[0]}{more}")
+
+
+def unseen(*, answered: bool, caught_up: bool, trouble: str) -> Iterator[Finding]:
+    """What the look could not tell: nobody is well of whom nothing is known."""
+    if not answered:
+        why = f" ({trouble})" if trouble else ""
+        sentence = f"the broker does not say who is a member of which group, nor how far they have read{why}"
+        yield Finding(Severity.UNWELL, "broker", sentence)
+    if not caught_up:
+        sentence = f"the log was not read to its end within {LONGEST_SECONDS:.0f} s: what is told may be old"
+        yield Finding(Severity.NOTE, "broker", sentence)
 
 
 def _enough(watch: Watch, looked_seconds: float) -> bool:

@@ -11,6 +11,7 @@ from pipeline.replay.search import GroupFound, TrajectoryFound, UnknownTrajector
 from pipeline.replay.text import told
 from pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
 from schemas.homes import home_of
+from schemas.limits import GROUP_SIZE
 from topics.admin import reach
 from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic
 from topics.reader import Reader
@@ -57,7 +58,7 @@ def _group_and_index(settings: BusSettings, trajectory: str) -> tuple[GroupFound
     """The trajectory's group, and its index there; None if the group has no such trajectory."""
     group_id, _, index = trajectory.rpartition(":")
     group = find_group(settings, group_id)
-    known = index.isdecimal() and (group.size is None or int(index) < group.size)
+    known = any(index == str(number) for number in range(GROUP_SIZE if group.size is None else group.size))
     return group, int(index) if known else None
 
 

@@ -69,7 +69,7 @@ class View:
     _refused: dict[str, int] = field(default_factory=dict)
     """By group whose prompt was refused, its size."""
     _live: set[str] = field(default_factory=set)
-    _recent: deque[Sample] = field(default_factory=lambda: deque(maxlen=RECENT_SAMPLES))
+    _recent: deque[tuple[bool, int]] = field(default_factory=lambda: deque(maxlen=RECENT_SAMPLES))
     _turn_moments: deque[float] = field(default_factory=deque)
 
     def take(self, record: Record, now: float, *, fresh: bool = True, wall: float | None = None) -> None:
@@ -84,7 +84,7 @@ class View:
                     self._turn_moments.append(now)
             case Sample():
                 self.samples += 1
-                self._recent.append(record)
+                self._recent.append((record.success, len(record.turns)))
                 if fresh:
                     self.sampled_at = now
             case Group():
@@ -146,12 +146,12 @@ class View:
     @property
     def solved(self) -> float | None:
         """Share of the recent trajectories that were solved; None before the first."""
-        return sum(sample.success for sample in self._recent) / len(self._recent) if self._recent else None
+        return sum(solved for solved, _ in self._recent) / len(self._recent) if self._recent else None
 
     @property
     def turns_each(self) -> float:
         """Mean turns of the recent trajectories."""
-        return sum(len(sample.turns) for sample in self._recent) / len(self._recent) if self._recent else 0.0
+        return sum(turns for _, turns in self._recent) / len(self._recent) if self._recent else 0.0
 
     def _group(self, group: Group) -> None:
         self._refused.pop(group.group_id, None)

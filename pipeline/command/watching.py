@@ -52,6 +52,11 @@ class Watch:
         return self._soundings.latest
 
     @property
+    def trouble(self) -> str:
+        """Why the broker's last answer failed; empty if it did not."""
+        return self._soundings.trouble
+
+    @property
     def unanswered_seconds(self) -> float:
         """Since the broker last answered."""
         return time.monotonic() - self._soundings.answered_at

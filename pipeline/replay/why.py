@@ -76,6 +76,8 @@ def why_trajectory(group: GroupFacts, facts: TrajectoryFacts) -> str:
         return _sampled(group, facts.samples[0])
     if facts.progress is not None:
         return _under_way(facts, facts.progress)
+    if group.group is not None and group.group.state is GroupState.SETTLED:
+        return "is settled: its outcome is on the log no more"
     if group.opened:
         return "is lost: its group was opened, and it has neither progress nor sample nor outcome on the log"
     return why_not_opened(group)

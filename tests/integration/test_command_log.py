@@ -14,11 +14,11 @@ from pipeline.replay.search import UnknownTrajectory
 from schemas.environments import GroupState
 from schemas.errors import UsageError
 from schemas.prompts import Prompt
-from schemas.samples import Outcome
+from schemas.samples import Outcome, Sample
 from tests.brokers import AnyBroker
 from tests.integration.log_kit import PARTITIONS, Log
 from topics.admin import reach
-from topics.catalog import COMPLETED, DISPATCHED, PROMPTS, REQUESTED
+from topics.catalog import COMPLETED, DISPATCHED, PROMPTS, REQUESTED, SAMPLES
 from topics.letters import buried, read_letters
 from topics.log import read_topics
 from topics.reader import Reader
@@ -106,6 +106,58 @@ def test_a_forwarded_prompt_asks_once_and_not_at_all_when_its_copy_was_refused(l
     assert audit_log(log.settings).requested == 0
 
 
+def test_a_sample_that_was_dead_lettered_breaks_no_law(log: Log) -> None:
+    log.group("g")
+    log.sample("g:0")
+    log.progress("g:1")
+    log.sample("g:7")
+    accused = audit_log(log.settings)
+    assert (accused.clean, accused.unasked) == (False, ("g:7",))
+    [stranger] = [each for each in read_topics(log.settings, [SAMPLES]) if named(each) == "g:7"]
+    log.writer.dead_letter(stranger, "g:7 is no trajectory of group g")
+    half = msgspec.msgpack.encode({"trajectory_id": "g:0"})
+    log.writer.forward(SAMPLES, Raw(b"g", half), partition=0, key="g")
+    log.writer.flush()
+    assert audit_log(log.settings).doubled == ("g:0",)
+    [end] = [Reader(log.settings, "test", group="test").watermarks((SAMPLES, 0))[1]]
+    log.writer.dead_letter(Spoiled(SAMPLES, 0, end - 1, Raw(b"g", half), "missing fields"), "missing fields")
+    log.writer.flush()
+    found = inspect_log(log.settings)
+    assert found.audit.clean
+    assert found.letters == {SAMPLES: 2}
+
+
+def named(envelope: Envelope) -> str:
+    return envelope.record.trajectory_id if isinstance(envelope.record, Sample) else ""
+
+
+def test_a_letter_of_somebody_elses_hand_is_listed_whatever_its_headers_say(
+    log: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"{log.settings.namespace}{PROMPTS.dead_letters}"
+    producer = Producer({"bootstrap.servers": log.settings.bootstrap, "linger.ms": 0})
+    producer.produce(name, value=b"{}", key=b"anything", headers=[("partition", b"9" * 5_000), ("offset", b"-7")])
+    assert producer.flush(30) == 0
+    list_letters(common(log.settings), None)
+    listed = capsys.readouterr().out
+    assert listed.startswith(f"{PROMPTS.name}/-1/-1  20")
+    assert inspect_log(log.settings).letters == {PROMPTS: 1}
+    with pytest.raises(UsageError, match="does not say where its message lay"):
+        retry_letter(common(log.settings), f"{PROMPTS.name}/-1/-1", None, None)
+
+
+def test_a_place_is_found_in_a_namespace_with_which_topics_begin_too(
+    broker: AnyBroker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = Log(broker.settings("rose."))
+    found = Spoiled(PROMPTS, 0, 5, Raw(b"key", b"no prompt"), "no prompt")
+    log.writer.dead_letter(found, found.reason)
+    log.writer.flush()
+    for place in (f"{PROMPTS.name}/0/5", f"rose.{PROMPTS.name}/0/5"):
+        show_letter(common(log.settings), place)
+        assert f"place    {PROMPTS.name}/0/5" in capsys.readouterr().out
+
+
 def test_a_prompt_whose_id_is_too_long_is_a_dead_letter_and_never_not_opened(log: Log) -> None:
     line = {"group_id": "x" * 127, "group_size": 2, "environment": "calculator", "seed": 1}
     offset = produce(log.settings, msgspec.json.encode(line))
@@ -152,8 +204,9 @@ def test_why_follows_a_trajectory_from_its_prompt_to_its_end(log: Log, capsys: p
         tell_why(common(log.settings), name)
         return capsys.readouterr().out
 
-    with pytest.raises(UnknownTrajectory):
-        why()
+    for name in ("g:0", "g:00", "g:٣", f"g:{'9' * 5_000}"):
+        with pytest.raises(UnknownTrajectory):
+            why(name)
     away = log.prompt("g", partition=elsewhere(log, "g"))
     assert f"its prompt lies at {PROMPTS.name}/{elsewhere(log, 'g')}/{away}" in why()
     home = log.prompt("g", key="g")
@@ -163,6 +216,9 @@ def test_why_follows_a_trajectory_from_its_prompt_to_its_end(log: Log, capsys: p
     log.progress("g:1")
     request = log.request("g:0")
     assert "g:0: turn 0 waits in the router since 00:01:40 UTC" in why()
+    for name in ("g:00", "g:2", "g:٣", f"g:{'9' * 5_000}"):  # not lost: nobody asked for it
+        with pytest.raises(UnknownTrajectory):
+            why(name)
     log.dispatch(request)
     assert "turn 0 is with executor-0 since" in why()
     log.result(request)

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -14,7 +15,7 @@ from pipeline.command.diagnosis import Severity, diagnose
 from pipeline.command.options import Common
 from pipeline.command.screen import Screen
 from pipeline.command.soundings import ENVIRONMENT_GROUP, Sounder
-from pipeline.command.status import Unwell, show_status
+from pipeline.command.status import Unwell, show_status, unseen
 from pipeline.command.watching import Watch
 from schemas.slack import ExecutorState
 from tests.brokers import AnyBroker
@@ -142,6 +143,22 @@ def test_status_says_what_is_unwell_and_ends_with_status_1(log: Log, capsys: pyt
 def test_a_log_on_which_nothing_is_left_to_do_is_well(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     show_status(common(log.settings), as_json=True)
     assert json.loads(capsys.readouterr().out)["well"]
+
+
+def test_a_broker_that_does_not_answer_for_its_groups_is_not_well(log: Log, namespace: str) -> None:
+    """As one does whose ACLs let nobody describe them."""
+    silent = Sounder(log.settings)
+    assert silent.sound() is not None
+    silent._settings = replace(log.settings, namespace=f"nowhere-{namespace}")
+    assert silent.sound() is None
+    [found] = unseen(answered=False, caught_up=True, trouble=silent.trouble)
+    assert found.severity is Severity.UNWELL
+    assert found.sentence.startswith("the broker does not say who is a member of which group")
+    assert silent.trouble in found.sentence
+    assert silent.trouble
+    [late] = unseen(answered=True, caught_up=False, trouble="")
+    assert late.severity is Severity.NOTE
+    assert not list(unseen(answered=True, caught_up=True, trouble=""))
 
 
 def test_the_live_view_says_why_nothing_moves(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -93,7 +94,7 @@ def test_trl_trains_and_settles(settings: BusSettings, model_folder: Path, tmp_p
     assert moved(model, model_folder) > 0 and all(tensor.isfinite().all() for tensor in model.parameters())
 
 
-def test_trl_leaves_groups_that_were_drawn_at_another_temperature(
+def test_trl_leaves_groups_of_another_size_or_that_were_drawn_at_another_temperature(
     broker: AnyBroker, namespace: str, model_folder: Path, tmp_path: Path
 ) -> None:
     from docs.examples import trl_trainer
@@ -101,6 +102,8 @@ def test_trl_leaves_groups_that_were_drawn_at_another_temperature(
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
     write_samples(settings, make_samples(groups=[0], sampling=Sampling(temperature=0.7)))
+    small = [one for one in make_samples(groups=[3]) if one.trajectory_id in ("g03:0", "g03:1")]
+    write_samples(settings, [msgspec.structs.replace(one, group_size=2) for one in small])
     write_samples(settings, make_samples(groups=[1]))
     trl_trainer.train(
         settings,
@@ -113,4 +116,4 @@ def test_trl_leaves_groups_that_were_drawn_at_another_temperature(
         output=tmp_path / "trl",
     )
     by_group = {(name.partition(":")[0], outcome) for name, outcome, _ in result_of(settings).outcomes}
-    assert by_group == {("g00", Outcome.FILTERED), ("g01", Outcome.TRAINED)}
+    assert by_group == {("g00", Outcome.FILTERED), ("g03", Outcome.FILTERED), ("g01", Outcome.TRAINED)}

@@ -171,6 +171,13 @@ class StopAfter(Event):
         return self.left < 0
 
 
+def test_a_stream_without_an_end_remembers_no_more_groups_than_it_must(settings: BusSettings) -> None:
+    write_samples(settings, make_samples(groups=range(3)))
+    with SampleStream(settings, "policy") as stream:
+        stream.settle(outcomes_of(stream.take(3)))
+        assert not stream._ended | stream._handed, "the assembly alone remembers them, and only so many"
+
+
 def test_samples_of_another_model_are_left_to_its_trainer(settings: BusSettings) -> None:
     mine, theirs = make_samples(groups=[0]), make_samples(groups=[1])
     write_samples(settings, [*(msgspec.structs.replace(one, model_id="other") for one in theirs), *mine])
@@ -244,6 +251,26 @@ def test_samples_are_deleted_when_they_are_settled_and_old(
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(1)))
     assert on_log(settings) == everyone(range(3))
+
+
+def test_samples_that_another_models_trainer_has_not_settled_stay(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it stands still."""
+    theirs = [msgspec.structs.replace(one, model_id="other") for one in make_samples(groups=[1])]
+    with SampleStream(settings, "other") as stream:
+        stream.settle(())
+    write_samples(settings, [*theirs, *make_samples(groups=[0])])
+    with SampleStream(settings, "policy") as stream:
+        stream.settle(outcomes_of(stream.take(1)))
+    monkeypatch.setattr("workers.trainer.stream.delete_before", partial(delete_before, keep_seconds=0.0))
+    for _ in range(2):
+        with SampleStream(settings, "policy", stop=StopAfter(2)) as stream:
+            stream.take(1)
+    with SampleStream(settings, "other", stop=StopAfter(50)) as stream:
+        groups = stream.take(1)
+        stream.settle(outcomes_of(groups))
+    assert on_log(settings) == everyone(range(2))
 
 
 def test_the_audit_agrees(settings: BusSettings) -> None:

@@ -21,6 +21,7 @@ from tests.brokers import AnyBroker
 from tests.integration.trainer_kit import (
     GROUP_SIZE,
     GROUPS,
+    GROUPS_PER_STEP,
     POINTS,
     STEPS,
     VOCABULARY,
@@ -277,6 +278,36 @@ def test_every_start_stores_the_present_version_whole(
     records = [envelope.record for envelope in read_topics(settings, [MANIFESTS])]
     again = [one for one in records if isinstance(one, WeightManifest)][-1]
     assert (again.order, again.digest, again.base_version) == (before.order, before.digest, None)
+
+
+@pytest.mark.parametrize("other", [WeightsConfig(dtype="bfloat16"), WeightsConfig(column_parts=2)])
+def test_a_run_goes_on_when_its_weights_travel_in_another_way(
+    settings: BusSettings, model_folder: Path, tmp_path: Path, other: WeightsConfig
+) -> None:
+    run_trainer(settings, config_of(model_folder, tmp_path / "run", total_groups=GROUPS_PER_STEP), Event())
+    for _ in range(2):  # the second start finds what the first has stored
+        run_trainer(settings, config_of(model_folder, tmp_path / "run"), Event(), weights=other)
+    result = result_of(settings)
+    assert result.counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1
+    assert sorted(result.digests) == list(range(STEPS + 2)), "the policy of version 1 is there twice, under two numbers"
+    assert newest_of(settings).order == (1, STEPS + 1)
+    assert audit_log(settings).clean
+
+
+def test_a_checkpoint_that_the_log_lacks_goes_on_when_its_weights_travel_in_another_way(
+    settings: BusSettings, model_folder: Path, tmp_path: Path
+) -> None:
+    killed = train_in_a_process_that_is_killed(
+        settings, model_folder, tmp_path / "run", point="after_checkpoint", version=1
+    )
+    assert killed == -9
+    for total in (GROUPS_PER_STEP, GROUPS):  # the second start finds what the first has stored
+        config = config_of(model_folder, tmp_path / "run", total_groups=total)
+        run_trainer(settings, config, Event(), weights=WeightsConfig(dtype="bfloat16"))
+    result = result_of(settings)
+    assert result.counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1
+    assert sorted(result.digests) == list(range(STEPS + 1))
+    assert audit_log(settings).clean
 
 
 def test_a_run_that_is_complete_is_not_trained_again(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:

@@ -193,6 +193,27 @@ def test_a_tokenizer_that_joins_text_with_what_stands_around_it_is_refused(tmp_p
         TurnFormat(folder(tmp_path, tmp_path / "joins.json", template, eos="</s>"))
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"chat_template.jinja": b"\xff\xfe"},
+        {"tokenizer_config.json": b'{"chat_template": "\xff"}'},
+        {"tokenizer_config.json": b'{"chat_template": [{"template": "x"}, {"name": [1], "template": "y"}]}'},
+        {"turn_format.json": b'{"prefix": "\xff"}', "generation_config.json": b'{"eos_token_id": 1}'},
+        {"turn_format.json": b"{}", "generation_config.json": b'{"eos_token_id": []}'},
+        {"turn_format.json": b"{}", "generation_config.json": b'{"eos_token_id": -5}'},
+        {"turn_format.json": b"{}", "generation_config.json": b'{"eos_token_id": "\xff"}'},
+    ],
+)
+def test_broken_files_are_one_sentence(tmp_path: Path, tokenizer_file: Path, files: dict[str, bytes]) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(TurnFormatError) as refused:
+        TurnFormat(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_folder_that_says_nothing_of_turns_is_told_what_it_may_have(tmp_path: Path) -> None:
     with pytest.raises(TurnFormatError, match=r"neither a chat_template\.jinja nor a turn_format\.json"):
         TurnFormat(tmp_path)

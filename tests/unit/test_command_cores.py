@@ -1,5 +1,6 @@
 """The command's cores: prompt files, restarts, tasks, and the live view."""
 
+import sys
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from pipeline.command.tasks import training_prompts
 from pipeline.command.view import View
 from schemas.environments import Group, GroupState
 from schemas.errors import UsageError
-from schemas.samples import SampleOutcome
+from schemas.samples import Sample, SampleOutcome
 from schemas.slack import ExecutorState, SlackHeartbeat
 from tests.golden.examples import EXAMPLES
 from workers.environments.registry import BUILT_IN
@@ -109,6 +110,16 @@ def test_the_view_shows_what_is_recent() -> None:
     assert list(view.curve) == [1.0]
     assert view.turns_per_second(10.0) == 0.1
     assert view.turns_per_second(30.0) == 0.0
+
+
+def test_the_view_keeps_no_sample() -> None:
+    """Each may hold a whole context: a view that is open for weeks keeps what it shows of them, and no more."""
+    view = View(began=0.0)
+    sample = next(record for record in EXAMPLES if isinstance(record, Sample))
+    before = sys.getrefcount(sample)
+    view.take(sample, 1.0)
+    assert view.solved == 1.0
+    assert sys.getrefcount(sample) == before
 
 
 @given(st.floats(-1e6, 1e6))

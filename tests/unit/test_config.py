@@ -113,6 +113,22 @@ def test_sections_that_do_not_fit_together_are_refused() -> None:
     assert "max_model_len" in refusal(Common(settings=["environment.max_context_tokens=2048"]))
 
 
+@pytest.mark.parametrize("name", ["a b", "a/b", "../up", "x" * 128, "ä", "a\n"])
+def test_a_run_that_no_manifest_can_name_is_refused_before_anything_starts(name: str) -> None:
+    refused = refusal(Common(said=(("--name", "run.name", name),)))
+    assert "characters, of A-Z a-z 0-9" in refused
+
+
+@pytest.mark.parametrize("name", ["", ".", ".."])
+def test_a_run_writes_in_a_folder_of_its_own(name: str) -> None:
+    assert "names a folder of its own" in refusal(Common(said=(("--name", "run.name", name),)))
+
+
+@pytest.mark.parametrize("namespace", ["a b", "a/b", "a:b", "x" * 101, "ä"])
+def test_a_namespace_that_no_topic_can_have_is_refused(namespace: str) -> None:
+    assert "broker.namespace" in refusal(Common(namespace=namespace))
+
+
 @pytest.mark.parametrize("engine", ["float32", "bfloat16", "float16"])
 def test_versions_travel_in_what_the_engines_hold(engine: str) -> None:
     assert load(Common(settings=[f"executor.dtype={engine}"])).weights.dtype == engine

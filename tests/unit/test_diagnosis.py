@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.command.diagnosis import STILL_SECONDS, ExecutorFacts, Facts, Severity, diagnose, headline
+from pipeline.command.diagnosis import STILL_SECONDS, ExecutorFacts, Facts, Finding, Severity, diagnose, headline
 from schemas.slack import ExecutorState
 
 READY, STARTING = ExecutorState.READY, ExecutorState.STARTING
@@ -66,8 +66,8 @@ WIRE = "float32 on the wire, the engine holds bfloat16"
             "executor-0 refuses version 3, and serves version 1: a digest is wrong",
         ),
         (
-            {"executors": (executor(version=1),), "newest_version": 9},
-            "executor-0 serves version 1, 8 behind the newest: it gets no turns",
+            {"executors": (executor(version=1), executor("executor-1", version=9)), "newest_version": 9},
+            "executor-0 serves version 1, another serves version 9: it gets no turns",
         ),
         ({"routers": 0}, "no router is there: 4 trajectories ask for turns"),
         (
@@ -116,6 +116,15 @@ def many(count: int, **changes: object) -> tuple[ExecutorFacts, ...]:
 )
 def test_who_waits_for_whom_is_told_when_nothing_is_broken(changes: dict[str, object], why: str) -> None:
     assert said(**changes, **STILL) == ([], why)
+
+
+def test_a_version_that_nobody_serves_keeps_nobody_from_turns() -> None:
+    """It may be another run's, or forged: the router believes of versions what executors serve."""
+    facts = dataclasses.replace(WELL, newest_version=2**53)
+    found = diagnose(facts)
+    assert not [each for each in found if each.severity is Severity.UNWELL]
+    sentence = f"executor-0 serves version 3, the newest on the log is {2**53}"
+    assert Finding(Severity.NOTE, "executors", sentence) in found
 
 
 def test_the_rest_is_worth_a_note() -> None:

@@ -169,6 +169,9 @@ def test_a_finished_trajectory_waits_for_its_group_or_the_trainer_or_has_ended()
         "ended as stale at step 5 because 7 versions old"
     )
     assert "is lost" in why_trajectory(complete, facts(live=False))
+    assert (
+        why_trajectory(group(GroupState.SETTLED), facts(live=False)) == "is settled: its outcome is on the log no more"
+    )
 
 
 HERE = PromptAt(place="rose.prompts.submitted.v1/3/17", home=3, at_home=True, before=2)

@@ -108,6 +108,7 @@ def shifted(turns: tuple[SampleTurn, ...], by: int) -> tuple[SampleTurn, ...]:
         ({"logprobs": pack_logprobs([0.0, -0.5, float("nan")])}, "no finite number"),
         ({"loss_mask": b"\0\1\2"}, "more than 0 and 1"),
         ({"reward": float("inf")}, "no reward"),
+        ({"reward": -1e308}, "its reward of -1e+308 is too large to compute with"),
         ({"reward": None, "failure": "the environment broke"}, "the environment broke"),
         ({"loss_mask": b"\1\1\1"}, "its first token is a sampled one"),
         ({"turns": ()}, "its turns are not the tokens that were sampled"),

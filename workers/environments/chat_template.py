@@ -155,11 +155,14 @@ def _renderer(template: str, folder: Path) -> Render:
 def _template_of(folder: Path) -> str | None:
     path = folder / TEMPLATE_FILE
     if path.is_file():
-        return path.read_text()
+        try:
+            return path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise TurnFormatError(f"{path} is no text: {error}") from None
     found = _config(folder).get("chat_template")
     if isinstance(found, list):  # several, by name
-        named = {each["name"]: each["template"] for each in found if isinstance(each, dict) and "template" in each}
-        found = named.get("default")
+        default = (each for each in found if isinstance(each, dict) and each.get("name") == "default")
+        found = next(default, {}).get("template")
     return found if isinstance(found, str) else None
 
 
@@ -174,7 +177,7 @@ def _config(folder: Path) -> dict[str, Any]:
         return {}
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TurnFormatError(f"{path}: {error}") from None
 
 

@@ -15,10 +15,13 @@ and `jinja2` alone, no torch.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
+from schemas.limits import STOPS
+from schemas.prompts import TokenId
 from workers.environments.chat_template import (
     FIX,
     TEMPLATE_FILE,
@@ -47,7 +50,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class _Generation(msgspec.Struct, frozen=True):
-    eos_token_id: int | tuple[int, ...]
+    eos_token_id: TokenId | Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=STOPS - 1)]
+    """One less than a request may name: the template's own end of a turn may come to them."""
 
 
 class TurnFormat:
@@ -136,5 +140,5 @@ def _read(path: Path, kind: type[Any]) -> Any:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise TurnFormatError(f"{path}: {error.strerror}; a model folder needs this file") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TurnFormatError(f"{path}: {error}") from None

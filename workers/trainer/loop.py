@@ -5,7 +5,8 @@ Keeps true
   disk before its outcomes and manifest are on the log, and those two are one transaction.
 - After a restart the newest checkpoint decides. If the log lacks its transaction, that is made again. If the log is
   further, the run goes back: what is settled stays settled, the checkpoint's policy is published under a number above
-  all, in a new epoch, and samples of the versions in between settle as SUPERSEDED.
+  all, in a new epoch, and samples of the versions in between settle as SUPERSEDED. The same policy in another element
+  type, or cut in another way, is another version on the log: it too begins an epoch.
 - A version number stands for one policy, and the policy on the log and that in the checkpoint have the same digest.
 - One trainer a model: a newer one fences the older, which then cannot settle or publish anything.
 - A version is published while the next is trained, one at a time: no checkpoint is two versions ahead of the log.
@@ -144,16 +145,22 @@ class Trainer:
         self._checkpoints.restore(progress, self._model, self._optimizer)
         settlement = self._stream.settlement([decode(SampleOutcome, wire) for wire in progress.outcomes])
         self._progress, self._version, self._abandoned = progress, progress.version, progress.abandoned
+        snapshot = self._snapshot()
         level = newest is not None and (newest.epoch, newest.version) == (progress.epoch, progress.version)
         ahead = progress.version >= self._publisher.next_version and progress.epoch == self._publisher.epoch
-        if level or ahead:
+        travels_alike = snapshot.digest() == progress.weights_digest
+        if (level or ahead) and travels_alike:
             log.info("going on", version=self._version)
-            self._publish(self._snapshot(), settlement)  # whole, so that who joins now need not look far back
+            self._publish(snapshot, settlement)  # whole, so that who joins now need not look far back
+        elif ahead and not level:
+            log.info("going on, weights travel in another way than before", version=self._version)
+            self._save_and_publish(settlement, line=None)  # with the digest that the log will have
         else:
             self._version = self._publisher.begin_epoch()
             if self._version > progress.version + 1:
                 self._abandoned += ((progress.version + 1, self._version - 1),)
-            log.warning("the log is further than the checkpoint: going back", to=progress.version, now=self._version)
+            why = "weights travel in another way than before" if level else "the log is further than the checkpoint"
+            log.warning(f"{why}: a new epoch begins", policy_of=progress.version, now=self._version)
             self._save_and_publish(settlement, line=None)
         if progress.step_line:
             self._step_log.append(decoded(progress.step_line))

@@ -8,6 +8,7 @@ Keeps true
   one: it needs no checkpoint, and reads back what is live, not what was.
 - One stream a model: a newer one fences the older, which then cannot settle anything.
 - What is no sample, or one that nobody asked for, is a dead letter once.
+- No sample is deleted before every trainer that the broker remembers has settled it, of whatever model.
 
 Example (any trainer)
     with SampleStream(settings, "policy") as stream, WeightPublisher(settings, "policy") as publisher:
@@ -36,7 +37,7 @@ from topics.letters import buried
 from topics.log import await_decided, read_back
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
-from topics.retention import delete_before
+from topics.retention import delete_before, lowest_committed
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.trainer import metrics
@@ -56,6 +57,9 @@ LOOK_SECONDS = 0.2
 
 DELETING_SECONDS = 3600.0
 """How often samples are deleted that are settled and old enough."""
+
+TRAINER_GROUPS = "trainer-"
+"""What the names of trainers' consumer groups begin with, before the model's."""
 
 OUTCOMES_PLACE: Place = (OUTCOMES, 0)
 """Outcomes lie in one partition."""
@@ -105,12 +109,12 @@ class SampleStream:
         self._total = total_groups
         self._publishing = False
         self._lock = Lock()
-        self._writer = Writer(settings, client_id, transactional_id=f"trainer-{model_id}")
-        self._reader = Reader(settings, client_id, group=f"trainer-{model_id}")
+        self._writer = Writer(settings, client_id, transactional_id=f"{TRAINER_GROUPS}{model_id}")
+        self._reader = Reader(settings, client_id, group=f"{TRAINER_GROUPS}{model_id}")
         self._buried: set[tuple[int, int]] | None = None
         self._handed: set[str] = set()
         self._ended: set[str] = set()
-        """Groups that count towards the total: settled, or refused."""
+        """Groups that count towards the total, where there is one: settled, or refused."""
         self._stand_where_the_log_says()
 
     def __enter__(self) -> Self:
@@ -168,7 +172,8 @@ class SampleStream:
         for name in fresh:
             self._assembly.settle(name)
         self._handed -= fresh
-        self._ended |= fresh
+        if self._total:
+            self._ended |= fresh
         resume = self._assembly.resume_at(self._offsets, outcomes_end=self._outcomes_end)
         return Settlement(self, tuple(one for one in outcomes if one.group_id in fresh), resume)
 
@@ -316,8 +321,10 @@ class SampleStream:
         if time.monotonic() < self._delete_at:
             return
         self._delete_at = time.monotonic() + DELETING_SECONDS
-        needed: Mapping[Place, int] = {(SAMPLES, part): offset for part, offset in self._committed.items()}
-        try:
+        own: Mapping[Place, int] = {(SAMPLES, part): offset for part, offset in self._committed.items()}
+        try:  # the trainers of other models read the same topic
+            read = lowest_committed(self._settings, TRAINER_GROUPS, list(own), client_id=self._client_id)
+            needed = {place: min(offset, read.get(place, offset)) for place, offset in own.items()}
             delete_before(self._settings, needed, client_id=self._client_id)
         except RoseError as error:
             log.warning("old samples not deleted", reason=str(error))

@@ -31,6 +31,9 @@ LEAST_TO_COMPARE = 2
 EQUAL_REWARDS = 1e-6
 """Rewards that differ by no more, relative to the larger, are equal: what sums of floats leave is no lesson."""
 
+LARGEST_REWARD = 1e12
+"""A larger one, or its square, is infinite in the arithmetic of a step, which is lost then for every group in it."""
+
 REASON_CHARACTERS = 300
 """Of an exception's message in an outcome."""
 
@@ -150,6 +153,8 @@ def sample_flaw(sample: Sample, *, rules: Rules) -> str:
         return sample.failure
     if sample.reward is None or not isfinite(sample.reward):
         return "it has no reward"
+    if abs(sample.reward) > LARGEST_REWARD:
+        return f"its reward of {sample.reward:g} is too large to compute with: scale it down to {LARGEST_REWARD:g}"
     try:
         tokens, logprobs = np.asarray(unpack_tokens(sample.tokens)), unpack_logprobs(sample.logprobs)
     except RecordError as error:
