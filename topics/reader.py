@@ -110,7 +110,9 @@ class Reader:
         self._assigned: set[Place] = set()
         self._membership: object = None
         """As of the assignment that is worked on. A member that the group has given up, and that does not know it yet,
-        may have forgotten its generation: then the broker would take its commit for that of no member at all."""
+        may have forgotten its generation: then the broker would take its commit for that of no member at all. It is
+        asked for once, where the reader is used: a call of another thread waits until nobody polls, which may be never.
+        """
 
     def assign(self, places: Mapping[Place, int]) -> None:
         """Read these partitions from these offsets (or confluent_kafka's OFFSET_BEGINNING, OFFSET_END).
@@ -119,6 +121,7 @@ class Reader:
         """
         self._know(topic for topic, _ in places)
         self._take_on(places)
+        self.group_metadata()
 
     def subscribe(
         self,
@@ -218,8 +221,13 @@ class Reader:
         self._consumer.resume([self._partition(place, 0) for place in places if place in self._assigned])
 
     def group_metadata(self) -> object:
-        """What a transaction needs in order to commit this reader's offsets: it fails once the group has moved on."""
-        return self._membership or self._consumer.consumer_group_metadata()
+        """What a transaction of any thread needs in order to commit offsets of what this reader was assigned.
+
+        The commit fails once the group has moved on.
+        """
+        if self._membership is None:
+            self._membership = self._consumer.consumer_group_metadata()
+        return self._membership
 
     def close(self) -> None:
         """Leave the group: its partitions go to the others at once, unless the broker knows its members by name."""

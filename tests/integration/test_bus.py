@@ -5,7 +5,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from threading import Event
 
 import msgspec
 import pytest
@@ -311,3 +313,26 @@ def test_a_record_that_readers_refuse_is_refused_at_its_writer(settings: BusSett
         writer.write(PROMPTS, broken, key="g", partition=0)
     writer.write(OUTCOMES, OUTCOME, key="g", partition=0)
     writer.flush()
+
+
+def test_another_thread_commits_what_a_reader_has_read_while_it_reads_on(settings: BusSettings) -> None:
+    """The client lets one thread in at a time, and a reader that waits for records is in it nearly always."""
+    put(settings, [encode(PROMPT)])
+    done = Event()
+
+    def read_on() -> None:
+        while not done.is_set():
+            reader.read(100, 0.2)
+
+    with closing(Reader(settings, "test", group="test")) as reader, ThreadPoolExecutor(1) as pool:
+        reader.assign({(PROMPTS, 0): 0})
+        writer = Writer(settings, "test", transactional_id="test")
+        reading = pool.submit(read_on)
+        try:
+            for offset in range(20):
+                writer.begin()
+                writer.commit({(PROMPTS, 0): offset}, reader)
+        finally:
+            done.set()
+        reading.result()
+        assert reader.committed([(PROMPTS, 0)]) == {(PROMPTS, 0): 19}
