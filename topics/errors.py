@@ -22,12 +22,28 @@ class TopicMissing(RoseError):
         super().__init__(f"topic {name} is not on the broker: run `rose topics create`")
 
 
+LASTING = (
+    KafkaError._AUTHENTICATION,
+    KafkaError.SASL_AUTHENTICATION_FAILED,
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.GROUP_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    KafkaError.UNSUPPORTED_VERSION,
+)
+"""Time mends none of these."""
+
+
 class BusError(RoseError):
-    """The broker refused what a client did; `fenced` says that a newer instance has taken this one's place."""
+    """The broker refused what a client did.
+
+    `fenced`: a newer instance has taken this one's place. `lasting`: only a person can mend it.
+    """
 
     def __init__(self, doing: str, error: KafkaError) -> None:
         super().__init__(f"{doing} failed: {error.str()}")
         self.code = error.code()
+        self.lasting = error.code() in LASTING
         self.fenced = error.code() in (
             KafkaError._FENCED,
             KafkaError.INVALID_PRODUCER_EPOCH,

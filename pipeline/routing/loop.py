@@ -3,7 +3,7 @@
 Keeps true
 - A router that has lost the seat, or was away too long to be sure of it, writes nothing more of what it had decided and
   forgets what it knew.
-- Trouble with the broker does not end a router that has reigned: it begins anew as soon as it can.
+- Trouble with the broker that time may mend does not end it: it begins anew as soon as it can.
 """
 
 import time
@@ -35,12 +35,11 @@ class RouterLoop:
         self._name = name
         self._log = structlog.get_logger("router").bind(router=name)
         self._seat = Seat(settings, name)
-        self._reigned = False
         self.reign: Reign | None = None
         """The present one; None while this router waits."""
 
     def run(self, stop: Event) -> None:
-        """Until `stop` is set. Raises TopicMissing, or BusError before it has reigned."""
+        """Until `stop` is set. Raises TopicMissing, or BusError for what time does not mend."""
         try:
             while not stop.is_set():
                 try:
@@ -49,7 +48,7 @@ class RouterLoop:
                 except SeatLost as loss:
                     self._log.warning("seat lost", reason=str(loss))
                 except BusError as error:
-                    if not self._reigned:
+                    if error.lasting:
                         raise
                     self._log.warning("beginning anew after trouble with the broker", error=str(error))
                     stop.wait(RETRY_SECONDS)
@@ -61,7 +60,7 @@ class RouterLoop:
         began = time.monotonic()
         with closing(Reign(self._settings, self._config, self._seat, self._name)) as reign:
             reign.begin()
-            self.reign, self._reigned = reign, True
+            self.reign = reign
             self._log.info("serving", seconds=round(time.monotonic() - began, 3))
             try:
                 while not stop.is_set():

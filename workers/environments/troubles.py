@@ -32,17 +32,6 @@ FENCED_SECONDS = 60.0
 
 FENCED = (KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED)
 
-REFUSED = (
-    KafkaError._AUTHENTICATION,
-    KafkaError.SASL_AUTHENTICATION_FAILED,
-    KafkaError.TOPIC_AUTHORIZATION_FAILED,
-    KafkaError.GROUP_AUTHORIZATION_FAILED,
-    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
-    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
-    KafkaError.UNSUPPORTED_VERSION,
-)
-"""Time mends none of these."""
-
 
 class Troubles:
     """Remembers what went wrong of late. `now` is monotonic seconds."""
@@ -75,7 +64,7 @@ class Troubles:
         return float(min(LONGEST_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** min(self._times - 1, 10)))
 
     def _judge(self, error: BusError, now: float, began_at: float) -> None:
-        if error.code in REFUSED:
+        if error.lasting:
             raise error
         if error.code == KafkaError.FENCED_INSTANCE_ID:
             raise WorkerFenced(self._name) from error
