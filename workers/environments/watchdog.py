@@ -3,7 +3,9 @@
 librdkafka's `send_offsets_to_transaction` ignores its timeout while the group's coordinator cannot be reached (#5456).
 A worker that hangs in it would stay a member of its group, and keep its homes from the others.
 
-Keeps true: only looks count that this process was awake for, so a process that was frozen is not ended for it.
+Keeps true
+- Only looks count that this process was awake for, so a process that was frozen is not ended for it.
+- A process is not ended for a broker that is away: only one that answers others makes a hung call a lost one.
 """
 
 import os
@@ -13,13 +15,14 @@ from contextlib import contextmanager
 
 import structlog
 
-from topics.writer import TRANSACTION_SECONDS
+from topics.errors import BrokerUnreachable
+from topics.settings import TRANSACTION_MILLISECONDS
 
 LOOK_SECONDS = 1.0
 """Between two looks."""
 
-HUNG_SECONDS = 2 * TRANSACTION_SECONDS + 15.0
-"""A transaction sends its offsets and commits, each with a timeout: one that lasts longer than this never returns."""
+HUNG_SECONDS = 1.5 * TRANSACTION_MILLISECONDS / 1000
+"""The broker has long ended a transaction that lasts longer than this, and its homes stand still meanwhile."""
 
 log = structlog.get_logger()
 
@@ -31,10 +34,13 @@ class Watchdog:
         self,
         end: Callable[[], object] = lambda: os._exit(1),
         *,
+        reach: Callable[[], object],
         look_seconds: float = LOOK_SECONDS,
         hung_seconds: float = HUNG_SECONDS,
     ) -> None:
+        """`reach` raises BrokerUnreachable while no broker answers."""
         self._end = end
+        self._reach = reach
         self._look_seconds = look_seconds
         self._looks = hung_seconds / look_seconds
         self._doing = ""
@@ -60,7 +66,14 @@ class Watchdog:
         while not self._closed.wait(self._look_seconds):
             looks = looks + 1 if self._doing and self._begun == begun else 0
             begun = self._begun
-            if looks >= self._looks:
+            if looks >= self._looks and self._answered():
                 log.error("hung", doing=self._doing, seconds=looks * self._look_seconds, then="this process ends")
                 self._end()
                 return
+
+    def _answered(self) -> bool:
+        try:
+            self._reach()
+        except BrokerUnreachable:
+            return False
+        return True

@@ -17,6 +17,7 @@ import structlog
 from schemas.arrays import count
 from schemas.samples import SampleOutcome
 from schemas.turns import TurnResult
+from topics.admin import reach
 from topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, PROMPTS
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
@@ -86,7 +87,7 @@ class EnvironmentWorker:
         self._outbox = Outbox(settings, name, self._member.reader, rules=rules, clock=clock)
         self._troubles = Troubles(name)
         self._sweeper = Sweeper(settings, name)
-        self._watchdog = Watchdog()
+        self._watchdog = Watchdog(reach=lambda: reach(settings))
         self._stop = threading.Event()
         self._life = 0
         self._homes: dict[int, Home] = {}
