@@ -10,7 +10,9 @@ Keeps true
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from threading import Thread
 
+import structlog
 from confluent_kafka import (
     OFFSET_BEGINNING,
     OFFSET_END,
@@ -45,6 +47,9 @@ COORDINATOR_SECONDS = 30.0
 
 COORDINATOR_BACKOFF_SECONDS = 0.1
 """Between two questions to it."""
+
+CLOSE_SECONDS = 10.0
+"""How long a reader may take to leave its group: as long as a session of its members."""
 
 ENDS_SECONDS = 30.0
 """How long a partition's leader may take to say where it begins and ends; a new leader takes some seconds."""
@@ -230,8 +235,16 @@ class Reader:
         return self._membership
 
     def close(self) -> None:
-        """Leave the group: its partitions go to the others at once, unless the broker knows its members by name."""
-        self._consumer.close()
+        """Leave the group: its partitions go to the others at once, unless the broker knows its members by name.
+
+        Takes CLOSE_SECONDS at most: in the middle of a rebalance librdkafka may wait for a word that never comes. The
+        others then wait for the end of this member's session.
+        """
+        leaving = Thread(target=self._consumer.close, name="leaves", daemon=True)
+        leaving.start()
+        leaving.join(CLOSE_SECONDS)
+        if leaving.is_alive():
+            structlog.get_logger("bus").warning("not left in time", seconds=CLOSE_SECONDS)
 
     def _know(self, topics: Iterable[Topic]) -> None:
         self._topics.update({self._settings.topic(topic): topic for topic in topics})
