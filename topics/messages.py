@@ -67,6 +67,7 @@ def read_messages(
                     KafkaError._TRANSPORT,
                 ):
                     raise BusError(f"reading {place[0]}", error)
+        consumer.unassign()  # nothing is being fetched any more when it closes
 
 
 def _begin(consumer: Consumer, place: NamedPlace, offset: int) -> int | None:

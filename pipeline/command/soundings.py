@@ -5,6 +5,7 @@ Keeps true
 - Offsets count transactions' markers too: what waits is counted by reading where it could be few.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import Event, Thread
@@ -45,6 +46,9 @@ EVERY_SECONDS = 2.0
 COUNTED = 1_000
 """Up to so many offsets, the prompts that wait are counted one by one; above, markers of transactions count too."""
 
+COUNT_SECONDS = 5.0
+"""Between two such counts: each takes a reader of its own."""
+
 LAGGING = {ENVIRONMENT_GROUP: (PROMPTS, COMPLETED), ROUTER_GROUP: (REQUESTED,)}
 """Whose committed offsets say how far which topics are read."""
 
@@ -81,6 +85,8 @@ class Sounder:
         self._client = reach(settings)
         self._places = _places(self._client, settings)
         self._letters: tuple[int, dict[str, int]] = (-1, {})
+        self._counted = (-math.inf, 0)
+        """When the prompts that wait were last counted one by one, and how many there were."""
         self.trouble = ""
         """Why the last sounding failed; empty if it did not."""
 
@@ -144,8 +150,12 @@ class Sounder:
     def _waiting(self, read: Mapping[Place, int], lag: int) -> int:
         if not 0 < lag <= COUNTED:
             return lag
-        begins = {place: offset for place, offset in read.items() if place[0] is PROMPTS}
-        return sum(1 for _ in read_keyed(self._settings, begins, client_id=CLIENT))
+        counted_at, waiting = self._counted
+        if monotonic() - counted_at >= COUNT_SECONDS:
+            begins = {place: offset for place, offset in read.items() if place[0] is PROMPTS}
+            waiting = sum(1 for _ in read_keyed(self._settings, begins, client_id=CLIENT))
+            self._counted = monotonic(), waiting
+        return min(lag, waiting)
 
     def _count_letters(self, ends: Mapping[Place, int]) -> dict[str, int]:
         """Counted anew when there is something new."""

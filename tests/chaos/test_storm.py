@@ -35,7 +35,7 @@ def storm(seed: int, kind: str, folder: Path, *, rounds: int = 1) -> None:
     assert not report.breaches, str(report)
 
 
-@pytest.mark.parametrize("kind", [KAFKA, EMBEDDED])
+@pytest.mark.parametrize("kind", [pytest.param(KAFKA, marks=pytest.mark.long), EMBEDDED])
 def test_after_a_short_storm_the_law_holds_and_nothing_stalled(kind: str, tmp_path: Path) -> None:
     storm(FIRST_SEED, kind, tmp_path)
 
