@@ -162,9 +162,12 @@ class Reader:
         taken = (self._take(message) for message in messages)
         return [item for item in taken if item is not None]
 
-    def committed(self, places: Sequence[Place]) -> dict[Place, int | None]:
-        """The group's committed offsets; None where there is none. Waits for a coordinator that is coming up."""
-        wanted, deadline = [self._partition(place, 0) for place in places], time.monotonic() + COORDINATOR_SECONDS
+    def committed(self, places: Sequence[Place], *, seconds: float = COORDINATOR_SECONDS) -> dict[Place, int | None]:
+        """The group's committed offsets; None where there is none.
+
+        Waits so long for a coordinator that is coming up. Raises BusError.
+        """
+        wanted, deadline = [self._partition(place, 0) for place in places], time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
             try:
@@ -174,6 +177,7 @@ class Reader:
                 if error.args[0].code() not in COORDINATOR_COMES_UP or left < COORDINATOR_BACKOFF_SECONDS:
                     raise BusError("reading committed offsets", error.args[0]) from error
                 time.sleep(COORDINATOR_BACKOFF_SECONDS)  # it tells nobody that it has come up
+        _refuse_errors(answers, "reading committed offsets")
         return {
             place: answer.offset if answer.offset >= 0 else None for place, answer in zip(places, answers, strict=True)
         }
@@ -196,6 +200,7 @@ class Reader:
             found = self._consumer.offsets_for_times(asked, timeout=ENDS_SECONDS)
         except KafkaException as error:
             raise BusError("looking offsets up by time", error.args[0]) from error
+        _refuse_errors(found, "looking offsets up by time")
         return {
             place: answer.offset if answer.offset >= 0 else self.watermarks(place)[1]
             for place, answer in zip(places, found, strict=True)
@@ -292,3 +297,10 @@ class Reader:
                 return Spoiled(*place, raw, str(error))
         key = raw.key.decode(errors="replace") if raw.key else ""
         return Envelope(record, *place, key, message.timestamp()[1] / 1000, raw)
+
+
+def _refuse_errors(answers: Iterable[TopicPartition], asked: str) -> None:
+    """An answer for all may carry an error for one, and no offset: it is no answer. Raises BusError."""
+    for answer in answers:
+        if answer.error is not None:
+            raise BusError(f"{asked} of {answer.topic} [{answer.partition}]", answer.error)

@@ -12,7 +12,7 @@ from threading import Event, Thread
 from time import monotonic
 from typing import Any
 
-from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException, TopicPartition
+from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from schemas.errors import RoseError
@@ -32,6 +32,7 @@ from topics.catalog import (
 from topics.errors import TopicMissing
 from topics.letters import read_letters
 from topics.messages import read_keyed
+from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
 
@@ -82,8 +83,12 @@ class Sounder:
 
     def __init__(self, settings: BusSettings) -> None:
         self._settings = settings
-        self._client = reach(settings)
+        self._client: AdminClient | None = reach(settings)
+        """None: to be made anew. One that met a failure may hold on to a leader's old epoch, and fail for good."""
         self._places = _places(self._client, settings)
+        self._offsets = {group: Reader(settings, CLIENT, group=group) for group in LAGGING}
+        """Members of nothing: an AdminClient that asks for offsets crashes when a group's coordinator is moving
+        (librdkafka 2.16 follows a pointer that only consumers have)."""
         self._letters: tuple[int, dict[str, int]] = (-1, {})
         self._counted = (-math.inf, 0)
         """When the prompts that wait were last counted one by one, and how many there were."""
@@ -93,15 +98,16 @@ class Sounder:
     def sound(self) -> Sounding | None:
         """Ask everything once; None when the broker does not answer."""
         try:
-            ends = self._ends(self._places)
+            client = self._client = self._client or reach(self._settings)
+            ends = self._ends(client)
             committed = {group: self._committed(group, topics) for group, topics in LAGGING.items()}
             lag = {
                 topic: sum(max(0, ends[place] - read[place]) for place in self._places if place[0] is topic)
                 for group, read in committed.items()
                 for topic in LAGGING[group]
             }
-            workers, owned = self._members(ENVIRONMENT_GROUP)
-            routers, _ = self._members(ROUTER_GROUP)
+            workers, owned = self._members(client, ENVIRONMENT_GROUP)
+            routers, _ = self._members(client, ROUTER_GROUP)
             self.trouble = ""
             return Sounding(
                 at=monotonic(),
@@ -112,32 +118,33 @@ class Sounder:
                 routers=routers,
                 lag=lag,
                 prompts_waiting=self._waiting(committed[ENVIRONMENT_GROUP], lag[PROMPTS]),
-                letters=self._count_letters(ends),
+                letters=self._count_letters(client),
             )
         except (KafkaException, RoseError) as error:
             self.trouble = str(error)
+            self._client = None
             return None
 
-    def _ends(self, places: list[Place]) -> dict[Place, int]:
-        asked = {TopicPartition(self._name(place[0]), place[1]): OffsetSpec.latest() for place in places}
-        names = {(self._name(topic), part): (topic, part) for topic, part in places}
-        answers = self._client.list_offsets(asked, request_timeout=ANSWER_SECONDS)
+    def close(self) -> None:
+        for reader in self._offsets.values():
+            reader.close()
+
+    def _ends(self, client: AdminClient) -> dict[Place, int]:
+        asked = {TopicPartition(self._name(topic), part): OffsetSpec.latest() for topic, part in self._places}
+        names = {(self._name(topic), part): (topic, part) for topic, part in self._places}
+        answers = client.list_offsets(asked, request_timeout=ANSWER_SECONDS)
         return {names[each.topic, each.partition]: future.result().offset for each, future in answers.items()}
 
     def _committed(self, group: str, topics: tuple[Topic, ...]) -> dict[Place, int]:
         """The next offset that the group reads of each partition; 0 where it has committed none."""
         places = [place for place in self._places if place[0] in topics]
-        wanted = [TopicPartition(self._name(topic), part) for topic, part in places]
-        asked = [ConsumerGroupTopicPartitions(self._settings.name(group), wanted)]
-        answers = self._client.list_consumer_group_offsets(asked, request_timeout=ANSWER_SECONDS)
-        found = next(iter(answers.values())).result().topic_partitions
-        offsets = {(each.topic, each.partition): max(0, each.offset) for each in found}
-        return {(topic, part): offsets.get((self._name(topic), part), 0) for topic, part in places}
+        found = self._offsets[group].committed(places, seconds=ANSWER_SECONDS)
+        return {place: offset or 0 for place, offset in found.items()}
 
-    def _members(self, group: str) -> tuple[int, int]:
+    def _members(self, client: AdminClient, group: str) -> tuple[int, int]:
         """Members of a group, and the homes that they own together."""
         name = self._settings.name(group)
-        described = self._client.describe_consumer_groups([name], request_timeout=ANSWER_SECONDS)[name].result()
+        described = client.describe_consumer_groups([name], request_timeout=ANSWER_SECONDS)[name].result()
         prompts = self._name(PROMPTS)
         owned = {
             each.partition
@@ -157,9 +164,9 @@ class Sounder:
             self._counted = monotonic(), waiting
         return min(lag, waiting)
 
-    def _count_letters(self, ends: Mapping[Place, int]) -> dict[str, int]:
+    def _count_letters(self, client: AdminClient) -> dict[str, int]:
         """Counted anew when there is something new."""
-        end = sum(self._letter_ends())
+        end = sum(self._letter_ends(client))
         if end != self._letters[0]:
             counts: dict[str, int] = {}
             for letter in read_letters(self._settings, *RECORD_TOPICS, client_id=CLIENT):
@@ -168,10 +175,10 @@ class Sounder:
             self._letters = end, counts
         return self._letters[1]
 
-    def _letter_ends(self) -> list[int]:
+    def _letter_ends(self, client: AdminClient) -> list[int]:
         names = [f"{self._settings.namespace}{topic.dead_letters}" for topic in RECORD_TOPICS]
         asked = {TopicPartition(name, 0): OffsetSpec.latest() for name in names}
-        answers = self._client.list_offsets(asked, request_timeout=ANSWER_SECONDS)
+        answers = client.list_offsets(asked, request_timeout=ANSWER_SECONDS)
         return [future.result().offset for future in answers.values()]
 
     def _name(self, topic: Topic) -> str:
@@ -210,6 +217,7 @@ class SoundingThread:
                 if before is not None and found.end(DISPATCHED) != before.end(DISPATCHED):
                     self.dispatched_at = found.at
             self._stop.wait(EVERY_SECONDS)
+        self._sounder.close()
 
 
 def _places(client: AdminClient, settings: BusSettings) -> list[Place]:

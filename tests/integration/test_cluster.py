@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,13 @@ from confluent_kafka.admin import AdminClient
 from tests.brokers import KAFKA, home_of
 from topics.admin import create_topics
 from topics.apache_kafka import Cluster
-from topics.catalog import OUTCOMES, Partitions
+from topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, Partitions
+from topics.reader import Reader
 from topics.settings import BusSettings
 
 REPOSITORY = Path(__file__).parents[2]
 WAIT_SECONDS = 60
+SOUNDINGS = 20
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +62,48 @@ def test_topics_have_a_copy_on_every_node(cluster: Cluster, namespace: str) -> N
     topics = AdminClient({"bootstrap.servers": cluster.bootstrap}).list_topics(timeout=WAIT_SECONDS).topics
     copies = {len(part.replicas) for topic in topics.values() for part in topic.partitions.values()}
     assert copies == {3}
+
+
+SOUNDER = """
+import sys
+from threading import Event
+from pipeline.command.soundings import Sounder
+from topics.settings import BusSettings
+sounder = Sounder(BusSettings(sys.argv[1], sys.argv[2]))
+print("sounding", flush=True)
+for line in sys.stdin:
+    if line.strip() == "stop":
+        break
+    while sounder.sound() is None:
+        Event().wait(0.2)
+    print("answered", flush=True)
+"""
+
+
+def test_who_sounds_a_cluster_out_survives_the_loss_of_a_coordinator(cluster: Cluster, namespace: str) -> None:
+    """An AdminClient that asks for a group's offsets while its coordinator moves brings its process down."""
+    settings = cluster.settings(namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
+    cluster.await_in_sync(WAIT_SECONDS)
+    group = settings.name(ENVIRONMENT_GROUP)
+    with closing(Reader(settings, "test", group=ENVIRONMENT_GROUP)) as reader:
+        reader.committed([(OUTCOMES, 0)])  # its coordinator has come up
+    admin = AdminClient({"bootstrap.servers": cluster.bootstrap})
+    described = admin.describe_consumer_groups([group])[group].result(WAIT_SECONDS)
+    coordinator = cluster.nodes[described.coordinator.id - 1]
+    command = [sys.executable, "-c", SOUNDER, settings.bootstrap, settings.namespace]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, bufsize=0) as child:
+        assert child.stdin is not None and child.stdout is not None
+        assert child.stdout.readline() == b"sounding\n"
+        for change in (coordinator.kill, coordinator.restart):
+            child.stdin.write(b"sound\n" * SOUNDINGS)
+            change()
+            for _ in range(SOUNDINGS):
+                assert child.stdout.readline() == b"answered\n", f"ended with {child.wait()}"
+        child.stdin.write(b"stop\n")
+        assert child.wait() == 0
+    cluster.await_in_sync(WAIT_SECONDS)
 
 
 PARENT = """

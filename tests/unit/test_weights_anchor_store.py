@@ -106,7 +106,8 @@ class Broken(LocalFileSystem):  # type: ignore[misc]
         raise self.Denied("access denied")
 
 
-def test_whatever_a_driver_raises_is_an_error_of_the_store(tmp_path: Path) -> None:
+def test_whatever_a_driver_raises_is_an_error_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # it takes the address for a path of its own
     fsspec.register_implementation("broken", Broken, clobber=True)
     store = AnchorStore(f"broken://{tmp_path}")
     ref = ChunkRef(partition=0, offset=0, bytes=1, digest=bytes(16))

@@ -37,6 +37,8 @@ LONE_HEAP = "512m"
 """Java heap of a node that is alone; the process takes about 460 MB with it."""
 CLUSTER_HEAP = "256m"
 """Java heap of each of several nodes; the process takes about 330 MB with it."""
+SMALL = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+"""Started, a node has taken half the CPU time that it takes with the collectors and compilers of a server."""
 JAVA_VERSION = 17
 """The oldest Java that runs an Apache Kafka 4 broker."""
 LOOK_SECONDS = 0.2
@@ -144,7 +146,7 @@ def _kinds(places: list[_Place], kafka_home: Path, *, heap: str) -> list[Kind]:
     found = sorted(match[1] for jar in libs.glob("kafka_*.jar") if (match := _JAR.fullmatch(jar.name)))
     if not found:
         raise BrokerFailed(f"no Apache Kafka in {kafka_home}: KAFKA_HOME is a folder with libs/kafka_SCALA-VERSION.jar")
-    java = [_java(), f"-Xmx{heap}"]
+    java = [_java(), f"-Xmx{heap}", *SMALL]
     jars = ["-cp", f"{libs.resolve()}/*"]
     for place in places:
         _write_configuration(place, places)
