@@ -5,6 +5,7 @@ Keeps true
 - Nothing is written that its readers would refuse.
 - The next owner of a transactional id fences the last, and what it commits is seen. The embedded broker hides what an
   id commits after an abort: there every owner writes under a new one, and ends what the last left open.
+- A commit ends, or its process does: see `topics/watchdog.py`.
 - A dead letter is the message as it came; its key is its place, so that the same one twice counts once. Of one that no
   topic would take unless it is compressed, it is the beginning, and says so.
 """
@@ -18,11 +19,13 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer, Topic
 
 from schemas.record import Record
 from schemas.wire import encode, headers_of
+from topics.admin import reach
 from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS, Topic
 from topics.errors import BusError
 from topics.reader import Reader
 from topics.records import Envelope, Place, Raw, Spoiled
 from topics.settings import BusSettings
+from topics.watchdog import watchdog
 
 STALL_SECONDS = 60.0
 """A flush gives up when nothing at all was stored for so long. A slow link is none: it takes what it takes."""
@@ -160,7 +163,8 @@ class Writer:
 
     def commit(self, offsets: Mapping[Place, int] | None = None, reader: Reader | None = None) -> None:
         """Commit what was written since `begin` together with the `reader`'s next `offsets`."""
-        self._commit(self._producer, offsets or {}, reader)
+        with watchdog().watching("committing a transaction", lambda: reach(self._settings)):
+            self._commit(self._producer, offsets or {}, reader)
         self._raise_failure()
 
     def abort(self) -> None:

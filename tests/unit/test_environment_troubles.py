@@ -1,12 +1,9 @@
 """What a worker makes of trouble, when it is ended from outside, and when it sweeps."""
 
-import threading
-import time
-
 import pytest
 from confluent_kafka import KafkaError
 
-from topics.errors import BrokerUnreachable, BusError, TopicMissing
+from topics.errors import BusError, TopicMissing
 from topics.settings import BusSettings
 from workers.environments.membership import WorkerFenced
 from workers.environments.sweeper import EVERY_SECONDS, SOON_SECONDS, Sweeper
@@ -17,7 +14,6 @@ from workers.environments.troubles import (
     MISSING_SECONDS,
     Troubles,
 )
-from workers.environments.watchdog import Watchdog
 
 MOVING = (
     KafkaError.NOT_LEADER_FOR_PARTITION,
@@ -74,34 +70,6 @@ def test_a_worker_that_is_fenced_again_and_again_has_a_namesake_and_one_that_was
     troubles.met(bus_error(code), 3001.0, began_at=3001.0)
     with pytest.raises(WorkerFenced, match="another environment worker was started as 'w0'"):
         troubles.met(bus_error(code), 3002.0, began_at=3002.0)
-
-
-def test_the_watchdog_ends_what_never_returns_and_leaves_alone_what_does() -> None:
-    ended = threading.Event()
-    watchdog = Watchdog(ended.set, reach=lambda: None, look_seconds=0.01, hung_seconds=0.05)
-    for _ in range(50):
-        with watchdog.watching("a call that returns"):
-            time.sleep(0.002)
-    assert not ended.is_set()
-    with watchdog.watching("a call that does not"):
-        assert ended.wait(30.0)
-    watchdog.close()
-
-
-def test_the_watchdog_waits_while_no_broker_answers_anybody() -> None:
-    ended, asked, back = threading.Event(), threading.Event(), threading.Event()
-
-    def reach() -> None:
-        asked.set()
-        if not back.is_set():
-            raise BrokerUnreachable("127.0.0.1:9")
-
-    watchdog = Watchdog(ended.set, reach=reach, look_seconds=0.01, hung_seconds=0.05)
-    with watchdog.watching("a call that waits for the broker"):
-        assert asked.wait(30.0) and not ended.is_set()
-        back.set()
-        assert ended.wait(30.0)
-    watchdog.close()
 
 
 def test_a_sweep_comes_soon_after_a_recovery_and_then_seldom() -> None:

@@ -17,7 +17,6 @@ import structlog
 from schemas.arrays import count
 from schemas.samples import SampleOutcome
 from schemas.turns import TurnResult
-from topics.admin import reach
 from topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, PROMPTS
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
@@ -35,7 +34,6 @@ from workers.environments.sweeper import Sweeper
 from workers.environments.taking_over import take_over
 from workers.environments.trajectory import Rules, Trajectory, Verdict, problem_of
 from workers.environments.troubles import TROUBLES, Troubles
-from workers.environments.watchdog import Watchdog
 
 BATCH = 500
 """Records taken from the bus at once."""
@@ -87,7 +85,6 @@ class EnvironmentWorker:
         self._outbox = Outbox(settings, name, self._member.reader, rules=rules, clock=clock)
         self._troubles = Troubles(name)
         self._sweeper = Sweeper(settings, name)
-        self._watchdog = Watchdog(reach=lambda: reach(settings))
         self._stop = threading.Event()
         self._life = 0
         self._homes: dict[int, Home] = {}
@@ -113,7 +110,6 @@ class EnvironmentWorker:
                     log.warning("trouble", worker=self._name, reason=str(trouble), seconds_to_recovery=wait)
                     stop.wait(wait)
         finally:
-            self._watchdog.close()
             self._member.close()
             self._outcomes.close()
 
@@ -332,8 +328,7 @@ class EnvironmentWorker:
     def _write(self) -> None:
         """Put what is ready on the log; if that fails, all of it is decided again from the log."""
         ready, self._ready = self._ready, []
-        with self._watchdog.watching("a transaction"):
-            ended = self._outbox.commit(self._homes, ready)
+        ended = self._outbox.commit(self._homes, ready)
         if ended:
             self._stage.let_go(ended)
 

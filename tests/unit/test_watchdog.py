@@ -1,0 +1,49 @@
+"""What hangs ends its process; what is slow, and whoever waits for a broker that is away, does not."""
+
+import threading
+import time
+
+from topics.errors import BrokerUnreachable
+from topics.watchdog import Watchdog
+
+
+def watchdog_of(ended: threading.Event) -> Watchdog:
+    return Watchdog(ended.set, look_seconds=0.01, hung_seconds=0.05)
+
+
+def test_what_never_returns_is_ended_and_what_does_is_left_alone() -> None:
+    ended = threading.Event()
+    watchdog = watchdog_of(ended)
+    for _ in range(50):
+        with watchdog.watching("a call that returns", lambda: None):
+            time.sleep(0.002)
+    assert not ended.is_set()
+    with watchdog.watching("a call that does not", lambda: None):
+        assert ended.wait(30.0)
+    watchdog.close()
+
+
+def test_one_call_that_hangs_is_seen_while_others_come_and_go() -> None:
+    ended = threading.Event()
+    watchdog = watchdog_of(ended)
+    with watchdog.watching("a call that does not return", lambda: None):
+        while not ended.is_set():
+            with watchdog.watching("a call that returns", lambda: None):
+                ended.wait(0.001)
+    watchdog.close()
+
+
+def test_it_waits_while_no_broker_answers_anybody() -> None:
+    ended, asked, back = threading.Event(), threading.Event(), threading.Event()
+
+    def reach() -> None:
+        asked.set()
+        if not back.is_set():
+            raise BrokerUnreachable("127.0.0.1:9")
+
+    watchdog = watchdog_of(ended)
+    with watchdog.watching("a call that waits for the broker", reach):
+        assert asked.wait(30.0) and not ended.is_set()
+        back.set()
+        assert ended.wait(30.0)
+    watchdog.close()

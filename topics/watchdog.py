@@ -1,0 +1,92 @@
+"""Ends the process when a call that should have returned long ago has not.
+
+librdkafka's `send_offsets_to_transaction` ignores its timeout while the group's coordinator cannot be reached (#5456),
+and nothing can call it off. Who hangs in it would keep what it owns from everybody else.
+
+Keeps true
+- Only looks count that this process was awake for, so a process that was frozen is not ended for it.
+- A process is not ended for a broker that is away: only one that answers others makes a hung call a lost one.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import structlog
+
+from topics.errors import BrokerUnreachable
+from topics.settings import TRANSACTION_MILLISECONDS
+
+LOOK_SECONDS = 1.0
+"""Between two looks."""
+
+HUNG_SECONDS = 1.5 * TRANSACTION_MILLISECONDS / 1000
+"""The broker has long ended a transaction that lasts longer than this."""
+
+log = structlog.get_logger("bus")
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One that has not returned."""
+
+    doing: str
+    reach: Callable[[], object]
+    looks: int = 0
+
+
+class Watchdog:
+    """Watches calls of any thread. `end` is called once, from the watchdog's own thread."""
+
+    def __init__(
+        self,
+        end: Callable[[], object] = lambda: os._exit(1),
+        *,
+        look_seconds: float = LOOK_SECONDS,
+        hung_seconds: float = HUNG_SECONDS,
+    ) -> None:
+        self._end = end
+        self._look_seconds = look_seconds
+        self._looks = hung_seconds / look_seconds
+        self._calls: set[_Call] = set()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    @contextmanager
+    def watching(self, doing: str, reach: Callable[[], object]) -> Iterator[None]:
+        """The block is to end in time. `reach` raises BrokerUnreachable while no broker answers."""
+        call = _Call(doing, reach)
+        self._calls.add(call)
+        try:
+            yield
+        finally:
+            self._calls.discard(call)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._look_seconds):
+            for call in self._calls.copy():
+                call.looks += 1
+                if call.looks > self._looks and _answered(call) and call in self._calls:
+                    log.error("hung", doing=call.doing, seconds=HUNG_SECONDS, then="this process ends")
+                    self._end()
+                    return
+
+
+@cache
+def watchdog() -> Watchdog:
+    """This process's."""
+    return Watchdog()
+
+
+def _answered(call: _Call) -> bool:
+    try:
+        call.reach()
+    except BrokerUnreachable:
+        return False
+    return True
