@@ -171,8 +171,8 @@ class Reader:
         while True:
             left = deadline - time.monotonic()
             try:
-                answers = self._consumer.committed(wanted, timeout=left)
-                break
+                answers = self._consumer.committed(wanted, timeout=max(left, COORDINATOR_BACKOFF_SECONDS))
+                break  # a timeout below 0 would wait for ever
             except KafkaException as error:
                 if error.args[0].code() not in COORDINATOR_COMES_UP or left < COORDINATOR_BACKOFF_SECONDS:
                     raise BusError("reading committed offsets", error.args[0]) from error
@@ -257,8 +257,11 @@ class Reader:
     def _take_on(self, places: Mapping[Place, int]) -> None:
         """Assign, and resume: librdkafka keeps an application's pause of a partition over any assignment."""
         partitions = [self._partition(place, self._found(place, at)) for place, at in places.items()]
-        self._consumer.assign(partitions)
-        self._consumer.resume(partitions)
+        try:
+            self._consumer.assign(partitions)
+            self._consumer.resume(partitions)
+        except KafkaException as error:
+            raise BusError("taking partitions on", error.args[0]) from error
         self._assigned = set(places)
 
     def _partition(self, place: Place, offset: int) -> TopicPartition:

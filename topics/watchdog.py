@@ -5,7 +5,8 @@ and nothing can call it off. Who hangs in it would keep what it owns from everyb
 
 Keeps true
 - Only looks count that this process was awake for, so a process that was frozen is not ended for it.
-- A process is not ended for a broker that is away: only one that answers others makes a hung call a lost one.
+- A process is not ended for a broker that is away: what makes a hung call a lost one is that the broker has answered
+  others for half of the time.
 """
 
 import os
@@ -17,13 +18,13 @@ from functools import cache
 
 import structlog
 
-from topics.errors import BrokerUnreachable
+from schemas.errors import RoseError
 from topics.settings import TRANSACTION_MILLISECONDS
 
 LOOK_SECONDS = 1.0
 """Between two looks."""
 
-HUNG_SECONDS = 1.5 * TRANSACTION_MILLISECONDS / 1000
+HUNG_SECONDS = 1.2 * TRANSACTION_MILLISECONDS / 1000
 """The broker has long ended a transaction that lasts longer than this."""
 
 log = structlog.get_logger("bus")
@@ -36,6 +37,8 @@ class _Call:
     doing: str
     reach: Callable[[], object]
     looks: int = 0
+    answered: int = 0
+    """Of the looks in the second half, those at which the broker answered."""
 
 
 class Watchdog:
@@ -57,7 +60,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self, doing: str, reach: Callable[[], object]) -> Iterator[None]:
-        """The block is to end in time. `reach` raises BrokerUnreachable while no broker answers."""
+        """The block is to end in time. `reach` raises RoseError while no broker answers."""
         call = _Call(doing, reach)
         self._calls.add(call)
         try:
@@ -72,8 +75,11 @@ class Watchdog:
         while not self._closed.wait(self._look_seconds):
             for call in self._calls.copy():
                 call.looks += 1
-                if call.looks > self._looks and _answered(call) and call in self._calls:
-                    log.error("hung", doing=call.doing, seconds=HUNG_SECONDS, then="this process ends")
+                if call.looks <= self._looks / 2:
+                    continue
+                call.answered += _answers(call)
+                if call.answered >= self._looks / 2 and call in self._calls:
+                    log.error("hung", doing=call.doing, looks=call.looks, then="this process ends")
                     self._end()
                     return
 
@@ -84,9 +90,9 @@ def watchdog() -> Watchdog:
     return Watchdog()
 
 
-def _answered(call: _Call) -> bool:
+def _answers(call: _Call) -> bool:
     try:
         call.reach()
-    except BrokerUnreachable:
+    except RoseError:
         return False
     return True

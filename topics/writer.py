@@ -163,12 +163,16 @@ class Writer:
 
     def commit(self, offsets: Mapping[Place, int] | None = None, reader: Reader | None = None) -> None:
         """Commit what was written since `begin` together with the `reader`'s next `offsets`."""
-        with watchdog().watching("committing a transaction", lambda: reach(self._settings)):
-            self._commit(self._producer, offsets or {}, reader)
+        self._commit(self._producer, offsets or {}, reader)
         self._raise_failure()
 
     def abort(self) -> None:
         self._guarded("aborting a transaction", self._producer.abort_transaction, TRANSACTION_SECONDS)
+
+    def close(self) -> None:
+        """Give up what is not stored by now. A writer that is dropped without it goes on, and is never freed."""
+        self._producer.purge()
+        self._producer.poll(0)
 
     def _fencing(self, client_id: str, transactional_id: str) -> Producer:
         """A producer of this id; what an earlier one had open is over."""
@@ -192,18 +196,12 @@ class Writer:
         return owner
 
     def _commit(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader | None) -> None:
-        if offsets and reader is not None:
-            self._guarded(
-                "committing offsets",
-                producer.send_offsets_to_transaction,
-                [
-                    TopicPartition(self._settings.topic(topic), part, offset)
-                    for (topic, part), offset in offsets.items()
-                ],
-                reader.group_metadata(),
-                TRANSACTION_SECONDS,
-            )
-        self._guarded("committing a transaction", producer.commit_transaction, TRANSACTION_SECONDS)
+        places = [TopicPartition(self._settings.topic(topic), part, at) for (topic, part), at in offsets.items()]
+        with watchdog().watching("committing a transaction", lambda: reach(self._settings)):
+            if places and reader is not None:
+                sending = producer.send_offsets_to_transaction
+                self._guarded("committing offsets", sending, places, reader.group_metadata(), TRANSACTION_SECONDS)
+            self._guarded("committing a transaction", producer.commit_transaction, TRANSACTION_SECONDS)
 
     def _produce(
         self,

@@ -86,9 +86,11 @@ class Sounder:
         self._client: AdminClient | None = reach(settings)
         """None: to be made anew. One that met a failure may hold on to a leader's old epoch, and fail for good."""
         self._places = _places(self._client, settings)
-        self._offsets = {group: Reader(settings, CLIENT, group=group) for group in LAGGING}
+        unstable: dict[str, Any] = {"isolation.level": "read_uncommitted"}
+        self._offsets = {group: Reader(settings, CLIENT, group=group, **unstable) for group in LAGGING}
         """Members of nothing: an AdminClient that asks for offsets crashes when a group's coordinator is moving
-        (librdkafka 2.16 follows a pointer that only consumers have)."""
+        (librdkafka 2.16 follows a pointer that only consumers have). What is committed is asked for as it is: who reads
+        committed records alone would wait here for every open transaction."""
         self._letters: tuple[int, dict[str, int]] = (-1, {})
         self._counted = (-math.inf, 0)
         """When the prompts that wait were last counted one by one, and how many there were."""

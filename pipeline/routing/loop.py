@@ -11,11 +11,12 @@ from contextlib import closing
 from threading import Event
 
 import structlog
+from confluent_kafka import KafkaError
 
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.reign import Reign
 from pipeline.routing.seat import Seat, SeatLost
-from topics.errors import BusError
+from topics.errors import BusError, TopicMissing
 from topics.settings import BusSettings
 
 WAIT_SECONDS = 0.2
@@ -23,6 +24,9 @@ WAIT_SECONDS = 0.2
 
 RETRY_SECONDS = 1.0
 """Pause after trouble with the broker."""
+
+MISSING_SECONDS = 30.0
+"""How long a topic may be out of sight that was there."""
 
 
 class RouterLoop:
@@ -37,6 +41,8 @@ class RouterLoop:
         self._seat = Seat(settings, name)
         self.reign: Reign | None = None
         """The present one; None while this router waits."""
+        self._well_at: float | None = None
+        """When it last turned over."""
 
     def run(self, stop: Event) -> None:
         """Until `stop` is set. Raises TopicMissing, or BusError for what time does not mend."""
@@ -47,14 +53,21 @@ class RouterLoop:
                         self._serve(stop)
                 except SeatLost as loss:
                     self._log.warning("seat lost", reason=str(loss))
-                except BusError as error:
-                    if error.lasting:
-                        raise
+                except (BusError, TopicMissing) as error:
+                    self._bear(error)
                     self._log.warning("beginning anew after trouble with the broker", error=str(error))
                     stop.wait(RETRY_SECONDS)
                     self._seat.leave()
         finally:
             self._seat.close()
+
+    def _bear(self, error: BusError | TopicMissing) -> None:
+        """Raise what time does not mend. A topic that was there may be out of sight while its leaders move."""
+        if isinstance(error, TopicMissing):
+            if self._well_at is None or time.monotonic() - self._well_at > MISSING_SECONDS:
+                raise error
+        elif error.lasting or error.code == KafkaError.FENCED_INSTANCE_ID:  # another router has this one's name
+            raise error
 
     def _serve(self, stop: Event) -> None:
         began = time.monotonic()
@@ -65,6 +78,7 @@ class RouterLoop:
             try:
                 while not stop.is_set():
                     reign.turn_over()
+                    self._well_at = time.monotonic()
                 reign.finish()
             finally:
                 self.reign = None

@@ -98,7 +98,8 @@ class Reign:
         self._misplaced: set[str] = set()
 
     def close(self) -> None:
-        """Leave the broker as it is."""
+        """Leave the broker as it is: what it has not stored yet is not written any more."""
+        self._writer.close()
         self._reader.close()
 
     def finish(self) -> None:

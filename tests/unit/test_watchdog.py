@@ -47,3 +47,24 @@ def test_it_waits_while_no_broker_answers_anybody() -> None:
         back.set()
         assert ended.wait(30.0)
     watchdog.close()
+
+
+def test_who_returns_once_the_broker_is_back_is_not_ended_however_long_it_was_away() -> None:
+    ended, back, answered = threading.Event(), threading.Event(), threading.Event()
+    asked = 0
+
+    def reach() -> None:
+        nonlocal asked
+        asked += 1
+        if not back.is_set():
+            raise BrokerUnreachable("127.0.0.1:9")
+        answered.set()
+
+    watchdog = Watchdog(ended.set, look_seconds=0.01, hung_seconds=2.0)
+    with watchdog.watching("a call that waits for the broker", reach):
+        while asked < 200:  # as many looks as would have ended it
+            ended.wait(0.01)
+        back.set()
+        assert answered.wait(30.0)
+    assert not ended.is_set()
+    watchdog.close()

@@ -129,6 +129,7 @@ class Outbox:
             self._writer.commit(offsets, self._reader)
             self._writer.poll()
         except BusError:
+            self._writer.close()
             self._writer = None
             raise
         self._committed.update(offsets)
