@@ -12,7 +12,7 @@ Keeps true
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
@@ -35,6 +35,11 @@ LOOK_SECONDS = 1.0
 
 TRANSACTION_SECONDS = 60.0
 """How long beginning or committing a transaction may take before it is an error."""
+
+CLOSE_SECONDS = 1.0
+"""How long a writer that is closed waits for the reports of what it gives up; they are there at once."""
+
+CLOSE_LOOK_SECONDS = 0.01
 
 REASON_CHARACTERS = 1_000
 """What a dead letter says of why; the rest is cut off."""
@@ -172,7 +177,10 @@ class Writer:
     def close(self) -> None:
         """Give up what is not stored by now. A writer that is dropped without it goes on, and is never freed."""
         self._producer.purge()
-        self._producer.poll(0)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while len(self._producer) and time.monotonic() < deadline:
+            with suppress(KafkaException):  # one that was fenced says so again
+                self._producer.poll(CLOSE_LOOK_SECONDS)
 
     def _fencing(self, client_id: str, transactional_id: str) -> Producer:
         """A producer of this id; what an earlier one had open is over."""
