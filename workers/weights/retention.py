@@ -3,6 +3,7 @@
 Keeps true
 - Whatever a version from a run's last anchor but one on can need stays, for every model and run on the topic; a
   receiver that is in the middle of the older chain finishes it.
+- What is younger than UNDER_WAY_SECONDS stays: it may belong to a version whose manifest is still to come.
 - Only what the run's own believed manifests have given up is deleted. A manifest that is not believed deletes nothing:
   at worst it keeps something for a while.
 - No failure to delete ends anything.
@@ -35,6 +36,9 @@ ANCHORS_KEPT = 2
 OTHERS_KEPT_SECONDS = KEPT_SECONDS
 """What other runs on the topic need stays for so long after their last manifest: they may have ended for good."""
 
+UNDER_WAY_SECONDS = 3600.0
+"""Chunks come before their manifest: the largest anchor is put in less, over the slowest uplink that keeps up at all."""
+
 CLIENT = "rose-weights"
 
 log = structlog.get_logger("weights")
@@ -58,7 +62,7 @@ def release(settings: BusSettings, trust: Trust, store: AnchorStore | None = Non
         before = {(CHUNKS, partition): offset for partition, offset in found.before.items()}
         with _told():
             if before:
-                delete_before(settings, before, keep_seconds=0, client_id=CLIENT)
+                delete_before(settings, before, keep_seconds=UNDER_WAY_SECONDS, client_id=CLIENT)
         with _told():
             if store is not None:
                 store.delete(found.files)
