@@ -85,6 +85,17 @@ def test_what_is_given_up_is_deleted_once() -> None:
     assert released(TRUST, [*found, *ended]).keys == []
 
 
+def test_a_manifest_outlives_the_files_that_it_names() -> None:
+    """Without the store they cannot be deleted, and nothing else knows of them."""
+    found = [honest(offset, each) for offset, each in enumerate(CHAIN)]
+    gone = released(TRUST, found, stored=False)
+    assert (gone.before, gone.files, gone.keys) == ({0: 20}, [], ["m/:run/1"])
+    whole_again = [manifest(0, None, files=("anchor-a",)), manifest(0, None), *CHAIN[2:]]
+    again = [honest(offset, each) for offset, each in enumerate(whole_again)]
+    assert released(TRUST, again, stored=False).keys == []
+    assert released(TRUST, again).files == ["anchor-a"]
+
+
 def test_a_key_that_a_needed_manifest_has_is_never_ended() -> None:
     found = [manifest(3, None), manifest(4, 3), manifest(4, None), manifest(5, None)]
     assert released(TRUST, [honest(offset, each) for offset, each in enumerate(found)]).keys == ["m/:run/3"]

@@ -7,6 +7,7 @@ Keeps true
 - What is younger than UNDER_WAY_SECONDS stays: it may belong to a version whose manifest is still to come.
 - Only what the run's own believed manifests have given up is deleted. A manifest that is not believed deletes nothing:
   at worst it keeps something until it is ended.
+- A manifest is ended after the files that it names are deleted, and not before.
 - No failure to delete ends anything.
 """
 
@@ -69,7 +70,7 @@ class Claim:
 def release(settings: BusSettings, trust: Trust, store: AnchorStore | None = None) -> None:
     """Delete what the run's versions have given up. What cannot be deleted is told, and tried again the next time."""
     with _told():
-        found = released(trust, read_manifests(settings))
+        found = released(trust, read_manifests(settings), stored=store is not None)
         for run in found.kept_for:
             log.warning("chunks are kept for a quiet run: if it has ended for good, end its manifests", run=run)
         before = {(CHUNKS, partition): offset for partition, offset in found.before.items()}
@@ -102,8 +103,11 @@ def _end(settings: BusSettings, keys: list[str]) -> None:
     writer.flush()
 
 
-def released(trust: Trust, envelopes: Iterable[Envelope]) -> Released:
-    """What the run has given up, of all that its topic of manifests holds."""
+def released(trust: Trust, envelopes: Iterable[Envelope], *, stored: bool = True) -> Released:
+    """What the run has given up, of all that its topic of manifests holds.
+
+    `stored`: whether the files of anchors can be deleted; manifests that name some stay until they can be.
+    """
     own: dict[int, Placed] = {}
     others: dict[str, list[Claim]] = {}
     ended: dict[str, int] = {}
@@ -127,11 +131,12 @@ def released(trust: Trust, envelopes: Iterable[Envelope]) -> Released:
     dead = [placed.manifest for offset, placed in own.items() if offset not in kept]
     files = {file for manifest in dead for file in manifest.files}
     files -= {file for placed in needed for file in placed.manifest.files}
-    keys = {manifest_key(manifest) for manifest in dead} - {manifest_key(placed.manifest) for placed in needed}
+    stay = [placed.manifest for placed in needed] + [each for each in dead if each.files and not stored]
+    keys = {manifest_key(manifest) for manifest in dead} - {manifest_key(manifest) for manifest in stay}
     last = {manifest_key(placed.manifest): offset for offset, placed in own.items()}
     return Released(
         before={partition: everybodys[partition] for partition in first},
-        files=sorted(files),
+        files=sorted(files) if stored else [],
         keys=sorted(key for key in keys if ended.get(key, -1) < last[key]),
         kept_for=quiet(claims, first, now),
     )
