@@ -6,6 +6,7 @@ Keeps true
 - Nobody overtakes: a turn behind the first one is not tried while the first one could run on some executor. So small
   turns cannot starve a big one.
 - A turn that no executor could run even if it were idle is set aside, and comes back when the fleet has changed.
+- What has left is not held: neither the turn nor its context.
 """
 
 import heapq
@@ -51,50 +52,53 @@ class Turn:
         return (self.seen_at if self.worker else self.queued_at) + self.request.patience_seconds
 
 
-Entry = tuple[float, int, int, Turn]
+Place = tuple[float, int, int]
+"""In the order: when it is due, how far it is on (negative), its ticket."""
 
 
 @dataclass(slots=True)
 class Waiting:
-    """The waiting turns; entries of turns that have left are dropped when they come up."""
+    """The waiting turns. A place whose turn has left holds nothing of it, and is dropped when it comes up."""
 
-    heap: list[Entry] = field(default_factory=list)
-    aside: list[Entry] = field(default_factory=list)
-    turns: int = 0
-    """How many wait, those set aside included."""
+    turns: dict[int, Turn] = field(default_factory=dict)
+    """All that wait, by ticket."""
+    heap: list[Place] = field(default_factory=list)
+    aside: dict[int, Place] = field(default_factory=dict)
+    """By ticket, those that wait and are set aside."""
     tickets: int = 0
     """Given out so far."""
 
     def __len__(self) -> int:
-        return self.turns
+        return len(self.turns)
 
     def push(self, turn: Turn) -> None:
         self.tickets += 1
         turn.ticket = self.tickets
-        heapq.heappush(self.heap, (turn.due, -turn.request.turn, turn.ticket, turn))
-        self.turns += 1
+        self.turns[turn.ticket] = turn
+        heapq.heappush(self.heap, (turn.due, -turn.request.turn, turn.ticket))
 
     def first(self) -> Turn | None:
         """The turn whose move it is; None when nobody waits who is not set aside."""
         while self.heap:
-            _, _, ticket, turn = self.heap[0]
-            if turn.ticket == ticket:
+            turn = self.turns.get(self.heap[0][2])
+            if turn is not None:
                 return turn
             heapq.heappop(self.heap)
         return None
 
     def remove(self, turn: Turn) -> None:
         """Take a waiting turn out, wherever it stands."""
+        del self.turns[turn.ticket]
+        self.aside.pop(turn.ticket, None)
         turn.ticket = 0
-        self.turns -= 1
 
     def set_aside(self) -> None:
         """Let the others pass the first one."""
-        self.aside.append(heapq.heappop(self.heap))
+        place = heapq.heappop(self.heap)
+        self.aside[place[2]] = place
 
     def recall(self) -> None:
         """Bring back those set aside."""
-        for entry in self.aside:
-            if entry[3].ticket == entry[2]:
-                heapq.heappush(self.heap, entry)
+        for place in self.aside.values():
+            heapq.heappush(self.heap, place)
         self.aside.clear()

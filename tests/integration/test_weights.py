@@ -18,7 +18,7 @@ from topics.catalog import CHUNKS, Partitions
 from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
-from workers.weights import index
+from workers.weights import index, retention
 from workers.weights.config import DEFAULT_RUN, WeightsConfig
 from workers.weights.geometry import Box
 from workers.weights.manifests import newest_manifest, signed
@@ -70,10 +70,10 @@ def trainer(broker: AnyBroker, namespace: str) -> Trainer:
 
 @contextmanager
 def receiving(
-    settings: BusSettings, key: Ed25519PrivateKey | None = None, **options: object
+    settings: BusSettings, key: Ed25519PrivateKey | None = None, *, run: str = DEFAULT_RUN, **options: object
 ) -> Iterator[WeightReceiver]:
     """`key`: the trainer's."""
-    trust = dataclasses.replace(trust_of(settings, MODEL, WeightsConfig()), key=key and key.public_key())
+    trust = dataclasses.replace(trust_of(settings, MODEL, WeightsConfig(run=run)), key=key and key.public_key())
     receiver = WeightReceiver(settings, trust, **({"shapes": SHAPES} | options))  # type: ignore[arg-type]
     receiver.start()
     try:
@@ -360,8 +360,9 @@ def test_a_sharded_receiver_fetches_what_its_shard_meets(trainer: Trainer) -> No
         assert version.bytes < staged(whole).bytes * 0.6, "of what came over the link, not of what was asked for"
 
 
-def test_chunks_that_no_version_needs_any_more_are_deleted(trainer: Trainer) -> None:
+def test_chunks_that_no_version_needs_any_more_are_deleted(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two anchors back, and only then."""
+    monkeypatch.setattr(retention, "UNDER_WAY_SECONDS", 0.0)
     for version in range(3):
         with WeightPublisher(trainer.settings, MODEL, anchor_every=0) as publisher:
             publisher.publish(tensors_of(version).items())

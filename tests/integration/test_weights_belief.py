@@ -91,7 +91,8 @@ def test_a_forged_manifest_of_any_number_keeps_no_honest_one_from_being_taken(se
     assert WeightPublisher(settings, MODEL, key=KEY).next_version == 5
 
 
-def test_forged_anchors_delete_no_honest_chunk(settings: BusSettings) -> None:
+def test_forged_anchors_delete_no_honest_chunk(settings: BusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "UNDER_WAY_SECONDS", 0.0)
     with WeightPublisher(settings, MODEL, key=KEY) as publisher:
         first = publish(publisher, 0)
         lies = [msgspec.structs.replace(first, version=2**50 + n, first=((0, 10**6), (1, 10**6))) for n in range(2)]
@@ -101,6 +102,20 @@ def test_forged_anchors_delete_no_honest_chunk(settings: BusSettings) -> None:
     assert list(begins(settings)) == [0, 0]
     with receiving(settings, KEY) as joiner:
         assert_equal(staged(joiner), tensors_of(1))
+
+
+def test_chunks_whose_manifest_is_still_to_come_stay_while_another_run_deletes(settings: BusSettings) -> None:
+    with (
+        WeightPublisher(settings, MODEL, run="slow") as slow,
+        WeightPublisher(settings, MODEL, run="quick", anchor_every=0) as quick,
+    ):
+        put = slow.put(slow.snapshot(tensors_of(7).items()), 7, step=7, published_at=0.0)
+        for version in range(3):
+            publish(quick, version)
+        quick.close()  # and with it what it deletes
+        slow.commit(put)
+    with receiving(settings, run="slow") as joiner:
+        assert_equal(staged(joiner), tensors_of(7))
 
 
 def test_a_broken_version_of_any_number_gives_way_to_the_next_best(settings: BusSettings) -> None:

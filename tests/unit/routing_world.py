@@ -269,6 +269,11 @@ class World:
         counters, router = self.router.counters, self.router
         assert counters.requested == counters.finished + counters.failed + router.outstanding + len(router.waiting)
         assert counters.finished + counters.failed == self.ended
+        waiting = router.waiting
+        assert list(waiting.turns.values()) == sorted(
+            (turn for turn in router.turns.values() if not turn.worker), key=lambda turn: turn.ticket
+        ), "a turn that has left is held"
+        assert waiting.aside.keys() <= waiting.turns.keys()
         for worker, executor in router.liveness.executors.items():
             assert list(executor.holds) == [n for n in executor.holds if router.turns[n].worker == worker]
             assert not any(router.turns[n].execution in executor.ghosts for n in executor.holds)

@@ -1,6 +1,8 @@
 """A home's inputs: prompts are decided in order and once, and no offset is committed before its consequences are."""
 
+import time
 from collections.abc import Iterable
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +12,12 @@ from schemas.environments import GroupState
 from schemas.homes import home_of
 from schemas.prompts import Prompt, trajectory_id
 from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS
+from topics.reader import Reader
 from topics.records import Envelope, Raw, Spoiled
-from workers.environments.home import Decision, Fate, Home, Unfinished
-from workers.environments.outbox import group_of
-from workers.environments.trajectory import begin
+from topics.settings import BusSettings
+from workers.environments.home import OLD_BATCH, Decision, Fate, Home, Unfinished
+from workers.environments.outbox import AGAIN_SECONDS, Outbox, group_of
+from workers.environments.trajectory import Rules, begin
 
 HOMES = 4
 HERE = [f"g{number}" for number in range(40) if home_of(f"g{number}", HOMES) == 1]
@@ -250,3 +254,18 @@ def test_groups_are_forgotten_when_they_are_old_but_for_the_last_one(state: Grou
     assert here.take_old(1000.0, 100.0) == HERE[2:3]
     here.knows(group_of(prompt_of(HERE[3]), state, offset=3, outcomes_from=0, now=0.0))
     assert here.take_old(1000.0, 100.0) == [], "it says where prompts begin when offsets are gone"
+
+
+def test_old_groups_are_forgotten_as_fast_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a batch in the time between two looks: the rest does not wait for the next."""
+    here, now = home(), 1e6
+    for offset in range(3 * OLD_BATCH + 2):
+        here.knows(group_of(prompt_of(f"g{offset}"), GroupState.SETTLED, offset=offset, outcomes_from=0, now=0.0))
+    nothing = cast("Rules", None), cast("Reader", None)
+    outbox = Outbox(BusSettings("nowhere:1"), "w", nothing[1], rules=nothing[0], clock=lambda: 1e9)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    forgotten = []
+    for _ in range(6):
+        forgotten.append(sum(len(old) for old in outbox._old_groups([here]).values()))
+        now += AGAIN_SECONDS
+    assert forgotten == [OLD_BATCH, OLD_BATCH, OLD_BATCH, 1, 0, 0]

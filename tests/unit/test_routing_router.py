@@ -534,6 +534,18 @@ def test_a_turn_that_nobody_could_run_lets_others_pass() -> None:
     assert set(world.held) == {"g0:0", "g1:0"}
 
 
+def test_a_turn_that_ends_while_it_is_set_aside_is_not_held() -> None:
+    """In a fleet that stays as it is, which brings nothing back."""
+    router = Router(CONFIG)
+    for beat in range(100):
+        now = 0.2 * beat
+        router.on(heartbeat(0, sequence=beat), now)
+        router.on(request(f"g{beat}:0", context=2000, patience_seconds=1.0), now)
+        router.tick(now)
+        assert len(router.waiting) == len(router.waiting.aside) <= 10
+    assert router.counters.failed >= 90
+
+
 def test_a_request_for_the_next_turn_proves_that_the_present_one_was_applied() -> None:
     router = Router(CONFIG)
     router.on(heartbeat(0), 0.0)

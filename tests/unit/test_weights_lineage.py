@@ -159,6 +159,43 @@ def test_what_no_later_path_can_need_is_forgotten() -> None:
     assert sorted(lineage.versions) == [(0, 5), (0, 6), (0, 8)]
 
 
+@given(st.integers(1, 30), st.one_of(st.none(), st.integers(0, 50)))
+def test_who_can_take_nothing_remembers_no_more_than_a_chain_and_what_it_holds(
+    anchor_every: int, first_bad: int | None
+) -> None:
+    lineage = Lineage()
+    for version in range(300):
+        lineage.learn(manifest(version, None if version % anchor_every == 0 else version - 1), version)
+        bad = first_bad is not None and version >= first_bad
+        follow(lineage, {version: Refusal.WRONG_DTYPE} if bad else {})
+        lineage.forget_useless()
+        assert lineage.blocked() is None or bad or first_bad is not None
+        assert len(lineage.versions) <= 2 * anchor_every
+
+
+def test_what_failed_is_not_tried_again_when_it_is_learned_again() -> None:
+    lineage = lineage_of((0, None), (1, None))
+    assert follow(lineage, dict.fromkeys((0, 1), Refusal.WRONG_DTYPE)) == [[1], [0]]
+    lineage.forget_useless()
+    lineage.versions.clear()
+    lineage.learn(manifest(0), 0)
+    lineage.learn(manifest(1), 1)
+    assert lineage.next_path() is None
+
+
+def test_a_failure_that_is_remembered_holds_nothing_of_the_attempt() -> None:
+    lineage = lineage_of((0, None))
+    path = lineage.next_path()
+    assert path is not None
+    try:
+        raise VersionRefused(Refusal.WRONG_CHUNK, "broken") from ValueError("bytes")
+    except VersionRefused as why:
+        lineage.refuse(path, path[0], why)
+    blocked = lineage.blocked()
+    assert blocked is not None
+    assert (str(blocked[1]), blocked[1].__traceback__, blocked[1].__cause__) == ("broken", None, None)
+
+
 @dataclass
 class World:
     """A log of manifests that are believed, each whole or broken in some way, and a receiver that follows it."""
@@ -169,6 +206,8 @@ class World:
     all: list[Placed] = field(default_factory=list)
     anchors_in_vain: int = 0
     tried: set[tuple[int, ...]] = field(default_factory=set)
+    forgotten: set[int] = field(default_factory=set)
+    """Offsets of what the receiver had forgotten before something newer was written."""
 
     def write(self, manifest: WeightManifest, fault: Refusal | None) -> None:
         offset = len(self.all)
@@ -184,6 +223,14 @@ class World:
             assert tried not in self.tried, "a path is tried twice"
             self.tried.add(tried)
             self._try(path)
+        self.lineage.forget_useless()
+        assert self.lineage.held == self.best(), "something was forgotten that could have been taken"
+        known = {placed.offset for found in self.lineage.versions.values() for placed in found}
+        newest_anchor = max((each.order for each in self.all if each.manifest.base_version is None), default=None)
+        for placed in self.all:
+            if placed.offset not in known:
+                assert newest_anchor is not None and placed.order < newest_anchor
+                self.forgotten.add(placed.offset)
 
     def _try(self, path: Path) -> None:
         taken: Placed | None = None
@@ -203,6 +250,8 @@ class World:
         whole: set[Order] = set()
         for placed in sorted(self.all, key=lambda placed: placed.order):
             base = placed.manifest.base_version
+            if placed.offset in self.forgotten and placed.order != self.lineage.held:
+                continue
             if placed.offset not in self.faults and (base is None or (placed.manifest.epoch, base) in whole):
                 whole.add(placed.order)
         return max(whole, default=None)
@@ -228,9 +277,7 @@ def test_whatever_the_log_the_best_version_that_can_be_proven_is_held(
         if number < len(looks) and looks[number]:
             world.catch_up()
     world.catch_up()
-    best, held = world.best(), world.lineage.held
-    # What came before it may be forgotten by then: a version below what is held is of no use.
-    assert held == best
+    assert world.lineage.held == world.best()
     assert world.anchors_in_vain <= len(world.faults), "an anchor was fetched twice for one break"
 
 

@@ -13,7 +13,7 @@ from topics.records import Envelope, Raw
 from workers.weights.config import WeightsConfig
 from workers.weights.lineage import Placed
 from workers.weights.manifests import manifest_key, signed
-from workers.weights.retention import OTHERS_KEPT_SECONDS, live, released
+from workers.weights.retention import QUIET_SECONDS, live, released
 from workers.weights.shelves import lowest_offsets
 
 OTHER = "other.:run"
@@ -85,6 +85,17 @@ def test_what_is_given_up_is_deleted_once() -> None:
     assert released(TRUST, [*found, *ended]).keys == []
 
 
+def test_a_manifest_outlives_the_files_that_it_names() -> None:
+    """Without the store they cannot be deleted, and nothing else knows of them."""
+    found = [honest(offset, each) for offset, each in enumerate(CHAIN)]
+    gone = released(TRUST, found, stored=False)
+    assert (gone.before, gone.files, gone.keys) == ({0: 20}, [], ["m/:run/1"])
+    whole_again = [manifest(0, None, files=("anchor-a",)), manifest(0, None), *CHAIN[2:]]
+    again = [honest(offset, each) for offset, each in enumerate(whole_again)]
+    assert released(TRUST, again, stored=False).keys == []
+    assert released(TRUST, again).files == ["anchor-a"]
+
+
 def test_a_key_that_a_needed_manifest_has_is_never_ended() -> None:
     found = [manifest(3, None), manifest(4, 3), manifest(4, None), manifest(5, None)]
     assert released(TRUST, [honest(offset, each) for offset, each in enumerate(found)]).keys == ["m/:run/3"]
@@ -105,16 +116,36 @@ def test_nothing_is_deleted_where_the_run_itself_needs_nothing() -> None:
     assert released(TRUST, [*(honest(n, each) for n, each in enumerate(CHAIN)), stranger]).before == {0: 20}
 
 
-def test_what_other_runs_need_stays_until_they_have_been_silent_for_long() -> None:
-    """Of the same key or another, of this model or another."""
-    other = honest(7, manifest(0, None, (0, 3), run=OTHER, files=("anchor-d",)))
-    unknown = as_read(signed(msgspec.structs.replace(manifest(0, None, (0, 2)), model_id="n"), None), offset=8)
+def test_what_other_runs_need_stays_until_their_manifests_are_ended() -> None:
+    """Of the same key or another, of this model or another, however long they are silent."""
+    theirs = manifest(0, None, (0, 3), run=OTHER, files=("anchor-d",))
+    unknown = msgspec.structs.replace(manifest(0, None, (0, 2)), model_id="n")
+    other_key = manifest(1, None, (0, 1), run=OTHER)
+    late = [honest(offset, each, at=QUIET_SECONDS + 1) for offset, each in enumerate(CHAIN)]
+    found = [*late, honest(7, theirs), as_read(signed(unknown, None), offset=8), forged(9, other_key)]
+    assert released(TRUST, found).before == {0: 1}
+    assert released(TRUST, found).files == ["anchor-a"]
+    assert released(TRUST, found).kept_for == [f"m/{OTHER}", "n/:run"]
+    found.append(tombstone(10, other_key))
+    assert released(TRUST, found).before == {0: 2}
+    found.append(tombstone(11, unknown))
+    assert released(TRUST, found).before == {0: 3}
+    found.append(tombstone(12, theirs))
+    assert (released(TRUST, found).before, released(TRUST, found).kept_for) == ({0: 20}, [])
+    assert released(TRUST, [*found, honest(13, theirs)]).before == {0: 3}
+
+
+def test_forged_anchors_of_another_run_do_not_delete_what_it_needs() -> None:
     mine = [honest(offset, each) for offset, each in enumerate(CHAIN)]
-    assert released(TRUST, [*mine, other]).before == {0: 3}
-    assert released(TRUST, [*mine, other, unknown]).before == {0: 2}
-    assert released(TRUST, [*mine, other, unknown]).files == ["anchor-a"]
-    late = [honest(offset, each, at=OTHERS_KEPT_SECONDS + 1) for offset, each in enumerate(CHAIN)]
-    assert released(TRUST, [*late, other, unknown]).before == {0: 20}
+    lies = [forged(8 + n, manifest(8 + n, None, (0, 10**6), run=OTHER)) for n in range(2)]
+    assert released(TRUST, [*mine, honest(7, manifest(7, None, (0, 3), run=OTHER)), *lies]).before == {0: 3}
+
+
+def test_a_run_that_is_heard_or_keeps_nothing_back_is_not_named() -> None:
+    late = [honest(offset, each, at=QUIET_SECONDS + 1) for offset, each in enumerate(CHAIN)]
+    heard = [honest(7, manifest(0, None, (0, 3), run=OTHER)), honest(8, manifest(1, 0, (0, 33), run=OTHER), at=2.0)]
+    assert released(TRUST, [*late, *heard]).kept_for == []
+    assert released(TRUST, [*late, honest(7, manifest(0, None, (0, 33), run=OTHER))]).kept_for == []
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ Keeps true
   whatever number and however broken, keeps an honest one from being taken.
 - A break in a chain costs one anchor at most, not one a version: no path goes through a manifest that failed. Where the
   fault may lie in what is held, it is tried once more from an anchor.
+- Once nothing is left to try, what lies before the newest anchor is forgotten, but for the way to what is held: also a
+  receiver that can take nothing remembers one chain, and of what failed a sentence each.
 
 Pure: manifests are believed before they come here, and whether a path can be followed is tried elsewhere.
 
@@ -80,15 +82,28 @@ class Lineage:
             return
         begin = whole[0].order
         self.versions = {order: found for order, found in self.versions.items() if order >= begin}
-        known = {each.offset for found in self.versions.values() for each in found}
-        self.failed = {offset: why for offset, why in self.failed.items() if offset in known}
-        self.suspects = {offset: why for offset, why in self.suspects.items() if offset in known}
+
+    def forget_useless(self) -> None:
+        """Nothing is left to try: forget what only a version before the newest anchor could still be built on.
+
+        What has failed stays known as such: it may be learned again, when the log is read again.
+        """
+        anchors = [
+            order
+            for order, found in self.versions.items()
+            if any(placed.manifest.base_version is None for placed in found)
+        ]
+        if not anchors:
+            return
+        to_held = [] if self.held is None else self._paths(upon_held=False).get(self.held, [])
+        kept, newest = {placed.order for placed in to_held}, max(anchors)
+        self.versions = {order: found for order, found in self.versions.items() if order >= newest or order in kept}
 
     def refuse(self, path: Path, placed: Placed, why: VersionRefused) -> None:
         """A path could be followed up to this version of it."""
         upon_held = path[0].manifest.base_version is not None
         where = self.suspects if upon_held and why.refusal in OF_THE_BASE else self.failed
-        where[placed.offset] = why
+        where[placed.offset] = VersionRefused(why.refusal, str(why))  # a traceback holds all that was in memory
 
     def blocked(self) -> tuple[Placed, VersionRefused] | None:
         """Why the newest version is not to be had, and the manifest that is to blame; None if it is held or may be."""

@@ -205,6 +205,7 @@ class WeightReceiver:
             closing(Reader(self._settings, self._client_id, group="weights", ends=True)) as manifests,
             closing(Reader(self._settings, self._client_id, group="weights", ends=True, **SMALL_FETCHES)) as chunks,
         ):
+            self._lineage.versions.clear()  # all that may still be taken is read again
             manifests.assign({PLACE: OFFSET_BEGINNING})
             at_end = False
             while not self._stopping.is_set():
@@ -250,6 +251,7 @@ class WeightReceiver:
             except RoseError as error:
                 self._tell(path[-1].manifest.version, str(error))
                 raise
+        self._lineage.forget_useless()
         blocked = self._lineage.blocked()
         newest = self._lineage.newest
         if blocked is None or newest is None:

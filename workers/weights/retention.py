@@ -1,15 +1,17 @@
 """What no version needs any more is deleted: chunks, manifests, and files of the anchor store.
 
 Keeps true
-- Whatever a version from a run's last anchor but one on can need stays, for every model and run on the topic; a
-  receiver that is in the middle of the older chain finishes it.
+- Whatever a version from a run's last anchor but one on can need stays; a receiver that is in the middle of the older
+  chain finishes it.
+- What a manifest of another run or model names stays until that manifest is ended by a tombstone, however old it is.
+- What is younger than UNDER_WAY_SECONDS stays: it may belong to a version whose manifest is still to come.
 - Only what the run's own believed manifests have given up is deleted. A manifest that is not believed deletes nothing:
-  at worst it keeps something for a while.
+  at worst it keeps something until it is ended.
+- A manifest is ended after the files that it names are deleted, and not before.
 - No failure to delete ends anything.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,13 +29,16 @@ from workers.weights.anchor_store import AnchorStore
 from workers.weights.lineage import Placed
 from workers.weights.manifests import PLACE, manifest_key, read_manifests
 from workers.weights.shelves import lowest_offsets
-from workers.weights.trust import Doubt, Trust
+from workers.weights.trust import Trust
 
 ANCHORS_KEPT = 2
 """Of each run: the newest, and the one before it."""
 
-OTHERS_KEPT_SECONDS = KEPT_SECONDS
-"""What other runs on the topic need stays for so long after their last manifest: they may have ended for good."""
+UNDER_WAY_SECONDS = 3600.0
+"""Chunks come before their manifest: the largest anchor is put in less, over any uplink that keeps up at all."""
+
+QUIET_SECONDS = KEPT_SECONDS
+"""A run without a manifest for so long that keeps chunks from being deleted is named: it may have ended for good."""
 
 CLIENT = "rose-weights"
 
@@ -49,16 +54,29 @@ class Released:
     files: list[str]
     keys: list[str]
     """Of manifests."""
+    kept_for: list[str]
+    """Quiet runs of whose manifests some keep more than the run itself does: model and run, as their keys begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a manifest of another run needs."""
+
+    run: str
+    at: float
+    first: tuple[tuple[int, int], ...]
 
 
 def release(settings: BusSettings, trust: Trust, store: AnchorStore | None = None) -> None:
     """Delete what the run's versions have given up. What cannot be deleted is told, and tried again the next time."""
     with _told():
-        found = released(trust, read_manifests(settings))
+        found = released(trust, read_manifests(settings), stored=store is not None)
+        for run in found.kept_for:
+            log.warning("chunks are kept for a quiet run: if it has ended for good, end its manifests", run=run)
         before = {(CHUNKS, partition): offset for partition, offset in found.before.items()}
         with _told():
             if before:
-                delete_before(settings, before, keep_seconds=0, client_id=CLIENT)
+                delete_before(settings, before, keep_seconds=UNDER_WAY_SECONDS, client_id=CLIENT)
         with _told():
             if store is not None:
                 store.delete(found.files)
@@ -85,41 +103,54 @@ def _end(settings: BusSettings, keys: list[str]) -> None:
     writer.flush()
 
 
-def released(trust: Trust, envelopes: Iterable[Envelope]) -> Released:
-    """What the run has given up, of all that its topic of manifests holds."""
+def released(trust: Trust, envelopes: Iterable[Envelope], *, stored: bool = True) -> Released:
+    """What the run has given up, of all that its topic of manifests holds.
+
+    `stored`: whether the files of anchors can be deleted; manifests that name some stay until they can be.
+    """
     own: dict[int, Placed] = {}
-    others: dict[tuple[str, str], list[Placed]] = defaultdict(list)
-    seen: dict[tuple[str, str], float] = {}
+    others: dict[str, list[Claim]] = {}
     ended: dict[str, int] = {}
     now = 0.0
     for envelope in envelopes:
-        manifest, judged = envelope.record, trust.judge(envelope)
+        manifest = envelope.record
         if not isinstance(manifest, WeightManifest):
             ended[envelope.key] = envelope.offset
-        elif judged is manifest:
+            others.pop(envelope.key, None)
+        elif (manifest.model_id, manifest.run) != (trust.model_id, trust.run):
+            claim = Claim(f"{manifest.model_id}/{manifest.run}", envelope.timestamp_seconds, manifest.first)
+            others.setdefault(envelope.key, []).append(claim)
+        elif trust.believes(envelope) is manifest:
             own[envelope.offset] = Placed(manifest, envelope.offset)
             now = max(now, envelope.timestamp_seconds)
-        elif judged in (None, Doubt.STRANGER):
-            run = manifest.model_id, manifest.run
-            others[run].append(Placed(manifest, envelope.offset))
-            seen[run] = max(seen.get(run, 0.0), envelope.timestamp_seconds)
     needed = live(own.values())
-    of_others = [
-        placed for run, found in others.items() if now - seen[run] < OTHERS_KEPT_SECONDS for placed in live(found)
-    ]
     first = lowest_offsets(place for placed in needed for place in placed.manifest.first)
-    everybodys = lowest_offsets(place for placed in (*needed, *of_others) for place in placed.manifest.first)
+    claims = [claim for found in others.values() for claim in found]
+    everybodys = lowest_offsets([*first.items(), *(place for claim in claims for place in claim.first)])
     kept = {placed.offset for placed in needed}
     dead = [placed.manifest for offset, placed in own.items() if offset not in kept]
-    keys = {manifest_key(manifest) for manifest in dead} - {manifest_key(placed.manifest) for placed in needed}
-    last = {manifest_key(placed.manifest): offset for offset, placed in own.items()}
     files = {file for manifest in dead for file in manifest.files}
     files -= {file for placed in needed for file in placed.manifest.files}
+    stay = [placed.manifest for placed in needed] + [each for each in dead if each.files and not stored]
+    keys = {manifest_key(manifest) for manifest in dead} - {manifest_key(manifest) for manifest in stay}
+    last = {manifest_key(placed.manifest): offset for offset, placed in own.items()}
     return Released(
         before={partition: everybodys[partition] for partition in first},
-        files=sorted(files),
+        files=sorted(files) if stored else [],
         keys=sorted(key for key in keys if ended.get(key, -1) < last[key]),
+        kept_for=quiet(claims, first, now),
     )
+
+
+def quiet(claims: Iterable[Claim], first: Mapping[int, int], now: float) -> list[str]:
+    """The runs that need what lies before these offsets, and have said nothing for long."""
+    newest: dict[str, float] = {}
+    needing: set[str] = set()
+    for claim in claims:
+        newest[claim.run] = max(claim.at, newest.get(claim.run, claim.at))
+        if any(offset < first.get(partition, -1) for partition, offset in claim.first):
+            needing.add(claim.run)
+    return sorted(run for run in needing if now - newest[run] >= QUIET_SECONDS)
 
 
 def live(manifests: Iterable[Placed]) -> list[Placed]:
