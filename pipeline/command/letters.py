@@ -26,7 +26,7 @@ from schemas.record import Record
 from schemas.wire import SCHEMA_HEADER, decode, encode
 from topics.admin import reach
 from topics.catalog import PROMPTS, RECORD_TOPICS, Topic
-from topics.letters import NOWHERE, Letter, read_letters, send_back
+from topics.letters import NOWHERE, Letter, read_burials, read_letters, send_back
 from topics.reader import Reader
 from topics.records import Raw
 from topics.settings import BusSettings
@@ -43,9 +43,9 @@ def list_letters(common: Common, topic: str | None) -> None:
     """`rose letters list`: one line each."""
     with log_of(load(common)) as settings:
         reach(settings)
-        letters = list(read_letters(settings, *_topics(topic)))
+        letters = read_burials(settings, *_topics(topic))
     for letter in letters:
-        key = (letter.raw.key or b"").decode(errors="replace")
+        key = (letter.key or b"").decode(errors="replace")
         again = f"  (sent back {_moment(letter.sent_back_at)})" if letter.sent_back_at is not None else ""
         _say(f"{letter.place}  {_moment(letter.buried_at)}  {_line(letter.reason)}  key {key or '-'}{again}")
     _say(f"{len(letters)} dead letters{f' of {topic}' if topic else ''}")
@@ -155,10 +155,10 @@ def _find(settings: BusSettings, place: str) -> Letter:
     """The letter that lay there. Raises UsageError."""
     known = any(place.startswith(f"{topic.name}/") for topic in RECORD_TOPICS)
     name, _, rest = (place if known else place.removeprefix(settings.namespace)).partition("/")
-    for letter in read_letters(settings, *_topics(name)):
-        if letter.place == f"{name}/{rest}":
-            return letter
-    raise UsageError(f"no dead letter lay at {place}: `rose letters list` names their places")
+    there = read_letters(settings, *_topics(name), wanted=lambda letter: letter.place == f"{name}/{rest}")
+    if not there:
+        raise UsageError(f"no dead letter lay at {place}: `rose letters list` names their places")
+    return there[0]
 
 
 def _topics(name: str | None) -> tuple[Topic, ...]:
