@@ -1,14 +1,18 @@
-"""Dead letters: what is known of them is told without holding them."""
+"""Dead letters: what is known of them is told without holding them, and poison is shown, not tripped over."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import topics.letters
+from pipeline.command.letters import mended, show_value
+from schemas.errors import UsageError
 from topics.catalog import PROMPTS, SAMPLES, Topic
-from topics.letters import SENT_BACK, Buried, read_burials, read_letters
+from topics.letters import SENT_BACK, Buried, Letter, read_burials, read_letters
 from topics.records import Raw
 from topics.settings import BusSettings
 
@@ -85,3 +89,41 @@ def test_of_the_letters_only_what_is_wanted_is_held(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(topics.letters, "read_messages", dead.messages)
     [letter] = read_letters(SETTINGS, PROMPTS, wanted=lambda letter: letter.offset == 7)
     assert (letter.offset, letter.raw.value) == (7, b"v" * 100) and dead.most_held <= 3
+
+
+POISON = {
+    "deep JSON": b'{"a":' + b"[" * 5000,
+    "deep MessagePack": b"\x81\xa1a" + b"\x91" * 5000,
+    "an extension": b"\x81\xa1a\xd4\x05\x00",
+    "a key of bytes": b"\x81\xc4\x01a\x01",
+    "nil as key": b"\x81\xc0\x01",
+    "a list as key": b"\x81\x91\x01\x01",
+    "a map as key": b"\x81\x80\x01",
+    "no such time": b"\x81\xa1a\xc7\x0c\xff\0\0\0\0\x7f\xff\xff\xff\xff\xff\xff\xff",
+}
+
+
+def letter_of(value: bytes) -> Letter:
+    raw = Raw(b"k", value)
+    return Letter(topic=PROMPTS, partition=0, offset=1, key=b"k", raw=raw, reason="why", buried_at=0.0)
+
+
+@pytest.mark.parametrize("value", POISON.values(), ids=POISON)
+def test_poison_is_shown_and_mending_it_is_refused_in_a_sentence(value: bytes) -> None:
+    check(value)
+
+
+@given(st.binary(max_size=60) | st.binary(max_size=60).map(lambda more: b"\x81\xa1a" + more))
+def test_any_bytes_are_shown(value: bytes) -> None:
+    check(value)
+
+
+def check(value: bytes) -> None:
+    letter = letter_of(value)
+    assert show_value(letter) or not value
+    for change in ("note=x", "note=" + "[" * 5000):
+        try:
+            fields: Any = msgspec.msgpack.decode(mended(letter, None, [change]).value or b"")
+        except UsageError:
+            continue
+        assert "note" in fields
