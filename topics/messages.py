@@ -6,6 +6,7 @@ Keeps true: only what is committed is seen, in order within a partition, and rea
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
@@ -40,13 +41,17 @@ class Keyed:
 
 
 def read_messages(
-    settings: BusSettings, begins: Mapping[NamedPlace, int], *, client_id: str
+    settings: BusSettings,
+    begins: Mapping[NamedPlace, int],
+    *,
+    client_id: str,
+    ahead: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[tuple[NamedPlace, int, Raw, float]]:
     """Place, offset, message and stamp (unix seconds) of all that is committed from these offsets on.
 
-    Raises TopicMissing or BusError.
+    `ahead`: librdkafka settings that say how much of it is held in memory. Raises TopicMissing or BusError.
     """
-    consumer = Consumer({**settings.consumer(client_id, "log"), "enable.partition.eof": True})
+    consumer = Consumer({**settings.consumer(client_id, "log"), "enable.partition.eof": True, **ahead})
     with closing(consumer):
         found = {place: _begin(consumer, place, offset) for place, offset in begins.items()}
         left = {place for place, begin in found.items() if begin is not None}

@@ -1,5 +1,6 @@
 """What reading hands out: records with their places in the log, and what lies there and is no record."""
 
+import math
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import NamedTuple
@@ -13,6 +14,10 @@ Place = tuple[Topic, int]
 """A topic and one of its partitions."""
 
 
+RECORD_FRAMING_BYTES = 36
+"""What Kafka writes of a record beside its key, value and headers, at most: their lengths, its number and its time."""
+
+
 class Raw(NamedTuple):
     """A message as it came."""
 
@@ -22,9 +27,9 @@ class Raw(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of key, value and headers."""
-        headers = sum(len(name.encode()) + len(value) for name, value in self.headers)
-        return len(self.key or b"") + len(self.value or b"") + headers
+        """Bytes that it takes on the wire uncompressed, at most: each header has lengths of its own there."""
+        headers = sum(_framed(len(name.encode())) + _framed(len(value)) for name, value in self.headers)
+        return RECORD_FRAMING_BYTES + len(self.key or b"") + len(self.value or b"") + headers
 
     def header(self, name: str) -> bytes:
         """The last header of this name, as the newest hand that touched the message wrote it; empty without one."""
@@ -74,7 +79,8 @@ _headers_of = methodcaller("headers")
 def raw_of(message: Message) -> Raw:
     """The message's bytes; a header without a value is an empty one.
 
-    Where the name of a header is no text there are none: the client cannot hand out a single one then.
+    Where the name of a header is no text, or there are more than 100,000, there are none: the client cannot hand out a
+    single one then.
     """
     key, value = message.key(), message.value()
     try:
@@ -87,3 +93,8 @@ def raw_of(message: Message) -> Raw:
 
 def _bytes(held: bytes | str | None) -> bytes:
     return held.encode() if isinstance(held, str) else held or b""
+
+
+def _framed(length: int) -> int:
+    """So many bytes with their length before them, a zigzag varint."""
+    return length + max(1, math.ceil((2 * length).bit_length() / 7))

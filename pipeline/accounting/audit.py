@@ -10,7 +10,6 @@ Keeps true
 """
 
 import time
-from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -33,7 +32,7 @@ from topics.catalog import (
     SAMPLES,
     Topic,
 )
-from topics.letters import buried, read_letters
+from topics.letters import Buried, buried
 from topics.messages import Keyed, read_keyed, whole
 from topics.reader import Reader
 from topics.settings import BusSettings
@@ -88,16 +87,16 @@ def _read(settings: BusSettings) -> LogAudit:
             oldest = [min([message.timestamp_seconds, *oldest])]
             if message.topic is not SAMPLES or (message.partition, message.offset) not in dead_samples:
                 _fold(ledger, message, homes=len(begins[PROMPTS]))
-    letters: Counter[Topic] = Counter()
-    for letter in read_letters(settings, *RECORD_TOPICS, client_id=CLIENT):
-        letters[letter.topic] += 1
-        if letter.topic is PROMPTS:
-            ledger.dead_prompt((letter.partition, letter.offset))
+    letters = Buried(settings, *RECORD_TOPICS, client_id=CLIENT)
+    letters.read()
+    for place in letters.places(PROMPTS):
+        ledger.dead_prompt(place)
     with closing(Reader(settings, CLIENT, group="log")) as reader:
         outcomes_from = reader.watermarks((OUTCOMES, 0))[0]
     forgotten_before = time.time() - OUTCOMES_KEPT_SECONDS
+    counts = {topic: count for topic in RECORD_TOPICS if (count := letters.count(topic))}
     audit = ledger.audit(outcomes_from=outcomes_from, forgotten_before=forgotten_before)
-    return LogAudit(audit, oldest[0] if oldest else None, dict(letters))
+    return LogAudit(audit, oldest[0] if oldest else None, counts)
 
 
 def _fold(ledger: Ledger, message: Keyed, *, homes: int) -> None:

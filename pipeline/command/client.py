@@ -94,7 +94,8 @@ def watch_run(common: Common) -> None:
     reach(settings)
     stop = stop_on_signals()
     limits = config.settings.environment.window_groups, config.settings.router.max_lag_versions
-    watch = Watch(settings, whole=False, window_groups=limits[0], max_lag_versions=limits[1])
+    trust = config.trust(settings)
+    watch = Watch(settings, trust=trust, whole=False, window_groups=limits[0], max_lag_versions=limits[1])
     try:
         Screen(watch, Console(), title=f"ROSE on {settings.bootstrap}").run(lambda: not stop.is_set())
     finally:

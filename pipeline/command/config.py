@@ -39,7 +39,8 @@ from workers.environments.registry import BUILT_IN
 from workers.executor.config import ExecutorConfig
 from workers.trainer.config import TrainerConfig
 from workers.weights.config import HOLDS, WeightsConfig
-from workers.weights.trust import run_id
+from workers.weights.signing import trust_of
+from workers.weights.trust import Trust, run_id
 
 PREFIX = "ROSE_"
 DELIMITER = "__"
@@ -133,6 +134,10 @@ class Config:
         """How versions travel in this run: unless told, in what the engines hold."""
         weights = self.settings.weights
         return dataclasses.replace(weights, dtype=weights.dtype or self.settings.executor.dtype)
+
+    def trust(self, settings: BusSettings) -> Trust:
+        """Whose policy versions are this run's. Raises UsageError for a key file that is none."""
+        return trust_of(settings, self.settings.trainer.model_id, self.weights)
 
     def bus(self) -> BusSettings:
         """How to reach the broker. Raises UsageError when none is named."""

@@ -86,7 +86,9 @@ class Facts:
 
     executors: Sequence[ExecutorFacts] = ()
     newest_version: int = -1
-    """On the log."""
+    """On the log, of those that are believed."""
+    disbelieved: int = 0
+    """Manifests on the log that are of another run, or not signed by the trusted key."""
     max_lag_versions: int = 2**53
     """Executors that are further behind the newest version that is served get no turns."""
     environment_workers: int | None = None
@@ -157,7 +159,9 @@ def _executors(facts: Facts) -> Iterator[Finding]:
     yield from _refusals(refusing)
     waiting = [each for each in speaking if each.state is ExecutorState.STARTING and each not in refusing]
     if waiting and facts.newest_version < 0:
-        sentence = f"{_count(waiting)} for a first policy version: the trainer has published none yet"
+        others = f"none of the {facts.disbelieved} on the log is of this run, signed by its key"
+        why = others if facts.disbelieved else "the trainer has published none yet"
+        sentence = f"{_count(waiting)} for a first policy version: {why}"
         yield Finding(Severity.WAITS, "executors", sentence)
     elif waiting:
         sentence = f"{_count(waiting)} to take up version {facts.newest_version}"

@@ -8,7 +8,7 @@ Keeps true
 """
 
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,16 @@ from schemas.record import Record
 from schemas.wire import SCHEMA_HEADER, decode, encode
 from topics.admin import reach
 from topics.catalog import PROMPTS, RECORD_TOPICS, Topic
-from topics.letters import NOWHERE, Letter, read_letters, send_back
+from topics.letters import NOWHERE, Letter, read_burials, read_letters, send_back
 from topics.reader import Reader
 from topics.records import Raw
 from topics.settings import BusSettings
 
 SHOWN_BYTES = 4_096
 """Of a value that is neither text nor a record, so many are shown."""
+
+NO_FORM = (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError)
+"""What msgspec raises for values that Python, JSON or MessagePack has no form for, and for ones nested too deep."""
 
 
 class LetterRefused(UsageError):
@@ -43,9 +46,9 @@ def list_letters(common: Common, topic: str | None) -> None:
     """`rose letters list`: one line each."""
     with log_of(load(common)) as settings:
         reach(settings)
-        letters = list(read_letters(settings, *_topics(topic)))
+        letters = read_burials(settings, *_topics(topic))
     for letter in letters:
-        key = (letter.raw.key or b"").decode(errors="replace")
+        key = (letter.key or b"").decode(errors="replace")
         again = f"  (sent back {_moment(letter.sent_back_at)})" if letter.sent_back_at is not None else ""
         _say(f"{letter.place}  {_moment(letter.buried_at)}  {_line(letter.reason)}  key {key or '-'}{again}")
     _say(f"{len(letters)} dead letters{f' of {topic}' if topic else ''}")
@@ -66,7 +69,7 @@ def show_letter(common: Common, place: str) -> None:
     for name, held in letter.raw.headers:
         _say(f"header   {name} = {_bytes(held)}")
     _say(f"value    {'none' if value is None else f'{len(value)} bytes'}")
-    _say(_told(letter))
+    _say(show_value(letter))
 
 
 def retry_letter(
@@ -125,7 +128,7 @@ def _with(changes: list[str], letter: Letter, value: bytes) -> bytes:
         fields[name] = _from_text(said)
     try:
         return msgspec.msgpack.encode(fields)
-    except (msgspec.MsgspecError, OverflowError) as error:
+    except NO_FORM as error:
         raise LetterRefused(f"{letter.place} cannot be written: {error}") from None
 
 
@@ -155,10 +158,10 @@ def _find(settings: BusSettings, place: str) -> Letter:
     """The letter that lay there. Raises UsageError."""
     known = any(place.startswith(f"{topic.name}/") for topic in RECORD_TOPICS)
     name, _, rest = (place if known else place.removeprefix(settings.namespace)).partition("/")
-    for letter in read_letters(settings, *_topics(name)):
-        if letter.place == f"{name}/{rest}":
-            return letter
-    raise UsageError(f"no dead letter lay at {place}: `rose letters list` names their places")
+    there = read_letters(settings, *_topics(name), wanted=lambda letter: letter.place == f"{name}/{rest}")
+    if not there:
+        raise UsageError(f"no dead letter lay at {place}: `rose letters list` names their places")
+    return there[0]
 
 
 def _topics(name: str | None) -> tuple[Topic, ...]:
@@ -178,34 +181,35 @@ def _from_json(topic: Topic, data: bytes) -> bytes:
         return data.strip() if topic is PROMPTS else data
     try:
         return encode(msgspec.json.decode(data, type=_record(topic)))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecordError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, RecordError) as error:
         raise LetterRefused(f"the file is no {_record(topic).SCHEMA}: {error}") from None
 
 
 def _from_text(said: str) -> Any:
     try:
         return msgspec.json.decode(said)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return said
 
 
 def _fields(value: bytes) -> dict[str, Any] | None:
-    """The record's fields as plain values; None if the bytes are no map."""
+    """The record's fields as plain values; None if the bytes are no map, or one that nothing can hold."""
     try:
         decoded = msgspec.json.decode(value) if value[:1] == b"{" else msgspec.msgpack.decode(value)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except NO_FORM:
         return None
     return decoded if isinstance(decoded, dict) else None
 
 
-def _told(letter: Letter) -> str:
+def show_value(letter: Letter) -> str:
     """The value for a person: its fields as JSON, else text, else hexadecimal."""
     value = letter.raw.value
     if value is None:
         return ""
     fields = _fields(value)
     if fields is not None:
-        return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode()
+        with suppress(*NO_FORM):
+            return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode()
     more = f"\n... {len(value) - SHOWN_BYTES} bytes more" if len(value) > SHOWN_BYTES else ""
     return _bytes(value[:SHOWN_BYTES]) + more
 
@@ -223,7 +227,10 @@ def _line(reason: str) -> str:
 
 
 def _moment(unix_seconds: float) -> str:
-    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    try:
+        return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):  # anybody may have stamped it
+        return f"{unix_seconds:.0f} s after 1970"
 
 
 def _say(line: str) -> None:

@@ -74,6 +74,7 @@ def run_roles(config: Config, broker: RunBroker, console: Console, *, prompts: S
     stop = stop_on_signals()
     watch = Watch(
         broker.settings,
+        trust=config.trust(broker.settings),
         whole=total > 0,
         window_groups=config.settings.environment.window_groups,
         max_lag_versions=config.settings.router.max_lag_versions,

@@ -30,7 +30,7 @@ from topics.catalog import (
     Topic,
 )
 from topics.errors import TopicMissing
-from topics.letters import read_letters
+from topics.letters import Buried
 from topics.messages import read_keyed
 from topics.reader import Reader
 from topics.records import Place
@@ -91,7 +91,8 @@ class Sounder:
         """Members of nothing: an AdminClient that asks for offsets crashes when a group's coordinator is moving
         (librdkafka 2.16 follows a pointer that only consumers have). What is committed is asked for as it is: who reads
         committed records alone would wait here for every open transaction."""
-        self._letters: tuple[int, dict[str, int]] = (-1, {})
+        self._letters = Buried(settings, *RECORD_TOPICS, client_id=CLIENT)
+        self._letter_ends_read: list[int] = []
         self._counted = (-math.inf, 0)
         """When the prompts that wait were last counted one by one, and how many there were."""
         self.trouble = ""
@@ -167,15 +168,12 @@ class Sounder:
         return min(lag, waiting)
 
     def _count_letters(self, client: AdminClient) -> dict[str, int]:
-        """Counted anew when there is something new."""
-        end = sum(self._letter_ends(client))
-        if end != self._letters[0]:
-            counts: dict[str, int] = {}
-            for letter in read_letters(self._settings, *RECORD_TOPICS, client_id=CLIENT):
-                if letter.sent_back_at is None:
-                    counts[letter.topic.name] = counts.get(letter.topic.name, 0) + 1
-            self._letters = end, counts
-        return self._letters[1]
+        """Read on when there is something new."""
+        ends = self._letter_ends(client)
+        if ends != self._letter_ends_read:
+            self._letters.read()
+            self._letter_ends_read = ends
+        return {topic.name: count for topic in RECORD_TOPICS if (count := self._letters.waiting(topic))}
 
     def _letter_ends(self, client: AdminClient) -> list[int]:
         names = [f"{self._settings.namespace}{topic.dead_letters}" for topic in RECORD_TOPICS]

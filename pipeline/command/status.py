@@ -47,6 +47,7 @@ def show_status(common: Common, *, as_json: bool) -> None:
         reach(bus)
         watch = Watch(
             bus,
+            trust=config.trust(bus),
             whole=False,
             window_groups=settings.environment.window_groups,
             max_lag_versions=settings.router.max_lag_versions,
@@ -96,7 +97,7 @@ def _print(facts: Facts, findings: list[Finding], sounding: Sounding | None, ver
     table.add_column(style="dim", min_width=12)
     table.add_column()
     newest = f", the newest is {facts.newest_version}" if versions else ""
-    table.add_row("versions", f"{versions} on the log{newest}")
+    table.add_row("versions", f"{versions} of this run on the log{newest}")
     if sounding is not None:
         owned = f", {sounding.homes_owned} of {sounding.homes} homes owned"
         table.add_row("environments", f"{sounding.environment_workers} workers{owned}")

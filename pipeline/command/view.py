@@ -4,12 +4,15 @@ Keeps true
 - A pure fold. `now` is seconds on the reader's own clock, the moment at which a record came here: who is silent is
   told by that alone.
 - What was on the log before the looking began says how things stand, and is not taken for a sign of life.
+- An executor is forgotten when the router would forget it: others were heard for long after its silence began.
+- A policy version is one whose manifest is believed; whoever feeds the view judges that, as every reader does.
 """
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from pipeline.command.diagnosis import ExecutorFacts
+from pipeline.routing.liveness import FORGET_SECONDS
 from schemas.environments import Group, GroupState
 from schemas.prompts import trajectory_id
 from schemas.record import Record
@@ -56,6 +59,8 @@ class View:
     """The newest policy version on the log."""
     versions: int = 0
     """Policy versions on the log."""
+    disbelieved: int = 0
+    """Manifests on the log that are of another run, or not signed by the trusted key."""
     applied_at: float = -1.0
     """When a turn was last seen to be applied; before the beginning if never."""
     settled_at: float = -1.0
@@ -115,6 +120,7 @@ class View:
 
     def present(self, now: float) -> list[ExecutorFacts]:
         """The executors by name; who said that it stops is gone once it is silent."""
+        self._forget()
         facts = [_facts(heard, now) for _, heard in sorted(self.executors.items())]
         return [each for each in facts if not (each.silent and each.state is ExecutorState.STOPPING)]
 
@@ -152,6 +158,13 @@ class View:
     def turns_each(self) -> float:
         """Mean turns of the recent trajectories."""
         return sum(turns for _, turns in self._recent) / len(self._recent) if self._recent else 0.0
+
+    def _forget(self) -> None:
+        """Nobody is forgotten while nobody is heard: it may be us who hear nothing."""
+        last = max((heard.at for heard in self.executors.values()), default=self.began)
+        for worker, heard in list(self.executors.items()):
+            if heard.at + heard.beat.ttl_seconds + FORGET_SECONDS <= last:
+                del self.executors[worker]
 
     def _group(self, group: Group) -> None:
         self._refused.pop(group.group_id, None)

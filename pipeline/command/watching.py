@@ -16,6 +16,7 @@ from topics.log import read_topics
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Place
 from topics.settings import BusSettings
+from workers.weights.trust import Doubt, Trust
 
 HEARTBEATS_SECONDS = 60.0
 """Executors that were silent for longer before the looking began are not known."""
@@ -27,11 +28,15 @@ BATCH = 2_000
 class Watch:
     """A run as it goes on. `read` it often; `close` it."""
 
-    def __init__(self, settings: BusSettings, *, whole: bool, window_groups: int, max_lag_versions: int) -> None:
-        """`whole`: from the run's beginning, so that its counts are complete. `window_groups`: of one worker.
+    def __init__(
+        self, settings: BusSettings, *, trust: Trust, whole: bool, window_groups: int, max_lag_versions: int
+    ) -> None:
+        """`trust`: whose versions count. `whole`: from the run's beginning, so that its counts are complete.
+        `window_groups`: of one worker.
 
         Raises BrokerUnreachable, TopicMissing or BusError.
         """
+        self._trust = trust
         self._window_groups = window_groups
         self._max_lag_versions = max_lag_versions
         self.view = View(began=time.monotonic())
@@ -77,6 +82,7 @@ class Watch:
         return Facts(
             executors=view.present(now),
             newest_version=view.version,
+            disbelieved=view.disbelieved,
             max_lag_versions=self._max_lag_versions,
             environment_workers=workers,
             homes=known.homes,
@@ -104,8 +110,14 @@ class Watch:
         now = time.monotonic()
         if envelope.topic is PROGRESS:
             self.view.progress(envelope.key, now, live=envelope.record is not None, fresh=fresh)
-        elif envelope.record is not None:
-            self.view.take(envelope.record, now, fresh=fresh, wall=time.time())
+            return
+        record = envelope.record
+        if envelope.topic is MANIFESTS:
+            judged = self._trust.judge(envelope)
+            self.view.disbelieved += isinstance(judged, Doubt)
+            record = None if isinstance(judged, Doubt) else judged
+        if record is not None:
+            self.view.take(record, now, fresh=fresh, wall=time.time())
 
     def _assign(self, settings: BusSettings, *, whole: bool) -> None:
         topics = (HEARTBEATS, MANIFESTS, GROUPS, PROGRESS, OUTCOMES, COMPLETED, SAMPLES)

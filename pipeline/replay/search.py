@@ -115,11 +115,11 @@ def find_group(settings: BusSettings, group_id: str) -> GroupFound:
             prompts.append(PromptFound(prompt, message.partition, message.offset, message.timestamp_seconds))
             if begins is not homes:
                 break
-    letters = tuple(
-        letter
-        for letter in read_letters(settings, PROMPTS, client_id=CLIENT)
-        if _names(letter.raw.value, group_id) or (letter.raw.key or b"") == group_id.encode()
-    )
+
+    def of_group(letter: Letter) -> bool:
+        return _names(letter.raw.value, group_id) or (letter.raw.key or b"") == group_id.encode()
+
+    letters = tuple(read_letters(settings, PROMPTS, wanted=of_group, client_id=CLIENT))
     prompts.sort(key=lambda found: (found.partition, found.offset))
     open_at_home = sum(group is not None and group.state is GroupState.OPEN for group in groups.values())
     return GroupFound(group_id, home, record, tuple(prompts), letters, open_at_home)

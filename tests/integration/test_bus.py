@@ -1,6 +1,7 @@
 """Readers and writers on a real broker: what is handed out, buried, fetched by place and deleted."""
 
 import json
+import random
 import shutil
 import subprocess
 import time
@@ -19,7 +20,7 @@ from schemas.wire import encode
 from tests.brokers import AnyBroker
 from tests.golden.examples import OUTCOME, PROMPT
 from topics.admin import create_topics
-from topics.catalog import OUTCOMES, PROMPTS, Partitions
+from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS, Partitions
 from topics.errors import BusError
 from topics.fetch import REACH, Fetch, Find
 from topics.letters import buried, read_letters
@@ -28,7 +29,8 @@ from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Raw, Spoiled
 from topics.retention import delete_before
 from topics.settings import BusSettings
-from topics.writer import BEGINNING_BYTES, Writer
+from topics.writer import BEGINNING_BYTES, REASON_CHARACTERS, Writer
+from workers.environments.home import FORWARD_BYTES
 
 WAIT_SECONDS = 60.0
 HOMES = 2
@@ -162,15 +164,19 @@ def test_a_letter_that_was_sent_back_and_died_again_says_where_it_died(settings:
     assert found == [(0, "one", first.raw), (1, "two", first.raw)]
 
 
-@pytest.mark.parametrize("large", ["value", "headers"])
+@pytest.mark.parametrize("large", ["value", "headers", "many headers"])
 def test_what_is_too_large_once_unpacked_is_a_dead_letter_of_its_beginning(
     settings: BusSettings, reader: Reader, large: str
 ) -> None:
     """Topics limit the bytes that travel, and those of a producer that compresses are few."""
     packing = {**settings.producer("stranger"), "message.max.bytes": 20_000_000, "compression.type": "gzip"}
-    value, header = (b"x" * 5_000_000, b"") if large == "value" else (b"x" * 900_000, b"x" * 5_000_000)
+    value, headers = {
+        "value": (b"x" * 5_000_000, [("padding", b"")]),
+        "headers": (b"x" * 900_000, [("padding", b"x" * 5_000_000)]),
+        "many headers": (b"x" * 966_000, [("a", b"")] * 20_000),
+    }[large]
     stranger = Producer(packing)
-    stranger.produce(settings.topic(PROMPTS), value=value, key="own key", partition=0, headers=[("padding", header)])
+    stranger.produce(settings.topic(PROMPTS), value=value, key="own key", partition=0, headers=headers)
     assert stranger.flush(WAIT_SECONDS) == 0
     reader.assign({(PROMPTS, 0): 0})
     [bad] = read_until(reader, 1)
@@ -182,6 +188,25 @@ def test_what_is_too_large_once_unpacked_is_a_dead_letter_of_its_beginning(
     assert (letter.partition, letter.offset) == (0, bad.offset)
     assert letter.raw == Raw(b"own key", value[:BEGINNING_BYTES])
     assert f"{bad.raw.size} bytes lie there" in letter.reason and bad.reason in letter.reason
+
+
+@pytest.mark.parametrize("headers", [0, 9_000, 90_000])
+def test_whatever_a_topic_takes_fits_its_dead_letters_and_another_partition(
+    settings: BusSettings, reader: Reader, headers: int
+) -> None:
+    """However many headers it is made of: each has two lengths of its own on the wire."""
+    said = (("a", b""),) * headers
+    for spare, limit in (("whole", MAX_MESSAGE_BYTES), ("sent on", FORWARD_BYTES)):
+        value = random.Random(headers).randbytes(limit - Raw(b"k", b"", said).size)
+        raw = Raw(b"k", value, said)
+        writer = Writer(settings, "test")
+        if spare == "sent on":
+            writer.forward(PROMPTS, raw, partition=1, key="g" * 128)
+        else:
+            writer.dead_letter(Spoiled(PROMPTS, 0, headers, raw, "bad"), "ü" * REASON_CHARACTERS)
+        writer.flush()
+    [letter] = read_letters(settings, PROMPTS)
+    assert letter.raw == Raw(b"k", letter.raw.value, said) and letter.raw.size == MAX_MESSAGE_BYTES
 
 
 @pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not installed: it sends what Python cannot")

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import msgspec
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
 from pipeline.command import screen as screens
@@ -18,14 +20,20 @@ from pipeline.command.soundings import ENVIRONMENT_GROUP, Sounder
 from pipeline.command.status import Unwell, show_status, unseen
 from pipeline.command.watching import Watch
 from schemas.slack import ExecutorState
+from schemas.weights import SIGNATURE_HEADER, WeightManifest
+from schemas.wire import encode
 from tests.brokers import AnyBroker
+from tests.golden.examples import EXAMPLES
 from tests.integration.log_kit import PARTITIONS, Log
-from topics.catalog import COMPLETED, PROMPTS
+from topics.catalog import COMPLETED, MANIFESTS, PROMPTS
 from topics.reader import Reader
 from topics.records import Place, Raw, Spoiled
 from topics.settings import BusSettings
+from workers.weights.trust import Trust, run_id
 
 WAIT_SECONDS = 60.0
+MANIFEST = next(record for record in EXAMPLES if isinstance(record, WeightManifest))
+ANYBODY = Trust(MANIFEST.model_id, MANIFEST.run)
 REFUSAL = {"state": ExecutorState.STARTING, "policy_version": -1, "refused_version": 0, "refused_reason": "float32"}
 
 
@@ -43,8 +51,8 @@ def common(settings: BusSettings) -> Common:
 
 
 @contextmanager
-def watch(settings: BusSettings) -> Iterator[Watch]:
-    looking = Watch(settings, whole=False, window_groups=1, max_lag_versions=4)
+def watch(settings: BusSettings, trust: Trust = ANYBODY) -> Iterator[Watch]:
+    looking = Watch(settings, trust=trust, whole=False, window_groups=1, max_lag_versions=4)
     try:
         until(looking, lambda: looking.caught_up and looking.sounding is not None)
         yield looking
@@ -82,6 +90,31 @@ def test_what_is_open_and_who_waits_is_read_off_the_log(log: Log) -> None:
         new, old = facts.executors
         assert (facts.waiting_for_trainer, new.silent, new.clock_off_seconds < -1e9) == (3, False, True)
         assert facts.applied_seconds < old.silent_seconds
+
+
+def test_versions_of_another_run_or_unsigned_are_none_of_this_one(log: Log) -> None:
+    key = Ed25519PrivateKey.generate()
+    trust = Trust(MANIFEST.model_id, run_id(log.settings.namespace, "demo"), key.public_key())
+
+    def publish(version: int, *, run: str = trust.run, signed: bool = True) -> None:
+        manifest = msgspec.structs.replace(MANIFEST, version=version, base_version=None, run=run)
+        wire = encode(manifest)
+        headers = {SIGNATURE_HEADER: key.sign(wire)} if signed else {}
+        log.writer.write_encoded(MANIFESTS, manifest, wire, key=f"{run}/{version}", headers=headers)
+        log.writer.flush()
+
+    log.heartbeat(worker="e", **REFUSAL | {"refused_version": -1})
+    publish(2**50, run="evil:run")
+    publish(2**40, signed=False)
+    with watch(log.settings, trust) as looking:
+        log.heartbeat(worker="e", **REFUSAL | {"refused_version": -1})
+        until(looking, lambda: not looking.facts().executors[0].silent)
+        facts = looking.facts()
+        assert (facts.newest_version, looking.view.versions, facts.disbelieved) == (-1, 0, 2)
+        assert "none of the 2 on the log is of this run" in str(diagnose(facts))
+        publish(7)
+        until(looking, lambda: looking.view.versions == 1)
+        assert looking.facts().newest_version == 7
 
 
 def test_members_homes_lag_and_letters_are_asked_of_the_broker(log: Log) -> None:

@@ -13,6 +13,7 @@ from pipeline.command.submit import BadPrompts, read_prompts
 from pipeline.command.supervisor import MOST_QUICK_CRASHES, QUICK_SECONDS, Restarts
 from pipeline.command.tasks import training_prompts
 from pipeline.command.view import View
+from pipeline.routing.liveness import FORGET_SECONDS
 from schemas.environments import Group, GroupState
 from schemas.errors import UsageError
 from schemas.samples import Sample, SampleOutcome
@@ -110,6 +111,22 @@ def test_the_view_shows_what_is_recent() -> None:
     assert list(view.curve) == [1.0]
     assert view.turns_per_second(10.0) == 0.1
     assert view.turns_per_second(30.0) == 0.0
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.0, 1000.0)), max_size=12))
+def test_the_view_forgets_an_executor_once_others_were_heard_for_long_without_it(
+    beats: list[tuple[str, float]],
+) -> None:
+    view = View(began=0.0)
+    last: dict[str, float] = {}
+    now = 0.0
+    for worker, later in beats:
+        now += later
+        view.take(beat(worker=worker, ttl_seconds=2.0), now)
+        last[worker] = now
+        kept = {name for name, at in last.items() if now < at + 2.0 + FORGET_SECONDS}
+        assert {each.worker for each in view.present(now + 10_000.0)} == kept, "nobody heard is nobody forgotten"
+        last = {name: at for name, at in last.items() if name in kept}
 
 
 def test_the_view_keeps_no_sample() -> None:
