@@ -143,11 +143,12 @@ class Trainer:
 
     def _go_on_from(self, progress: Progress, newest: WeightManifest | None) -> None:
         self._checkpoints.restore(progress, self._model, self._optimizer)
-        settlement = self._stream.settlement([decode(SampleOutcome, wire) for wire in progress.outcomes])
         self._progress, self._version, self._abandoned = progress, progress.version, progress.abandoned
         snapshot = self._snapshot()
         level = newest is not None and (newest.epoch, newest.version) == (progress.epoch, progress.version)
         ahead = progress.version >= self._publisher.next_version and progress.epoch == self._publisher.epoch
+        unsettled = progress.outcomes if ahead else ()  # otherwise they came on the log with the version
+        settlement = self._stream.settlement([decode(SampleOutcome, wire) for wire in unsettled])
         travels_alike = snapshot.digest() == progress.weights_digest
         if (level or ahead) and travels_alike:
             log.info("going on", version=self._version)
