@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.samples import Sample
@@ -17,12 +17,12 @@ Log = list[list[Sample]]
 
 
 @st.composite
-def logs(draw: st.DrawFn, *, most: int = 2) -> Log:
+def logs(draw: st.DrawFn, *, most: int = 2, groups: int = 6, largest: int = 4) -> Log:
     """Samples of some groups over some partitions, in any order, each up to `most` times, some groups not complete."""
     partitions: Log = [[] for _ in range(draw(st.integers(1, 3)))]
     samples = []
-    for number in range(draw(st.integers(1, 6))):
-        size = draw(st.integers(1, 4))
+    for number in range(draw(st.integers(1, groups))):
+        size = draw(st.integers(1, largest))
         for index in range(size):
             if draw(st.integers(0, 9)):
                 samples += [sample(f"g{number}", index, size=size)] * draw(st.integers(1, most))
@@ -112,7 +112,8 @@ ACTS = [
 ]
 
 
-@given(logs(most=1), st.data())
+@settings(max_examples=500)
+@given(logs(most=1, groups=4, largest=2), st.data())
 def test_no_groups_outcome_comes_twice_and_none_is_lost_however_often_it_begins_again(
     samples: Log, data: st.DataObject
 ) -> None:
@@ -213,6 +214,14 @@ def test_what_is_settled_and_not_committed_is_read_again() -> None:
     assembly.take(2)
     assembly.settle(["a"], outcomes_end=7)
     assert assembly.settle(["b"], outcomes_end=7) == ResumePoint({0: 3}, 0)
+
+
+def test_what_is_settled_before_it_is_read_and_not_committed_is_read_again() -> None:
+    assembly = new_assembly(old=2)
+    assembly.settle(["a"], outcomes_end=0)
+    assert offer(assembly, sample("a", 0, size=1), offset=0) is Taken.DUPLICATE
+    offer(assembly, sample("b", 0, size=1), offset=1)
+    assert assembly.settle(["b"], outcomes_end=0) == ResumePoint({0: 0}, 0)
 
 
 def test_outcomes_stay_in_reach_while_samples_are_unread_that_may_have_them() -> None:
