@@ -119,13 +119,13 @@ def test_no_groups_outcome_comes_twice_and_none_is_lost_however_often_it_begins_
 ) -> None:
     """Settlements that are committed late, in another order, or never; checkpoints settled again; empty settlements."""
     world = World(samples, dict.fromkeys(range(len(samples)), 0))
-    for _ in range(data.draw(st.integers(0, 5))):
+    for _ in range(data.draw(st.integers(2, 4))):
         for number, records in enumerate(samples):
             world.written[number] = data.draw(st.integers(world.written[number], len(records)))
         life = Life(world)
         if data.draw(st.booleans()):
             life.settle(world.checkpoint)
-        for act in data.draw(st.lists(st.sampled_from(ACTS), max_size=30)):
+        for act in data.draw(st.lists(st.sampled_from(ACTS), min_size=12, max_size=30)):
             if act == "read":
                 life.read(data.draw(st.integers(0, len(samples) - 1)))
             elif act == "take":
