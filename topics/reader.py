@@ -283,7 +283,7 @@ class Reader:
         error = message.error()
         if error is not None:
             if error.code() == KafkaError._PARTITION_EOF:
-                return EndOfPartition(self._topics[name], message.partition())
+                return EndOfPartition(self._topics[name], message.partition(), message.offset())
             if error.code() in NO_SUCH_PLACE:
                 raise TopicMissing(name or "?")
             if error.retriable() or error.code() in (KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT):

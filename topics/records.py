@@ -68,6 +68,8 @@ class EndOfPartition:
 
     topic: Topic
     partition: int
+    offset: int
+    """The next one to be written; what ends a transaction counts, and is no record."""
 
 
 Item = Envelope | Spoiled | EndOfPartition

@@ -128,6 +128,78 @@ def test_outcomes_that_a_checkpoint_kept_are_settled_before_their_samples_are_re
     assert on_log(settings) == sorted(sample.trajectory_id for sample in group.samples)
 
 
+@pytest.fixture
+def one_partition(broker: AnyBroker, namespace: str) -> BusSettings:
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=HOMES, slots=1, samples=1, chunks=1))
+    return settings
+
+
+def test_starts_that_settle_nothing_forget_no_outcome(one_partition: BusSettings) -> None:
+    waits = make_samples(groups=[0])
+    write_samples(one_partition, [*waits[:-1], *make_samples(groups=[1, 2])])
+    with SampleStream(one_partition, "policy") as stream:
+        stream.settle(outcomes_of(stream.take(2)))
+    for _ in range(2):
+        with SampleStream(one_partition, "policy") as stream:
+            stream.settle(())
+    write_samples(one_partition, waits[-1:])
+    with SampleStream(one_partition, "policy") as stream:
+        groups = stream.take(1)
+        stream.settle(outcomes_of(groups))
+        assert [group.group_id for group in groups] == [group_name(0)]
+    assert on_log(one_partition) == everyone(range(3))
+
+
+def test_outcomes_that_a_checkpoint_kept_are_known_at_every_start_until_others_are_settled(
+    one_partition: BusSettings,
+) -> None:
+    write_samples(one_partition, make_samples(groups=range(2)))
+    with SampleStream(one_partition, "policy") as stream:
+        kept = outcomes_of(stream.take(2))
+        stream.settle(kept)
+    for _ in range(3):
+        with SampleStream(one_partition, "policy") as stream:
+            stream.settle(kept)
+    assert on_log(one_partition) == everyone(range(2))
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_what_is_settled_while_another_settlement_is_under_way_passes_nothing_of_it(
+    one_partition: BusSettings, commits: bool
+) -> None:
+    write_samples(one_partition, make_samples(groups=[0]))
+    write_samples(one_partition, make_samples(groups=[1]))
+    with SampleStream(one_partition, "policy") as stream:
+        first, second = stream.take(2)
+        under_way = stream.settlement(outcomes_of([first]))
+        stream.settle(outcomes_of([second]))
+        if commits:
+            under_way.commit()
+    write_samples(one_partition, make_samples(groups=[2]))
+    with SampleStream(one_partition, "policy") as stream:
+        groups = stream.take(1 if commits else 2)
+        stream.settle(outcomes_of(groups))
+        assert [group.group_id for group in groups] == [group_name(number) for number in ((2,) if commits else (0, 2))]
+    assert on_log(one_partition) == everyone(range(3))
+
+
+def test_old_samples_have_been_read_though_what_ends_their_transaction_is_no_record(
+    one_partition: BusSettings,
+) -> None:
+    """Else no start would ever read back fewer outcomes than the one before."""
+    writer = Writer(one_partition, "test", transactional_id="environments")
+    writer.begin()
+    for sample in make_samples(groups=range(2)):
+        writer.write(SAMPLES, sample, key=sample.group_id, trajectory_id=sample.trajectory_id)
+    writer.commit()
+    with SampleStream(one_partition, "policy", stop=StopAfter(20)) as stream:
+        groups = stream.take(2)
+        assert stream.take(1) == ()
+        stream.settle(outcomes_of(groups[:1]))
+        assert stream.settlement(outcomes_of(groups[1:])).resume.outcomes_from >= GROUP_SIZE
+
+
 def test_a_newer_stream_fences_the_older(settings: BusSettings) -> None:
     write_samples(settings, make_samples(groups=range(1)))
     with SampleStream(settings, "policy") as old:

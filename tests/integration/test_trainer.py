@@ -210,6 +210,23 @@ def test_a_trainer_that_is_killed_while_it_goes_back_goes_back_once(
     assert newest_of(settings).order == (1, STEPS + 1)
 
 
+def test_a_trainer_without_an_end_that_goes_back_settles_nothing_twice(
+    settings: BusSettings, model_folder: Path, tmp_path: Path
+) -> None:
+    config = config_of(model_folder, tmp_path / "run")
+    run_trainer(settings, config, Event())
+    before = result_of(settings)
+    cut_short(config.checkpoints)
+    for _ in range(3):
+        trainer = Trainer(
+            settings, config_of(model_folder, config.run_folder, total_groups=0), WeightsConfig(), Event()
+        )
+        trainer._recover()
+        trainer._publisher.close()
+        trainer._stream.close()
+    assert result_of(settings).outcomes == before.outcomes
+
+
 def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
     settings: BusSettings, model_folder: Path, tmp_path: Path
 ) -> None:

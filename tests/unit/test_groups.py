@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.samples import Sample
@@ -17,87 +17,145 @@ Log = list[list[Sample]]
 
 
 @st.composite
-def logs(draw: st.DrawFn) -> Log:
-    """Samples of some groups over some partitions, in any order, some of them twice, some groups not complete."""
+def logs(draw: st.DrawFn, *, most: int = 2, groups: int = 6, largest: int = 4) -> Log:
+    """Samples of some groups over some partitions, in any order, each up to `most` times, some groups not complete."""
     partitions: Log = [[] for _ in range(draw(st.integers(1, 3)))]
     samples = []
-    for number in range(draw(st.integers(1, 6))):
-        size = draw(st.integers(1, 4))
+    for number in range(draw(st.integers(1, groups))):
+        size = draw(st.integers(1, largest))
         for index in range(size):
             if draw(st.integers(0, 9)):
-                samples += [sample(f"g{number}", index, size=size)] * draw(st.integers(1, 2))
+                samples += [sample(f"g{number}", index, size=size)] * draw(st.integers(1, most))
     for one in draw(st.permutations(samples)):
         partitions[draw(st.integers(0, len(partitions) - 1))].append(one)
     return partitions
 
 
+def new_assembly(settled: Sequence[str] = (), *, old: int = 0) -> GroupAssembly:
+    """Of one partition, of which so many samples were there at the start."""
+    return GroupAssembly(ResumePoint({0: 0}, 0), {0: old}, settled=settled)
+
+
 def offer(assembly: GroupAssembly, one: Sample, *, partition: int = 0, offset: int = 0) -> Taken:
-    return assembly.offer(one, partition=partition, offset=offset, outcomes_from=0)
+    return assembly.offer(one, partition=partition, offset=offset, outcomes_end=0)
+
+
+@dataclass
+class World:
+    """What is on the log, and the checkpoint that a trainer may keep beside it."""
+
+    samples: Log
+    written: dict[int, int]
+    """How many samples of each partition were written before the present life began."""
+    outcomes: list[str] = field(default_factory=list)
+    """Groups in the order of settling."""
+    place: ResumePoint = field(init=False)
+    checkpoint: tuple[str, ...] = ()
+    """What the last settlement named that settled anything."""
+
+    def __post_init__(self) -> None:
+        self.place = ResumePoint(dict.fromkeys(self.written, 0), 0)
 
 
 @dataclass
 class Life:
     """A trainer from one start to its end, over what the lives before have left on the log."""
 
-    log: Log
-    outcomes: list[str]
-    """Groups in the order of settling, as on the log."""
-    begin: ResumePoint
+    world: World
     assembly: GroupAssembly = field(init=False)
-    next: dict[int, int] = field(init=False)
+    taken: list[str] = field(default_factory=list)
+    decided: list[tuple[list[str], ResumePoint]] = field(default_factory=list)
+    """Settlements that are not on the log yet."""
 
     def __post_init__(self) -> None:
-        self.assembly = GroupAssembly(settled=self.outcomes[self.begin.outcomes_from :])
-        self.next = dict(self.begin.offsets)
-        self.ends = {number: len(partition) for number, partition in enumerate(self.log)}
+        begin = self.world.place
+        settled = self.world.outcomes[begin.outcomes_from :]
+        self.assembly = GroupAssembly(begin, self.world.written, settled=settled)
+        self.next = dict(begin.offsets)
 
     def read(self, partition: int) -> None:
         """One record further, if there is one."""
-        offset = self.next[partition]
-        if offset < len(self.log[partition]):
+        offset, records = self.next[partition], self.world.samples[partition]
+        if offset < len(records):
             self.next[partition] += 1
-            known_from = self.begin.outcomes_from
-            self.assembly.offer(
-                self.log[partition][offset], partition=partition, offset=offset, outcomes_from=known_from
-            )
+            end = len(self.world.outcomes)
+            self.assembly.offer(records[offset], partition=partition, offset=offset, outcomes_end=end)
 
-    def settle(self, group: CompleteGroup) -> ResumePoint:
-        self.assembly.settle(group.group_id)
-        point = self.assembly.resume_at(self.next, outcomes_end=len(self.outcomes))
-        self.outcomes.append(group.group_id)
-        return point
+    def take(self) -> None:
+        self.taken += names(self.assembly.take(1))
+
+    def settle(self, group_ids: Sequence[str]) -> None:
+        """Decide, and write the checkpoint."""
+        fresh = [name for name in group_ids if not self.assembly.is_settled(name)]
+        self.taken = [name for name in self.taken if name not in group_ids]
+        self.decided.append((fresh, self.assembly.settle(group_ids, outcomes_end=len(self.world.outcomes))))
+        if fresh:
+            self.world.checkpoint = tuple(group_ids)
+
+    def commit(self, number: int) -> None:
+        fresh, self.world.place = self.decided.pop(number)
+        self.world.outcomes += fresh
+        self.assembly.committed(fresh)
 
 
-@given(logs(), st.data())
-def test_every_complete_group_is_settled_once_however_often_it_begins_again(log: Log, data: st.DataObject) -> None:
-    outcomes: list[str] = []
-    point = ResumePoint(dict.fromkeys(range(len(log)), 0), 0)
-    for _ in range(data.draw(st.integers(0, 5))):
-        life = Life(log, outcomes, point)
-        taken: list[CompleteGroup] = []
-        for act in data.draw(st.lists(st.sampled_from(["read", "read", "take", "settle"]), max_size=30)):
+ACTS = [
+    "read",
+    "read",
+    "read",
+    "take",
+    "take",
+    "settle",
+    "settle nothing",
+    "settle the checkpoint's",
+    "commit",
+    "commit",
+]
+
+
+@settings(max_examples=500)
+@given(logs(most=1, groups=4, largest=2), st.data())
+def test_no_groups_outcome_comes_twice_and_none_is_lost_however_often_it_begins_again(
+    samples: Log, data: st.DataObject
+) -> None:
+    """Settlements that are committed late, in another order, or never; checkpoints settled again; empty settlements."""
+    world = World(samples, dict.fromkeys(range(len(samples)), 0))
+    for _ in range(data.draw(st.integers(2, 4))):
+        for number, records in enumerate(samples):
+            world.written[number] = data.draw(st.integers(world.written[number], len(records)))
+        life = Life(world)
+        if data.draw(st.booleans()):
+            life.settle(world.checkpoint)
+        for act in data.draw(st.lists(st.sampled_from(ACTS), min_size=12, max_size=30)):
             if act == "read":
-                life.read(data.draw(st.integers(0, len(log) - 1)))
+                life.read(data.draw(st.integers(0, len(samples) - 1)))
             elif act == "take":
-                taken += life.assembly.take(1)
-            elif taken:
-                point = life.settle(taken.pop(data.draw(st.integers(0, len(taken) - 1))))
-    last = Life(log, outcomes, point)
-    for partition, records in enumerate(log):
+                life.take()
+            elif act == "settle" and life.taken:
+                life.settle(data.draw(st.lists(st.sampled_from(life.taken), min_size=1, unique=True)))
+            elif act == "settle nothing":
+                life.settle(())
+            elif act == "settle the checkpoint's":
+                life.settle(world.checkpoint)
+            elif act == "commit" and life.decided:
+                life.commit(data.draw(st.integers(0, len(life.decided) - 1)))
+        for number in life.next:
+            world.written[number] = max(world.written[number], life.next[number])
+    last = Life(world)
+    for partition, records in enumerate(samples):
         for _ in records:
             last.read(partition)
-    for group in last.assembly.take(len(outcomes) + 100):
-        last.settle(group)
-    every = {one.trajectory_id: one for partition in log for one in partition}.values()
+    last.settle(names(last.assembly.take(len(samples) * 100)))
+    last.commit(0)
+    every = {one.trajectory_id: one for partition in samples for one in partition}.values()
     sizes = {one.group_id: one.group_size for one in every}
     complete = [name for name, size in sizes.items() if sum(one.group_id == name for one in every) == size]
-    assert sorted(outcomes) == sorted(complete)
+    assert sorted(world.outcomes) == sorted(complete)
 
 
 @given(logs())
 def test_the_same_order_gives_the_same_groups(log: Log) -> None:
     def groups() -> list[CompleteGroup]:
-        assembly = GroupAssembly()
+        assembly = new_assembly()
         found: list[CompleteGroup] = []
         for one in (one for partition in log for one in partition):
             offer(assembly, one)
@@ -112,7 +170,7 @@ def test_the_same_order_gives_the_same_groups(log: Log) -> None:
 
 
 def test_groups_are_taken_in_the_order_in_which_they_became_complete() -> None:
-    assembly = GroupAssembly()
+    assembly = new_assembly()
     for group, index in [("a", 0), ("b", 0), ("c", 0), ("b", 1), ("c", 1), ("a", 1)]:
         offer(assembly, sample(group, index, size=2))
     assert [group.group_id for group in assembly.take(2)] == ["b", "c"]
@@ -122,13 +180,13 @@ def test_groups_are_taken_in_the_order_in_which_they_became_complete() -> None:
 
 @pytest.mark.parametrize("again", ["held", "taken", "settled"])
 def test_a_second_sample_of_a_trajectory_is_dropped(again: str) -> None:
-    assembly = GroupAssembly()
+    assembly = new_assembly()
     assert offer(assembly, sample(index=0, size=2)) is Taken.HELD
     if again != "held":
         offer(assembly, sample(index=1, size=2))
         assert len(assembly.take(1)) == 1
     if again == "settled":
-        assembly.settle("g")
+        assembly.settle(["g"], outcomes_end=0)
         assert assembly.held_samples == 0
     assert offer(assembly, sample(index=0, size=2)) is Taken.DUPLICATE
 
@@ -136,30 +194,60 @@ def test_a_second_sample_of_a_trajectory_is_dropped(again: str) -> None:
 @pytest.mark.parametrize("name", ["g:4", "g:-1", "g:01", "g:x", "h:0", "g", "g:٣"])
 def test_a_sample_that_is_none_of_its_group_is_a_stranger(name: str) -> None:
     stranger = msgspec.structs.replace(sample(size=4), trajectory_id=name)
-    assert offer(GroupAssembly(), stranger) is Taken.STRANGER
+    assert offer(new_assembly(), stranger) is Taken.STRANGER
 
 
 def test_what_is_taken_and_not_settled_is_read_again() -> None:
-    assembly = GroupAssembly()
+    assembly = new_assembly()
     offer(assembly, sample("a", 0, size=1), offset=3)
     offer(assembly, sample("b", 0, size=1), offset=4)
     assembly.take(2)
-    assert assembly.resume_at({0: 5}, outcomes_end=7) == ResumePoint({0: 3}, 0)
-    assembly.settle("a")
-    assert assembly.resume_at({0: 5}, outcomes_end=7) == ResumePoint({0: 4}, 0)
-    assembly.settle("b")
-    assert assembly.resume_at({0: 5}, outcomes_end=7) == ResumePoint({0: 5}, 7)
+    assert assembly.settle(["a"], outcomes_end=7) == ResumePoint({0: 4}, 0)
+    assembly.committed(["a"])
+    assert assembly.settle(["b"], outcomes_end=8) == ResumePoint({0: 5}, 8)
+
+
+def test_what_is_settled_and_not_committed_is_read_again() -> None:
+    assembly = new_assembly()
+    offer(assembly, sample("a", 0, size=1), offset=3)
+    offer(assembly, sample("b", 0, size=1), offset=4)
+    assembly.take(2)
+    assembly.settle(["a"], outcomes_end=7)
+    assert assembly.settle(["b"], outcomes_end=7) == ResumePoint({0: 3}, 0)
+
+
+def test_what_is_settled_before_it_is_read_and_not_committed_is_read_again() -> None:
+    assembly = new_assembly(old=2)
+    assembly.settle(["a"], outcomes_end=0)
+    assert offer(assembly, sample("a", 0, size=1), offset=0) is Taken.DUPLICATE
+    offer(assembly, sample("b", 0, size=1), offset=1)
+    assert assembly.settle(["b"], outcomes_end=0) == ResumePoint({0: 0}, 0)
+
+
+def test_outcomes_stay_in_reach_while_samples_are_unread_that_may_have_them() -> None:
+    assembly = GroupAssembly(ResumePoint({0: 3}, 2), {0: 5}, settled=["a"])
+    assert assembly.settle((), outcomes_end=7) == ResumePoint({0: 3}, 2)
+    offer(assembly, sample("b", 0, size=1), offset=3)
+    assert assembly.settle(["b"], outcomes_end=7) == ResumePoint({0: 4}, 2)
+    offer(assembly, sample("a", 0, size=1), offset=4)
+    assert assembly.settle((), outcomes_end=8) == ResumePoint({0: 4 - 1}, 2), "b is not committed"
+    assembly.committed(["b"])
+    assert assembly.settle(["a"], outcomes_end=8) == ResumePoint({0: 5}, 2), "who asks again may ask once more"
+    offer(assembly, sample("c", 0, size=1), offset=5)
+    assert assembly.settle(["c"], outcomes_end=9) == ResumePoint({0: 6}, 9)
 
 
 def names(groups: Sequence[CompleteGroup]) -> list[str]:
     return [group.group_id for group in groups]
 
 
-def test_more_settled_groups_than_are_remembered_are_known_when_they_are_read_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_settled_group_is_forgotten_whose_samples_may_still_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.trainer.groups.REMEMBERED_GROUPS", 2)
-    assembly = GroupAssembly(settled=["a", "b", "c"])
-    assert offer(assembly, sample("a", 0, size=1)) is Taken.DUPLICATE
-    offer(assembly, sample("d", 0, size=1))
+    assembly = new_assembly(["a", "b", "c"], old=3)
+    offer(assembly, sample("d", 0, size=1), offset=0)
     assert names(assembly.take(1)) == ["d"]
+    assembly.settle(["d"], outcomes_end=3)
+    assert offer(assembly, sample("a", 0, size=1), offset=1) is Taken.DUPLICATE
+    assert offer(assembly, sample("b", 0, size=1), offset=2) is Taken.DUPLICATE
+    assembly.settle((), outcomes_end=4)
+    assert assembly.settled == ["c", "d"], "with nothing old left to read, late duplicates are all that may come"

@@ -14,7 +14,7 @@ from schemas.turns import VersionSpan
 from schemas.wire import encode
 from tests.unit.samples import sample, turns_of
 from workers.trainer.groups import CompleteGroup
-from workers.trainer.verdicts import JudgedGroup, Rules, failed, judge, outcomes_of, sample_flaw, staleness
+from workers.trainer.verdicts import JudgedGroup, Rules, failed, judge, outcomes_of, recent, sample_flaw, staleness
 
 RULES = Rules(max_staleness=2, vocabulary=50, context_tokens=6)
 
@@ -73,7 +73,7 @@ def test_what_sums_of_floats_leave_is_no_difference(rewards: list[float]) -> Non
 
 def test_samples_of_versions_that_the_run_went_back_behind_are_superseded() -> None:
     mixed = msgspec.structs.replace(sample(index=2), spans=(VersionSpan(1, 2, 5), VersionSpan(2, 3, 6)))
-    members = [sample(index=0, version=5, reward=1.0), sample(index=1, version=7), mixed, sample(index=3, version=9)]
+    members = [sample(index=0, version=2, reward=1.0), sample(index=1, version=7), mixed, sample(index=3, version=9)]
     group = judged(*members, version=9, abandoned=[(6, 8)])
     assert outcomes(group) == [Outcome.STALE, Outcome.SUPERSEDED, Outcome.SUPERSEDED, Outcome.FILTERED]
     assert group.verdicts[1].reason == "sampled under version 7; the run has gone back behind version 6"
@@ -95,6 +95,36 @@ def test_staleness_counts_from_the_oldest_token() -> None:
     assert staleness(msgspec.structs.replace(mixed, spans=()), 6) == 0
 
 
+def test_a_policy_that_the_run_has_gone_back_to_is_as_old_as_it_was() -> None:
+    """Version 5, published again as 11."""
+    members = [sample(index=0, version=5, reward=1.0), sample(index=1, version=3), sample(index=2, version=2)]
+    group = judged(*members, version=11, abandoned=[(6, 10)])
+    assert outcomes(group) == [Outcome.TRAINED, Outcome.TRAINED, Outcome.STALE]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(1, 4)), max_size=8), st.integers(0, 3))
+def test_staleness_counts_the_steps_that_made_the_policy(history: list[tuple[int, bool, int]], most: int) -> None:
+    """Steps, and going back by some of them; what is forgotten of that makes no stale sample fresh, nor the reverse."""
+    steps_of, version = {0: 0}, 0
+    abandoned: list[tuple[int, int]] = []
+    kept: dict[int, tuple[tuple[int, int], ...]] = {0: ()}  # in the checkpoint of each version
+    for steps, goes_back, by in history:
+        for _ in range(steps):
+            steps_of[version + 1], version = steps_of[version] + 1, version + 1
+            kept[version] = recent(kept[version - 1], version, max_staleness=most)
+        behind = version - by
+        if goes_back and behind in steps_of and not any(behind < last + 1 for _, last in abandoned):
+            for lost in range(behind + 1, version + 1):
+                del steps_of[lost]
+            abandoned.append((behind + 1, version))
+            kept[version + 1] = recent((*kept[behind], abandoned[-1]), version + 1, max_staleness=most)
+            steps_of[version + 1], version = steps_of[behind], version + 1
+    for since, steps in steps_of.items():
+        age = steps_of[version] - steps
+        assert staleness(sample(version=since), version, abandoned) == age
+        assert (staleness(sample(version=since), version, kept[version]) > most) == (age > most)
+
+
 def shifted(turns: tuple[SampleTurn, ...], by: int) -> tuple[SampleTurn, ...]:
     return tuple(msgspec.structs.replace(turn, start=turn.start + by, end=turn.end + by) for turn in turns)
 
@@ -110,6 +140,8 @@ def shifted(turns: tuple[SampleTurn, ...], by: int) -> tuple[SampleTurn, ...]:
         ({"reward": float("inf")}, "no reward"),
         ({"reward": -1e308}, "its reward of -1e+308 is too large to compute with"),
         ({"reward": None, "failure": "the environment broke"}, "the environment broke"),
+        ({"spans": ()}, "nothing says under which version token 1 was sampled"),
+        ({"spans": (VersionSpan(0, 2, 0),)}, "nothing says under which version token 2 was sampled"),
         ({"loss_mask": b"\1\1\1"}, "its first token is a sampled one"),
         ({"turns": ()}, "its turns are not the tokens that were sampled"),
         ({"turns": shifted(turns_of([0, 1, 1]), 1)}, "turn 0 lies outside"),

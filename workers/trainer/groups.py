@@ -2,27 +2,31 @@
 
 Keeps true
 - A group is handed out whole, once, in the order in which groups became complete; its members in order of index.
-- A second sample of a trajectory changes nothing, whenever it comes.
+- A second sample of a trajectory changes nothing while its group is held or remembered.
 - The same samples in the same order give the same groups.
-- `resume_at` names the place from which a new assembly that is told what was settled has all that this one has.
+- Whatever place was committed last: every sample before it has an outcome on the log, and the outcomes of every settled
+  group with a sample at or after it, as those that the last settlement named, lie at or after its `outcomes_from`.
+  So a new assembly that begins there, told those outcomes, loses nothing and settles nothing twice.
 
 Pure: no clock, no I/O, no randomness.
 
 Example (groups of 2)
     offer a:0, b:0, b:1        -> b is complete, a waits for a:1
-    take 1                     -> b; resume_at is the place of a:0 until a is settled too
+    take 1, settle b           -> b; to read again from a:0
     offer b:0 again            -> DUPLICATE
+    settle a, b not committed  -> to read again from b:0: what b is to be settled with may never come on the log
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 
 from schemas.samples import Sample
 
 REMEMBERED_GROUPS = 65_536
-"""Settled groups whose late duplicates are still recognised; older ones are forgotten, so that memory is bounded. More
-where more were settled since the oldest sample that is held: a restart reads them again."""
+"""Settled groups whose late duplicates are still recognised; older ones are forgotten, so that memory is bounded. None
+is forgotten while samples are unread that were there at the start."""
 
 
 class Taken(Enum):
@@ -55,23 +59,36 @@ class ResumePoint:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    sample: Sample
+class _Where:
     partition: int
     offset: int
     outcomes_from: int
+    """Were the sample settled, its outcome would lie at or after this offset."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    sample: Sample
+    where: _Where
 
 
 class GroupAssembly:
     """Holds samples until their groups are settled."""
 
-    def __init__(self, *, settled: Iterable[str] = ()) -> None:
-        """`settled`: groups whose samples are to be dropped, oldest first."""
+    def __init__(self, begin: ResumePoint, ends: Mapping[int, int], *, settled: Iterable[str] = ()) -> None:
+        """`begin`: the place that was committed. `ends`: where each partition ends; what lies before may be settled.
+
+        `settled`: the groups of the outcomes at or after the place, oldest first; their samples are to be dropped.
+        """
+        self._next = dict(begin.offsets)
+        self._known_from = begin.outcomes_from
+        self._ends = dict(ends)
         self._settled = dict.fromkeys(settled)
-        self._remembered = max(REMEMBERED_GROUPS, len(self._settled))
         self._members: dict[str, dict[int, _Held]] = {}
         self._complete: dict[str, None] = {}
         self._trajectories: set[str] = set()
+        self._leaving: dict[str, list[_Where]] = {}
+        """Where the samples lie of groups that are settled, though not on the log yet."""
 
     @property
     def held_samples(self) -> int:
@@ -95,8 +112,20 @@ class GroupAssembly:
         """The trajectories of a group that are held."""
         return [held.sample.trajectory_id for held in self._members.get(group_id, {}).values()]
 
-    def offer(self, sample: Sample, *, partition: int, offset: int, outcomes_from: int) -> Taken:
-        """Take a sample in. Were it settled already, its outcome would lie at or after `outcomes_from`."""
+    def passed(self, partition: int, offset: int) -> None:
+        """The record at this place has been read, whatever it was, or there is none up to it."""
+        self._next[partition] = max(self._next[partition], offset + 1)
+
+    def is_old(self, partition: int, offset: int) -> bool:
+        """Whether what lies there was there at the start, and may be settled already."""
+        return offset < self._ends[partition]
+
+    def offer(self, sample: Sample, *, partition: int, offset: int, outcomes_end: int) -> Taken:
+        """Take a sample in. `outcomes_end`: an end of the outcomes that was seen by now."""
+        self.passed(partition, offset)
+        where = _Where(partition, offset, self._known_from if self.is_old(partition, offset) else outcomes_end)
+        if sample.group_id in self._leaving:
+            self._leaving[sample.group_id].append(where)
         if sample.group_id in self._settled or sample.trajectory_id in self._trajectories:
             return Taken.DUPLICATE
         members = self._members.get(sample.group_id)
@@ -105,7 +134,7 @@ class GroupAssembly:
         if index is None or index >= size:
             return Taken.STRANGER
         members = self._members.setdefault(sample.group_id, {})
-        members[index] = _Held(sample, partition, offset, outcomes_from)
+        members[index] = _Held(sample, where)
         self._trajectories.add(sample.trajectory_id)
         if len(members) == size:
             self._complete[sample.group_id] = None
@@ -121,22 +150,38 @@ class GroupAssembly:
             for group_id in group_ids
         )
 
-    def settle(self, group_id: str) -> None:
-        """Let a group go: its trajectories have their outcomes. It need not have been taken, nor be complete."""
-        self._complete.pop(group_id, None)
-        for held in self._members.pop(group_id, {}).values():
-            self._trajectories.discard(held.sample.trajectory_id)
-        self._settled[group_id] = None
-        if len(self._settled) > self._remembered:
-            del self._settled[next(iter(self._settled))]
+    def settle(self, group_ids: Collection[str], *, outcomes_end: int) -> ResumePoint:
+        """Let groups go, and return the place to commit with their outcomes; those settled already are passed over.
 
-    def resume_at(self, next_offsets: Mapping[int, int], *, outcomes_end: int) -> ResumePoint:
-        """From where to read again, given where reading stands: before everything held."""
-        offsets, outcomes_from = dict(next_offsets), outcomes_end
-        for members in self._members.values():
-            for held in members.values():
-                offsets[held.partition] = min(offsets[held.partition], held.offset)
-                outcomes_from = min(outcomes_from, held.outcomes_from)
+        They need not have been taken, nor be complete. Until they are `committed` other places count on nothing of
+        them, so such places may be committed in any order, or never.
+        """
+        fresh = {name for name in group_ids if name not in self._settled}
+        for name in fresh:
+            self._complete.pop(name, None)
+            members = self._members.pop(name, {}).values()
+            self._trajectories.difference_update(held.sample.trajectory_id for held in members)
+            self._leaving[name] = [held.where for held in members]
+            self._settled[name] = None
+        old_left = any(self._next[partition] < end for partition, end in self._ends.items())
+        while len(self._settled) > REMEMBERED_GROUPS and not old_left:
+            del self._settled[next(iter(self._settled))]
+        asks_again = not fresh or len(fresh) < len(set(group_ids))  # as may the next start, which must know the answer
+        return self._place(fresh, self._known_from if old_left or asks_again else outcomes_end)
+
+    def committed(self, group_ids: Iterable[str]) -> None:
+        """The outcomes of these groups are on the log, with their place."""
+        for name in group_ids:
+            self._leaving.pop(name, None)
+
+    def _place(self, settling: Collection[str], outcomes_from: int) -> ResumePoint:
+        """Before everything that has no outcome on the log, but for what these groups hold."""
+        offsets = dict(self._next)
+        held = (one.where for members in self._members.values() for one in members.values())
+        leaving = (where for name, wheres in self._leaving.items() if name not in settling for where in wheres)
+        for where in chain(held, leaving):
+            offsets[where.partition] = min(offsets[where.partition], where.offset)
+            outcomes_from = min(outcomes_from, where.outcomes_from)
         return ResumePoint(offsets, outcomes_from)
 
 

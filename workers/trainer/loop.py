@@ -47,7 +47,7 @@ from workers.trainer.step import (
 )
 from workers.trainer.step_log import StepLine, StepLog, decoded, encoded
 from workers.trainer.stream import SampleStream, Settlement
-from workers.trainer.verdicts import JudgedGroup, Rules, failed, judge, outcomes_of
+from workers.trainer.verdicts import JudgedGroup, Rules, failed, judge, outcomes_of, recent
 from workers.weights.config import WeightsConfig
 from workers.weights.publish import publisher_of
 from workers.weights.snapshot import Snapshot
@@ -143,11 +143,12 @@ class Trainer:
 
     def _go_on_from(self, progress: Progress, newest: WeightManifest | None) -> None:
         self._checkpoints.restore(progress, self._model, self._optimizer)
-        settlement = self._stream.settlement([decode(SampleOutcome, wire) for wire in progress.outcomes])
         self._progress, self._version, self._abandoned = progress, progress.version, progress.abandoned
         snapshot = self._snapshot()
         level = newest is not None and (newest.epoch, newest.version) == (progress.epoch, progress.version)
         ahead = progress.version >= self._publisher.next_version and progress.epoch == self._publisher.epoch
+        unsettled = progress.outcomes if ahead else ()  # otherwise they came on the log with the version
+        settlement = self._stream.settlement([decode(SampleOutcome, wire) for wire in unsettled])
         travels_alike = snapshot.digest() == progress.weights_digest
         if (level or ahead) and travels_alike:
             log.info("going on", version=self._version)
@@ -173,7 +174,7 @@ class Trainer:
         trained, now = perf_counter(), time.time()
         self._publisher.settle()  # no checkpoint is two versions ahead of the log
         before, self._version = self._version, self._publisher.next_version
-        line = StepLine.of(judged, done, before=before, version=self._version)
+        line = StepLine.of(judged, done, before=before, version=self._version, abandoned=self._abandoned)
         line.waiting_seconds, line.training_seconds, line.ended_at = waited, trained - began, now
         outcomes = outcomes_of(judged, step=self._version, policy_version=before, now=now)
         self._save_and_publish(self._stream.settlement(outcomes), line=line, trained=trained)
@@ -227,7 +228,7 @@ class Trainer:
         saving = perf_counter()
         if line is not None:
             line.publishing_seconds = saving - trained
-        self._abandoned = tuple(one for one in self._abandoned if one[1] >= self._version - self._rules.max_staleness)
+        self._abandoned = recent(self._abandoned, self._version, max_staleness=self._rules.max_staleness)
         self._progress = Progress(
             identity=self._identity,
             version=self._version,

@@ -61,11 +61,19 @@ class StepLine(msgspec.Struct, kw_only=True):
     """Unix seconds; of the training, not of the publishing."""
 
     @classmethod
-    def of(cls, groups: Sequence[JudgedGroup], done: "StepMetrics", *, before: int, version: int) -> Self:
-        """What a step from version `before` made of these groups; times are the caller's."""
+    def of(
+        cls,
+        groups: Sequence[JudgedGroup],
+        done: "StepMetrics",
+        *,
+        before: int,
+        version: int,
+        abandoned: Sequence[tuple[int, int]] = (),
+    ) -> Self:
+        """What a step from version `before` made of these groups; `abandoned` is `judge`'s. Times are the caller's."""
         settled = [pair for group in groups for pair in zip(group.samples, group.verdicts, strict=True)]
         rewarded = [sample for sample, verdict in settled if verdict.outcome is not Outcome.INFRA_FAILED]
-        ages = [staleness(sample, before) for group in groups for sample in group.trained]
+        ages = [staleness(sample, before, abandoned) for group in groups for sample in group.trained]
         line = cls(
             step=version,
             version=version,

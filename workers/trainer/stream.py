@@ -5,7 +5,9 @@ Keeps true
 - A trajectory gets one outcome, however often its trainer is killed: outcomes, the manifest that goes with them and the
   place to read on from are one transaction.
 - Where a trainer stands is on the log. A stream begins before the oldest sample without an outcome and drops what has
-  one: it needs no checkpoint, and reads back what is live, not what was.
+  one: it needs no checkpoint, and reads back what is live, not what was. Whatever was committed last: each sample
+  before that place has an outcome, and the outcomes of what lies at or after it, and of what the last settlement named,
+  lie at or after the place in the outcomes (`groups.py`).
 - One stream a model: a newer one fences the older, which then cannot settle anything.
 - What is no sample, or one that nobody asked for, is a dead letter once.
 - No sample is deleted before every trainer that the broker remembers has settled it, of whatever model.
@@ -21,6 +23,7 @@ Example (any trainer)
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event, Lock
@@ -80,9 +83,10 @@ class Settlement:
     resume: ResumePoint
 
     def commit(self, manifest: "SignedManifest | None" = None) -> None:
-        """Put it on the log, with the manifest of the version that was made of it. On any thread, in order of deciding.
+        """Put it on the log, with the manifest of the version that was made of it. On any thread, in any order.
 
-        Raises BusError; the stream is of no more use then.
+        What is never committed settles nothing: its groups are handed out by the next stream. Raises BusError; the
+        stream is of no more use then.
         """
         self.stream._commit(self, manifest)
 
@@ -109,8 +113,10 @@ class SampleStream:
         self._total = total_groups
         self._publishing = False
         self._lock = Lock()
+        self._committed_groups: deque[str] = deque()
+        """As whichever thread committed them says: the assembly belongs to the stream's."""
         self._writer = Writer(settings, client_id, transactional_id=f"{TRAINER_GROUPS}{model_id}")
-        self._reader = Reader(settings, client_id, group=f"{TRAINER_GROUPS}{model_id}")
+        self._reader = Reader(settings, client_id, group=f"{TRAINER_GROUPS}{model_id}", ends=True)
         self._buried: set[tuple[int, int]] | None = None
         self._handed: set[str] = set()
         self._ended: set[str] = set()
@@ -155,8 +161,9 @@ class SampleStream:
     def settle(self, outcomes: Sequence[SampleOutcome]) -> None:
         """Give every trajectory of some groups its outcome, on the log when this returns.
 
-        Groups that have their outcomes already are passed over. Raises ValueError for a group with a trajectory left
-        out, BusError.
+        Groups that have their outcomes already are passed over: those at least that were settled since the oldest
+        sample without an outcome, and those that the last settlement before this stream named. Raises ValueError for a
+        group with a trajectory left out, BusError.
         """
         self.settlement(outcomes).commit()
 
@@ -169,12 +176,12 @@ class SampleStream:
         for name in fresh:
             if left_out := set(self._assembly.members(name)) - by_group[name]:
                 raise ValueError(f"group {name} is settled whole: {min(left_out)} has no outcome")
-        for name in fresh:
-            self._assembly.settle(name)
+        while self._committed_groups:
+            self._assembly.committed([self._committed_groups.popleft()])
+        resume = self._assembly.settle(by_group.keys(), outcomes_end=self._outcomes_end)
         self._handed -= fresh
         if self._total:
             self._ended |= fresh
-        resume = self._assembly.resume_at(self._offsets, outcomes_end=self._outcomes_end)
         return Settlement(self, tuple(one for one in outcomes if one.group_id in fresh), resume)
 
     def publish(
@@ -190,8 +197,8 @@ class SampleStream:
         the log is stored whole again under its number, any other begins a new epoch. Raises what `settle` and
         `WeightPublisher.publish` do.
         """
-        settlement = self.settlement(outcomes)
         publisher.settle()  # before the copy: there are two at most
+        settlement = self.settlement(outcomes)
         snapshot, newest, version = publisher.snapshot(named_tensors), publisher.newest, publisher.next_version
         if newest is not None and not self._publishing:
             version = newest.version if newest.digest == snapshot.digest() else publisher.begin_epoch()
@@ -208,20 +215,19 @@ class SampleStream:
         committed = self._reader.committed([*places, OUTCOMES_PLACE])
         await_decided(self._settings, [OUTCOMES_PLACE], client_id=self._client_id)
         forgotten = None in committed.values()  # the broker drops the offsets of who was away for a week
-        self._known_from = 0 if self._total or forgotten else committed[OUTCOMES_PLACE] or 0
+        known_from = 0 if self._total or forgotten else committed[OUTCOMES_PLACE] or 0
         low, self._outcomes_end = self._reader.watermarks(OUTCOMES_PLACE)
-        begin = {OUTCOMES_PLACE: max(low, self._known_from)}
+        begin = {OUTCOMES_PLACE: max(low, known_from)}
         settled = (one.record for one in read_back(self._settings, begin, client_id=self._client_id))
-        self._assembly = GroupAssembly(settled=(one.group_id for one in settled if isinstance(one, SampleOutcome)))
-        self._offsets: dict[int, int] = {}
-        """The next sample to read of each partition."""
-        self._old_before: dict[int, int] = {}
-        """Where each partition ended at the start: what lies before may be settled already."""
-        for place in places:
-            self._offsets[place[1]], self._old_before[place[1]] = self._begin_of(place, committed[place])
-        self._committed = dict(self._offsets)
+        spans = {place[1]: self._begin_and_end(place, committed[place]) for place in places}
+        self._committed = {part: first for part, (first, _) in spans.items()}
+        self._assembly = GroupAssembly(
+            ResumePoint(dict(self._committed), known_from),
+            {part: end for part, (_, end) in spans.items()},
+            settled=(one.group_id for one in settled if isinstance(one, SampleOutcome)),
+        )
         self._delete_at = 0.0
-        begins = {(SAMPLES, part): offset for part, offset in self._offsets.items()}
+        begins = {(SAMPLES, part): offset for part, offset in self._committed.items()}
         if self._total:
             self._ended.update(self._assembly.settled)
             begins |= self._follow_to_the_end()
@@ -236,7 +242,7 @@ class SampleStream:
             begins[GROUPS, envelope.partition] = envelope.offset + 1
         return begins
 
-    def _begin_of(self, place: Place, committed: int | None) -> tuple[int, int]:
+    def _begin_and_end(self, place: Place, committed: int | None) -> tuple[int, int]:
         low, high = self._reader.watermarks(place)
         begin = low if committed is None else committed
         if begin > high:
@@ -252,12 +258,14 @@ class SampleStream:
         return self._total - len(self._ended | self._handed)
 
     def _take_in(self, item: Item) -> None:
-        if isinstance(item, EndOfPartition):
-            return
         if item.topic is GROUPS:
-            self._follow(item)
+            if not isinstance(item, EndOfPartition):
+                self._follow(item)
             return
-        self._offsets[item.partition] = item.offset + 1
+        if isinstance(item, EndOfPartition):  # behind the last record there may be what ends its transaction
+            self._assembly.passed(item.partition, item.offset - 1)
+            return
+        self._assembly.passed(item.partition, item.offset)
         if isinstance(item, Spoiled):
             self._bury(item, item.reason)
         elif not isinstance(item.record, Sample):
@@ -268,17 +276,13 @@ class SampleStream:
             self._offer(item, item.record)
 
     def _offer(self, item: Envelope, sample: Sample) -> None:
-        old = item.offset < self._old_before[item.partition]
         taken = self._assembly.offer(
-            sample,
-            partition=item.partition,
-            offset=item.offset,
-            outcomes_from=self._known_from if old else self._outcomes_end,
+            sample, partition=item.partition, offset=item.offset, outcomes_end=self._outcomes_end
         )
         metrics.SAMPLES.labels(taken.value).inc()
         if taken is Taken.STRANGER:
             self._bury(item, f"{sample.trajectory_id} is no trajectory of group {sample.group_id}")
-        elif taken is Taken.DUPLICATE and not old:
+        elif taken is Taken.DUPLICATE and not self._assembly.is_old(item.partition, item.offset):
             log.warning("sample dropped", trajectory=sample.trajectory_id, reason="it has come before")
 
     def _follow(self, item: Envelope | Spoiled) -> None:
@@ -313,6 +317,7 @@ class SampleStream:
                 manifest.write(self._writer)
             self._writer.commit(offsets | {OUTCOMES_PLACE: settlement.resume.outcomes_from}, self._reader)
         self._committed = dict(settlement.resume.offsets)
+        self._committed_groups.extend({outcome.group_id for outcome in settlement.outcomes})
 
     def _stored(self, _partition: int, offset: int) -> None:
         self._outcomes_end = max(self._outcomes_end, offset + 1)

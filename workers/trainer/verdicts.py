@@ -43,7 +43,8 @@ class Rules:
     """Which samples may be learned from."""
 
     max_staleness: int
-    """In versions: a sample is stale if any of its tokens was drawn under a policy older than this."""
+    """In versions: a sample is stale if any of its tokens was drawn under a policy older than this. Versions that the
+    run has gone back behind do not count."""
     vocabulary: int
     """Token ids lie below it."""
     context_tokens: int
@@ -126,9 +127,22 @@ def rewards_differ(rewards: Sequence[float]) -> bool:
     return not isclose(min(rewards), max(rewards), rel_tol=EQUAL_REWARDS, abs_tol=EQUAL_REWARDS)
 
 
-def staleness(sample: Sample, version: int) -> int:
+def staleness(sample: Sample, version: int, abandoned: Sequence[tuple[int, int]] = ()) -> int:
     """How many versions the policy has moved on since the oldest of its tokens; 0 if it sampled none."""
-    return max(0, version - sample.oldest_version) if sample.spans else 0
+    return moved_on(sample.oldest_version, version, abandoned) if sample.spans else 0
+
+
+def moved_on(since: int, version: int, abandoned: Sequence[tuple[int, int]]) -> int:
+    """How many steps lie between two versions of the run.
+
+    None is one that the run has gone back behind, nor the one after those, which is the policy before them.
+    """
+    return max(0, version - since - sum(last - first + 2 for first, last in abandoned if since < first))
+
+
+def recent(abandoned: Sequence[tuple[int, int]], version: int, *, max_staleness: int) -> tuple[tuple[int, int], ...]:
+    """Those that still say something: without the others, what is older than they are is stale all the same."""
+    return tuple(one for one in abandoned if moved_on(one[1] + 1, version, abandoned) <= max_staleness)
 
 
 def _verdict(sample: Sample, version: int, *, rules: Rules, abandoned: Sequence[tuple[int, int]]) -> Verdict:
@@ -142,7 +156,7 @@ def _verdict(sample: Sample, version: int, *, rules: Rules, abandoned: Sequence[
         if lost:
             reason = f"sampled under version {lost[0]}; the run has gone back behind version {first}"
             return Verdict(Outcome.SUPERSEDED, reason)
-    if staleness(sample, version) > rules.max_staleness:
+    if staleness(sample, version, abandoned) > rules.max_staleness:
         return Verdict(Outcome.STALE, f"sampled under version {sample.oldest_version}, the trainer is at {version}")
     return TRAINED
 
@@ -181,7 +195,13 @@ def _flaw_of_turns(sample: Sample, mask: NDArray[np.uint8]) -> str:
         if not turn.start <= turn.end <= len(mask) or covered[turn.start : turn.end].any():
             return f"turn {turn.turn} lies outside of its tokens or on another turn"
         covered[turn.start : turn.end] = 1
-    return "" if (covered == mask).all() else "its turns are not the tokens that were sampled"
+    if not (covered == mask).all():
+        return "its turns are not the tokens that were sampled"
+    known = np.zeros_like(mask)
+    for span in sample.spans:
+        known[span.start : span.end] = 1
+    unknown = np.flatnonzero(mask > known)
+    return f"nothing says under which version token {unknown[0]} was sampled" if len(unknown) else ""
 
 
 def unfit_request(sample: Sample) -> str:
