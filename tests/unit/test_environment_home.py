@@ -1,7 +1,6 @@
 """A home's inputs: prompts are decided in order and once, and no offset is committed before its consequences are."""
 
 import time
-from collections.abc import Iterable
 from typing import cast
 
 import pytest
@@ -33,8 +32,8 @@ def found(offset: int, group_id: str, *, value: bytes = b"") -> Envelope:
     return Envelope(prompt_of(group_id), PROMPTS, 1, offset, group_id, 0.0, raw)
 
 
-def home(*, buried: Iterable[int] = ()) -> Home:
-    made = Home(1, homes=HOMES, buried=frozenset((PROMPTS.name, offset) for offset in buried))
+def home() -> Home:
+    made = Home(1, homes=HOMES)
     made.begin(prompts_from=10, results_from=20)
     return made
 
@@ -179,7 +178,8 @@ def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decide
         here = Home(1, homes=HOMES, buried=frozenset((PROMPTS.name, offset) for offset in buried))
         for name, state, offset in groups:
             here.knows(group_of(prompt_of(name), state, offset=offset, outcomes_from=0, now=0.0))
-        begin = max((offset + 1 for _, _, offset in groups), default=10) if forgotten else committed
+        opened = max((offset + 1 for _, _, offset in groups), default=10)
+        begin = max(opened, here.buried_before(PROMPTS)) if forgotten else committed
         here.begin(prompts_from=begin, results_from=0)
         for message in log[begin - 10 :]:
             here.submitted(message)

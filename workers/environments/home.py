@@ -22,7 +22,7 @@ from schemas.environments import Group, GroupState
 from schemas.homes import home_of
 from schemas.limits import GROUP_SIZE
 from schemas.prompts import Prompt
-from topics.catalog import MAX_MESSAGE_BYTES
+from topics.catalog import MAX_MESSAGE_BYTES, Topic
 from topics.records import Envelope, Spoiled
 from workers.environments.trajectory import Trajectory
 
@@ -198,8 +198,6 @@ class Home:
         return decision
 
     def _decided(self, found: Envelope | Spoiled) -> Decision:
-        if (found.topic.name, found.offset) in self._buried:
-            return Decision(found, Fate.PASS)
         if isinstance(found, Spoiled):
             return Decision(found, Fate.REFUSE, refusal=found.reason)
         prompt = found.record
@@ -227,6 +225,10 @@ class Home:
         """Those that may go on the log now, in order."""
         while self.decisions and self.decisions[0].awaited == 0:
             yield self.decisions.popleft()
+
+    def buried_before(self, topic: Topic) -> int:
+        """No dead letter of the topic's is known that lies at or after this offset."""
+        return max((offset + 1 for name, offset in self._buried if name == topic.name), default=0)
 
     def was_buried(self, found: Envelope | Spoiled) -> bool:
         """Whether this message is a dead letter already."""

@@ -14,6 +14,7 @@ from schemas.arrays import ITEM_BYTES, count
 from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
 from schemas.prompts import Prompt
 from schemas.turns import TurnOutcome, TurnRequest, TurnResult
+from topics.catalog import PROMPTS
 from workers.environments.home import Home
 from workers.environments.trajectory import Trajectory, digest_of, problem_of
 
@@ -84,8 +85,12 @@ class Recovery:
         return max(low, min(last))
 
     def prompts_from(self, low: int) -> int:
-        """The prompts before this offset have been decided, as far as the groups say, when they lie from `low` on."""
-        return max([low, *(known.offset + 1 for known in self.home.groups.values())])
+        """The prompts before this offset have been decided, when they lie from `low` on.
+
+        They are decided in order: all before the last that opened a group or became a dead letter.
+        """
+        opened = (known.offset + 1 for known in self.home.groups.values())
+        return max([low, self.home.buried_before(PROMPTS), *opened])
 
     @property
     def live(self) -> int:
