@@ -134,6 +134,7 @@ def run(tmp_path: Path, namespace: str) -> Iterator[Run]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_run_ends_and_the_law_holds_whoever_is_killed(run: Run) -> None:
     seed = int(os.environ.get("ROSE_CHAOS_SEED", random.SystemRandom().randrange(2**32)))
