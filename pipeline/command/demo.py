@@ -12,6 +12,7 @@ from pipeline.command.broker import run_broker
 from pipeline.command.client import LawBroken
 from pipeline.command.closing import facts_now, show_summary, write_report
 from pipeline.command.config import Config, load
+from pipeline.command.nursery import Nursery
 from pipeline.command.options import Common
 from pipeline.command.processes import stop_on_signals
 from pipeline.command.session import LOGS, Interrupted, run_roles, write_configuration
@@ -39,13 +40,13 @@ def run_demo(common: Common) -> None:
         settings.tasks, run=settings.run.name, seed=settings.run.seed, groups=settings.trainer.total_groups
     )
     started_at, began = time(), monotonic()
-    with run_broker(config) as broker:
+    with Nursery() as nursery, run_broker(config) as broker:
         console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")
         configuration = write_configuration(config, broker)
         try:
-            before = _measure(config, configuration, settings.model.folder, "before", console)
-            run_roles(config, broker, console, prompts=prompts, title=settings.run.name)
-            after = _measure(config, configuration, config.run_folder / FINAL_POLICY, "after", console)
+            before = _measure(config, nursery, configuration, settings.model.folder, "before", console)
+            run_roles(config, broker, nursery, console, prompts=prompts, title=settings.run.name)
+            after = _measure(config, nursery, configuration, config.run_folder / FINAL_POLICY, "after", console)
         except Interrupted:
             console.print(f"ended before it was done; `rose up --run {settings.run.name}` goes on with the training")
             return
@@ -76,11 +77,13 @@ def _configuration(common: Common) -> Config:
     return load(common)
 
 
-def _measure(config: Config, configuration: Path, model: Path, when: str, console: Console) -> Evaluation:
+def _measure(
+    config: Config, nursery: Nursery, configuration: Path, model: Path, when: str, console: Console
+) -> Evaluation:
     """Held-out success, in a process of its own. Raises Interrupted or RoleFailed."""
     output = config.run_folder / f"success-{when}.json"
     arguments = ("evaluate", str(model), "--json", str(output), "--config", str(configuration))
-    supervisor = Supervisor([Role(f"evaluate-{when}", arguments, ends_run=True)], config.run_folder / LOGS)
+    supervisor = Supervisor([Role(f"evaluate-{when}", arguments, ends_run=True)], config.run_folder / LOGS, nursery)
     stop = stop_on_signals()
     try:
         supervisor.start()

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from pipeline.command.broker import RunBroker, kafka_home
 from pipeline.command.config import RESOLVED, Config, load
+from pipeline.command.nursery import Nursery
 from pipeline.command.options import Common
 from pipeline.command.processes import stop_on_signals
 from pipeline.command.resolved import resolved_toml
@@ -50,7 +51,7 @@ def write_configuration(config: Config, broker: RunBroker) -> Path:
 
 
 def roles_of(config: Config, configuration: Path) -> list[Role]:
-    """The processes of a run."""
+    """The processes of a run, those first that import least: they work while a nursery imports for the others."""
     common = ("--config", str(configuration))
     run = config.settings.run
     executors = [Role(f"executor-{n}", ("executor", "--slot", str(n), *common)) for n in range(run.executors)]
@@ -58,18 +59,20 @@ def roles_of(config: Config, configuration: Path) -> list[Role]:
         Role(f"environment-{n}", ("environment", "--number", str(n), *common)) for n in range(run.environment_workers)
     ]
     return [
-        Role("trainer", ("trainer", *common), ends_run=True),
         Role("router", ("router", *common)),
-        *executors,
         *workers,
+        Role("trainer", ("trainer", *common), ends_run=True),
+        *executors,
     ]
 
 
-def run_roles(config: Config, broker: RunBroker, console: Console, *, prompts: Sequence[Prompt], title: str) -> None:
+def run_roles(
+    config: Config, broker: RunBroker, nursery: Nursery, console: Console, *, prompts: Sequence[Prompt], title: str
+) -> None:
     """Run everything until the trainer is done. Raises Interrupted, RoleFailed, BrokerFailed or BusError."""
     create_topics(broker.settings, config.partitions, replication_factor=config.settings.topics.replication_factor)
     configuration = write_configuration(config, broker)
-    supervisor = Supervisor(roles_of(config, configuration), config.run_folder / LOGS)
+    supervisor = Supervisor(roles_of(config, configuration), config.run_folder / LOGS, nursery)
     total = sum(prompt.group_size for prompt in prompts)
     stop = stop_on_signals()
     watch = Watch(

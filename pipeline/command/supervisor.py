@@ -6,19 +6,14 @@ Keeps true
 - When the supervisor ends, however it ends, its processes end: the kernel kills them if it cannot.
 """
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
-import structlog
-
+from pipeline.command.nursery import Forked, Nursery
 from schemas.errors import RoseError, UsageError
-from topics.processes import end_with
 
 QUICK_SECONDS = 120.0
 """A process that ran for less crashed quickly; an engine takes ten seconds to start, and a minute on a busy machine."""
@@ -66,7 +61,7 @@ class Role:
     """One process of a run."""
 
     name: str
-    """Also that of its log."""
+    """Also that of its log, and of its process."""
     arguments: tuple[str, ...]
     """Of the `rose` command."""
     ends_run: bool = False
@@ -79,21 +74,13 @@ class _Supervised:
     def __init__(self, role: Role, log: Path) -> None:
         self.role = role
         self.log = log
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Forked | None = None
         self.restarts = Restarts()
         self.started_at = 0.0
         self.start_at = 0.0
 
-    def start(self, now: float) -> None:
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "pipeline.command.main", *self.role.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the supervisor, which asks each role to stop
-                preexec_fn=end_with(os.getpid(), signal.SIGKILL),
-            )
+    def start(self, nursery: Nursery, now: float) -> None:
+        self.process = nursery.start(self.role.arguments, name=self.role.name, log=self.log)
         self.started_at = now
 
     def last_words(self) -> str:
@@ -107,18 +94,18 @@ class _Supervised:
 
 
 class Supervisor:
-    """Keeps the roles of a run going. Call it from one thread that lives as long as they should."""
+    """Keeps the roles of a run going, forked from a nursery. Call it from the thread that opened that one."""
 
-    def __init__(self, roles: Sequence[Role], log_folder: Path) -> None:
+    def __init__(self, roles: Sequence[Role], log_folder: Path, nursery: Nursery) -> None:
         log_folder.mkdir(parents=True, exist_ok=True)
         self._supervised = [_Supervised(role, log_folder / f"{role.name}.log") for role in roles]
-        self._log = structlog.get_logger("supervisor")
+        self._nursery = nursery
         self.finished = False
         """The role that ends the run has ended well."""
 
     def start(self) -> None:
         for each in self._supervised:
-            each.start(monotonic())
+            each.start(self._nursery, monotonic())
 
     def tick(self) -> list[str]:
         """Look after the processes; return a line for each thing that happened. Raises RoleFailed. Call it often."""
@@ -126,7 +113,7 @@ class Supervisor:
         for each in self._supervised:
             if each.process is None:
                 if monotonic() >= each.start_at:
-                    each.start(monotonic())
+                    each.start(self._nursery, monotonic())
                     happened.append(f"{each.role.name} starts again")
             elif (status := each.process.poll()) is not None:
                 each.process = None
@@ -140,18 +127,16 @@ class Supervisor:
         """Ask every process to stop, and kill what does not."""
         running = [each.process for each in self._supervised if each.process is not None]
         for process in running:
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
         deadline = monotonic() + STOP_SECONDS
         for process in running:
-            try:
-                process.wait(max(0.0, deadline - monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
+            if process.wait(max(0.0, deadline - monotonic())) is None:
+                process.send_signal(signal.SIGKILL)
                 process.wait()
 
     @property
     def process_ids(self) -> dict[str, int]:
-        """The running processes by role."""
+        """The running processes by role. Waits until each is born."""
         return {each.role.name: each.process.pid for each in self._supervised if each.process is not None}
 
     def _crashed(self, each: _Supervised, status: int) -> str:

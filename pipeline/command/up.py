@@ -8,6 +8,7 @@ from rich.console import Console
 from pipeline.command.broker import run_broker
 from pipeline.command.closing import facts_now, show_summary, write_report
 from pipeline.command.config import load
+from pipeline.command.nursery import Nursery
 from pipeline.command.options import Common
 from pipeline.command.session import Interrupted, run_roles
 from pipeline.command.submit import read_prompts
@@ -20,10 +21,10 @@ def run_up(common: Common, prompts_file: Path | None) -> None:
     console = Console()
     prompts = read_prompts(prompts_file, config.environments) if prompts_file is not None else []
     started_at, began = time(), monotonic()
-    with run_broker(config) as broker:
+    with Nursery() as nursery, run_broker(config) as broker:
         console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")
         try:
-            run_roles(config, broker, console, prompts=prompts, title=config.settings.run.name)
+            run_roles(config, broker, nursery, console, prompts=prompts, title=config.settings.run.name)
         except Interrupted:
             console.print("ended before the trainer was done; the same command goes on from here")
         facts = facts_now(broker.name, started_at=started_at, seconds=monotonic() - began, success=Success())

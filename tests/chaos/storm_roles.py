@@ -6,6 +6,7 @@ Keeps true
 """
 
 import json
+import os
 import re
 import signal
 import time
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from pipeline.command.nursery import Forked, Nursery
 from tests.chaos.stalls import Change, Happening
 from tests.chaos.storm_plan import Act, Deed, Role, Worker
-from tests.chaos.warm import Forked
 from topics.apache_kafka import Cluster
 from topics.broker import Broker
 
@@ -62,6 +63,8 @@ class Roles:
         self._folder = folder
         self._arguments = arguments
         self._broker = broker
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
+        self._nursery = Nursery(folder, environment | {"OMP_NUM_THREADS": "1"})
         self._journal: TextIO = (folder / "journal.jsonl").open("a")
         self._present: dict[Worker, _Process] = {}
         self._leaving: list[_Process] = []
@@ -156,6 +159,7 @@ class Roles:
         for present in [*self._present.values(), *self._leaving]:
             present.process.send_signal(signal.SIGKILL)
             present.process.wait()
+        self._nursery.close()
         self._journal.close()
 
     def start(self, worker: Worker) -> None:
@@ -166,7 +170,8 @@ class Roles:
         log.touch()
         begin = log.stat().st_size
         arguments = (worker.role.value, *((option, str(worker.number)) if option else ()), *self._arguments)
-        process = Forked(arguments, folder=self._folder, log=log)
+        process = self._nursery.start(arguments, name=str(worker), log=log)
+        assert process.pid  # born: its time begins after the imports of others
         self._present[worker] = _Process(worker, self._starts, process, log, begin, time.time())
         self._note(Change.STARTED, worker, self._starts)
 

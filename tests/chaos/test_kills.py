@@ -92,13 +92,12 @@ class Run:
             return []
 
     def kill(self, role: str) -> None:
-        """SIGKILL the process of this role, which is a child of the supervisor."""
-        name, _, number = role.partition("-")
-        for child in children(self.process.pid):
-            words = command_line(child)
-            if name in words and (not number or number in words):
-                os.kill(child, signal.SIGKILL)
-                return
+        """SIGKILL the process of this role, which is called so; the supervisor's nursery has forked it."""
+        for nursery in children(self.process.pid):
+            for child in children(nursery):
+                if Path(f"/proc/{child}/comm").read_text().strip() == role:
+                    os.kill(child, signal.SIGKILL)
+                    return
         raise AssertionError(f"{role} is not running:\n{self.output()}")
 
     def output(self) -> str:
@@ -117,10 +116,6 @@ def children(parent: int) -> list[int]:
     for thread in Path(f"/proc/{parent}/task").iterdir():
         found += map(int, (thread / "children").read_text().split())
     return found
-
-
-def command_line(process: int) -> list[str]:
-    return Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
 
 
 @pytest.fixture

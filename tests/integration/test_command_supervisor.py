@@ -1,17 +1,18 @@
-"""The supervisor keeps real roles going, tells when it cannot, and leaves nothing behind."""
+"""The supervisor keeps real roles going, tells when it cannot, and leaves nothing behind; so does its nursery."""
 
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 from time import monotonic
 
 import pytest
 
+from pipeline.command.nursery import Nursery
 from pipeline.command.supervisor import Role, RoleFailed, Supervisor
 from tests.brokers import AnyBroker, flags
 from topics.admin import create_topics
@@ -37,6 +38,17 @@ def alive(process_id: int) -> bool:
         return False
 
 
+def parent_of(process_id: int) -> int:
+    """Of a role: its nursery."""
+    return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as opened:
+        yield opened
+
+
 @pytest.fixture
 def router(broker: AnyBroker, namespace: str) -> Role:
     settings = broker.settings(namespace)
@@ -44,8 +56,8 @@ def router(broker: AnyBroker, namespace: str) -> Role:
     return Role("router", ("router", *flags(settings)))
 
 
-def test_a_role_that_refuses_its_input_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
-    supervisor = Supervisor([Role("router", ("router", "--set", "router.nothing=1"))], tmp_path)
+def test_a_role_that_refuses_its_input_ends_the_run_with_its_last_words(nursery: Nursery, tmp_path: Path) -> None:
+    supervisor = Supervisor([Role("router", ("router", "--set", "router.nothing=1"))], tmp_path, nursery)
     supervisor.start()
     with pytest.raises(RoleFailed, match=r"router ended with status 2; the end of .*router.log") as failed:
         until(lambda: bool(supervisor.tick()))
@@ -53,16 +65,16 @@ def test_a_role_that_refuses_its_input_ends_the_run_with_its_last_words(tmp_path
     supervisor.stop()
 
 
-def test_the_role_that_ends_the_run_ends_it(tmp_path: Path) -> None:
-    supervisor = Supervisor([Role("trainer", ("config",), ends_run=True)], tmp_path)
+def test_the_role_that_ends_the_run_ends_it(nursery: Nursery, tmp_path: Path) -> None:
+    supervisor = Supervisor([Role("trainer", ("config",), ends_run=True)], tmp_path, nursery)
     supervisor.start()
     until(lambda: supervisor.tick() == [] and supervisor.finished)
     supervisor.stop()
 
 
 @pytest.mark.slow
-def test_a_killed_role_comes_back_and_stop_leaves_none(router: Role, tmp_path: Path) -> None:
-    supervisor = Supervisor([router], tmp_path)
+def test_a_killed_role_comes_back_and_stop_leaves_none(router: Role, nursery: Nursery, tmp_path: Path) -> None:
+    supervisor = Supervisor([router], tmp_path, nursery)
     supervisor.start()
     first = supervisor.process_ids["router"]
     os.kill(first, signal.SIGKILL)
@@ -71,8 +83,31 @@ def test_a_killed_role_comes_back_and_stop_leaves_none(router: Role, tmp_path: P
     second = supervisor.process_ids["router"]
     assert second != first
     until(lambda: "event=started" in (tmp_path / "router.log").read_text())
+    imported = Path(f"/proc/{second}/maps").read_text()
+    assert "confluent_kafka" in imported
+    assert "libtorch" not in imported
     supervisor.stop()
     assert not alive(second)
+
+
+@pytest.mark.slow
+def test_a_killed_nursery_takes_its_roles_with_it_and_they_come_back(
+    router: Role, nursery: Nursery, tmp_path: Path
+) -> None:
+    supervisor = Supervisor([router], tmp_path, nursery)
+    supervisor.start()
+    first = supervisor.process_ids["router"]
+    os.kill(parent_of(first), signal.SIGKILL)
+    until(lambda: any("router was killed by signal SIGKILL" in line for line in supervisor.tick()))
+    until(lambda: not alive(first))
+    until(lambda: any("starts again" in line for line in supervisor.tick()))
+    second = supervisor.process_ids["router"]
+    until(lambda: "event=started" in (tmp_path / "router.log").read_text())
+    its_nursery = parent_of(second)
+    supervisor.stop()
+    assert alive(its_nursery) and not alive(second)
+    nursery.close()
+    assert not alive(its_nursery)
 
 
 @pytest.mark.slow
@@ -80,8 +115,9 @@ def test_roles_do_not_outlive_a_supervisor_that_is_killed(router: Role, tmp_path
     program = f"""
         from pathlib import Path
         from threading import Event
+        from pipeline.command.nursery import Nursery
         from pipeline.command.supervisor import Role, Supervisor
-        supervisor = Supervisor([Role("router", {router.arguments!r})], Path({str(tmp_path)!r}))
+        supervisor = Supervisor([Role("router", {router.arguments!r})], Path({str(tmp_path)!r}), Nursery())
         supervisor.start()
         print(supervisor.process_ids["router"], flush=True)
         Event().wait()
@@ -92,6 +128,86 @@ def test_roles_do_not_outlive_a_supervisor_that_is_killed(router: Role, tmp_path
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         until(lambda: "event=started" in (tmp_path / "router.log").read_text())
-        assert alive(child)
+        nursery = parent_of(child)
+        assert alive(child) and alive(nursery)
         parent.kill()
-    until(lambda: not alive(child))
+    until(lambda: not alive(child) and not alive(nursery))
+
+
+@pytest.mark.slow
+def test_a_role_that_is_not_born_yet_ends_at_once(nursery: Nursery, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    trainer = nursery.start(("trainer", "--help"), name="trainer", log=log)
+    trainer.send_signal(signal.SIGTERM)
+    assert trainer.poll() == -signal.SIGTERM
+    assert nursery.start(("trainer", "--help"), name="trainer", log=log).wait() == 0
+    assert log.read_text().count("Usage: rose trainer") == 1
+
+
+FAILING = """
+class Unexpected(BaseException): pass
+print("said before")
+raise Unexpected("of its own")
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_role_ends_as_one_that_was_started(
+    broker: AnyBroker, namespace: str, nursery: Nursery, tmp_path: Path
+) -> None:
+    """Exit status and last words: of what is refused, of what nobody expected, of what goes well."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(2, 2, 1, 1))
+    (tmp_path / "rose.toml").write_text(
+        f'[environment]\nimport_paths = ["{tmp_path}"]\nenvironments = ["failing:Environment"]\n'
+    )
+    for name, arguments in {
+        "refused": ("config", "--set", "router.nothing=1"),
+        "misspelt": ("router", "--nothing"),
+        "unexpected": ("environment", "--config", str(tmp_path / "rose.toml"), *flags(settings)),
+        "well": ("config",),
+    }.items():
+        started = subprocess.run(
+            [sys.executable, "-P", "-m", "pipeline.command.main", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        log = tmp_path / f"{name}.log"
+        assert nursery.start(arguments, name=name, log=log).wait() == started.returncode
+        assert log.read_text().splitlines()[-3:] == started.stdout.splitlines()[-3:]
+    unexpected = (tmp_path / "unexpected.log").read_text()
+    assert "said before" in unexpected and "Traceback (most recent call last)" in unexpected
+
+
+DRAWING = """
+import os, random, sys
+import numpy
+print("drawn", random.random(), numpy.random.random(), os.environ["ROSE_RUN__SEED"], os.getsid(0) == os.getpid())
+print("stdin", repr(sys.stdin.read()))
+"""
+
+
+@pytest.mark.slow
+def test_siblings_draw_numbers_of_their_own_in_the_environment_of_the_supervisor(
+    broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "drawing.py").write_text(DRAWING)
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(2, 2, 1, 1))
+    (tmp_path / "rose.toml").write_text(
+        f'[environment]\nimport_paths = ["{tmp_path}"]\nenvironments = ["drawing:Environment"]\n'
+    )
+    monkeypatch.setenv("ROSE_RUN__SEED", "41")
+    arguments = ("environment", "--config", str(tmp_path / "rose.toml"), *flags(settings))
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    with Nursery() as nursery:
+        roles = [nursery.start(arguments, name=log.stem, log=log) for log in logs]
+        for role in roles:
+            role.wait()
+    first, second = (next(line.split() for line in log.read_text().splitlines() if "drawn" in line) for log in logs)
+    assert first[1] != second[1] and first[2] != second[2]
+    assert first[3:] == second[3:] == ["41", "True"]
+    assert all("stdin ''" in log.read_text() for log in logs)

@@ -1,0 +1,242 @@
+"""Roles as processes that import next to nothing: forked from a nursery, a process that has imported what they want.
+
+Keeps true
+- A role runs and ends as `python -P -m pipeline.command.main` would: a session, a log and signals of its own, the
+  environment of whoever opened the nursery, the same exit status and last words.
+- The nursery imports what a role wants once, before the first role that wants it; never vLLM for a router.
+- A role ends when the nursery ends, and the nursery when its owner does, however they end: the kernel kills them.
+- Nobody waits for imports: to start a role is to ask for it, and one that is not born yet can be ended at once.
+
+An executor's start is ten seconds of imports and one of work; a run has several, each demo measures twice, and crashed
+ones come back.
+
+    with Nursery() as nursery:
+        process = nursery.start(("router", "--config", "rose.toml"), name="router", log=Path("router.log"))
+"""
+
+import gc
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from io import TextIOWrapper
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+
+from topics.processes import end_with, show_as
+
+ENGINE = ("workers.executor.vllm.engine", "workers.executor.vllm.start")
+WANTED = {
+    "environment": ("pipeline.command.roles", "workers.environments.main"),
+    "evaluate": ("pipeline.command.evaluation", *ENGINE),
+    "executor": (
+        "pipeline.command.roles",
+        "workers.executor.main",
+        "workers.executor.loop",
+        "workers.weights.anchor_store",
+        "workers.weights.receive",
+        "workers.weights.signing",
+        *ENGINE,
+    ),
+    "router": ("pipeline.command.roles", "pipeline.routing.main"),
+    "trainer": ("pipeline.command.roles", "workers.trainer.main", "workers.trainer.loop", "transformers"),
+}
+"""What each command imports when it runs."""
+
+MOST_BYTES = 1 << 16
+"""Of a message to the nursery or from it."""
+
+
+class Forked:
+    """A role in a process of its own, which is there from the moment it was asked for."""
+
+    def __init__(self, nursery: "Nursery") -> None:
+        self._nursery = nursery
+        self._pid: int | None = None
+        self._status: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Waits until it is born. Raises ProcessLookupError if it never was."""
+        while self._pid is None and self._status is None:
+            self._nursery.hear(None)
+        if self._pid is None:
+            raise ProcessLookupError
+        return self._pid
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs or is still to be born."""
+        self._nursery.hear(0.0)
+        return self._status
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """The exit status, once it has ended; None if it has not within that time."""
+        deadline = None if seconds is None else monotonic() + seconds
+        while self.poll() is None and (deadline is None or monotonic() < deadline):
+            self._nursery.hear(None if deadline is None else max(0.0, deadline - monotonic()))
+        return self._status
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the role, if it still runs. One that is not born ends at once of what would end it."""
+        if self.poll() is not None:
+            return
+        if self._pid is None and number in (signal.SIGTERM, signal.SIGKILL):
+            self._status = -number
+        else:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def born(self, pid: int) -> None:
+        """It runs, unless it was ended before."""
+        self._pid = pid
+        if self._status is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def ended(self, status: int) -> None:
+        """It runs no more."""
+        if self._status is None:
+            self._status = status
+
+
+class Nursery:
+    """Where roles are forked. Use it from one thread that lives as long as they should.
+
+    Its process begins with the first role, and again with the next one if it was killed, all roles with it.
+    """
+
+    def __init__(self, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
+        """Roles run in this folder and environment; left out, in those of the caller."""
+        self._folder = folder
+        self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket
+        self._roles: dict[int, Forked] = {}
+        self._numbers = itertools.count()
+
+    def __enter__(self) -> "Nursery":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def start(self, arguments: Sequence[str], *, name: str, log: Path) -> Forked:
+        """Ask for a role with these arguments of `rose`; what it prints is appended to the log."""
+        self.hear(0.0)
+        with log.open("ab") as output:
+            if self._process is None:
+                self._open(output.fileno())
+            role, number = Forked(self), next(self._numbers)
+            self._roles[number] = role
+            with suppress(BrokenPipeError, ConnectionResetError):  # it has just ended, as `hear` will find
+                socket.send_fds(self._line, [json.dumps([number, name, *arguments]).encode()], [output.fileno()])
+        return role
+
+    def hear(self, seconds: float | None) -> None:
+        """Take in what the nursery has to say; wait so long for the first of it, or for ever."""
+        while self._process is not None:
+            self._line.settimeout(seconds)
+            try:
+                said = self._line.recv(MOST_BYTES)
+            except (BlockingIOError, TimeoutError):
+                return
+            except ConnectionResetError:
+                said = b""
+            if not said:
+                self.close()
+                return
+            number, pid, status = json.loads(said)
+            if status is None:
+                self._roles[number].born(pid)
+            else:
+                self._roles.pop(number).ended(status)
+            seconds = 0.0
+
+    def close(self) -> None:
+        """End its process, and with it every role that still runs."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+        self._line.close()
+        for role in self._roles.values():
+            role.ended(-signal.SIGKILL)
+        self._roles.clear()
+
+    def _open(self, output: int) -> None:
+        self._line, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"from {__name__} import nurse; nurse({its.fileno()})"],
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(its.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the supervisor, which asks each role to stop
+                preexec_fn=end_with(os.getpid(), signal.SIGKILL),
+            )
+
+
+def nurse(line_number: int) -> None:
+    """The nursery's program: fork a role for every message. What follows the loop runs in the roles."""
+    # Whoever looks for GPUs while it is imported must not open CUDA, which no fork inherits; vLLM sets this as well.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, TextIOWrapper)
+        stream.reconfigure(line_buffering=True)
+    line, own, numbers = socket.socket(fileno=line_number), os.getpid(), dict[int, int]()
+
+    def reap(*_: object) -> None:
+        for pid in list(numbers):
+            with suppress(ChildProcessError):  # the next signal came amid this loop, and took it
+                if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                    line.send(json.dumps([numbers.pop(pid), pid, os.waitstatus_to_exitcode(ended[1])]).encode())
+
+    signal.signal(signal.SIGCHLD, reap)  # also amid an import
+    while True:
+        said, outputs, _, _ = socket.recv_fds(line, MOST_BYTES, 1)
+        if not said:
+            sys.exit()
+        number, name, *arguments = json.loads(said)
+        for output in outputs:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+        _import(arguments[0])
+        pid = os.fork()
+        if pid == 0:
+            break
+        line.send(json.dumps([number, pid, None]).encode())
+        numbers[pid] = number
+        reap()
+    end_with(own, signal.SIGKILL)()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    line.close()
+    os.setsid()
+    show_as(name)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # siblings would draw the same; `random` and OpenSSL see to it themselves
+    sys.argv = ["rose", *arguments]
+
+    from pipeline.command.main import main
+
+    main()
+
+
+def _import(command: str) -> None:
+    for module in ("pipeline.command.main", *WANTED.get(command, ())):
+        with suppress(Exception):  # the role imports it again, and says in its own log why it cannot
+            import_module(module)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    gc.freeze()  # what roles share stays shared: their collectors do not write to it
