@@ -221,7 +221,8 @@ class _Watch:
     """Does anything move on the log while the storm blows? Asks for the ends only: a reader would keep a core busy."""
 
     def __init__(self, settings: BusSettings) -> None:
-        self._admin = AdminClient({"bootstrap.servers": settings.bootstrap, **QUIET})
+        self._address = {"bootstrap.servers": settings.bootstrap, **QUIET}
+        self._admin = AdminClient(self._address)
         names = [*map(settings.topic, (REQUESTED, SAMPLES, OUTCOMES))]
         known = self._admin.list_topics(timeout=LOOK_SECONDS).topics
         self._ends = {
@@ -240,8 +241,9 @@ class _Watch:
         try:
             found = self._admin.list_offsets(self._ends, request_timeout=LOOK_SECONDS)
             seen = [end.result().offset for end in found.values()]
-        except KafkaException:
-            return  # a node is away
+        except KafkaException:  # a node is away; a client that met this may hold on to a leader's old epoch for good
+            self._admin = AdminClient(self._address)
+            return
         if seen != self._seen:
             self._seen, self.moved_at = seen, time.monotonic()
 

@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from tests.brokers import KAFKA, home_of
+from tests.brokers import KAFKA, flags, home_of
 from topics.admin import create_topics
 from topics.apache_kafka import Cluster
 from topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, Partitions
@@ -62,6 +62,21 @@ def test_topics_have_a_copy_on_every_node(cluster: Cluster, namespace: str) -> N
     topics = AdminClient({"bootstrap.servers": cluster.bootstrap}).list_topics(timeout=WAIT_SECONDS).topics
     copies = {len(part.replicas) for topic in topics.values() for part in topic.partitions.values()}
     assert copies == {3}
+
+
+def test_the_audit_answers_while_a_node_is_away_and_says_nothing_of_it(cluster: Cluster, namespace: str) -> None:
+    settings = cluster.settings(namespace)
+    create_topics(settings, Partitions(home=2, slots=1, samples=1, chunks=1), replication_factor=3)
+    cluster.await_in_sync(WAIT_SECONDS)
+    node = cluster.nodes[1]
+    node.kill()
+    command = [sys.executable, "-m", "pipeline.command.main", "audit", *flags(settings)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=WAIT_SECONDS)
+    node.restart()
+    cluster.await_in_sync(WAIT_SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert "0 lost" in done.stdout
+    assert not done.stderr
 
 
 SOUNDER = """

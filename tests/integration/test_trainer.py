@@ -1,8 +1,7 @@
 """The trainer over a real broker: every sample trained once, one outcome each, and a resume that is exact."""
 
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from threading import Event
 
@@ -14,28 +13,27 @@ from safetensors.torch import load_file
 from pipeline.accounting.audit import audit_log
 from schemas.arrays import pack_tokens
 from schemas.errors import UsageError
-from schemas.samples import Outcome, Sample
-from schemas.turns import VersionSpan
+from schemas.samples import Outcome
 from schemas.weights import WeightManifest
 from tests.brokers import AnyBroker
 from tests.integration.trainer_kit import (
     GROUP_SIZE,
     GROUPS,
-    GROUPS_PER_STEP,
     POINTS,
     STEPS,
     VOCABULARY,
     Result,
     config_of,
+    log_with_samples,
     make_policy,
     make_samples,
+    newest_of,
     result_of,
     train_in_a_process_that_is_killed,
     write_prompts,
     write_samples,
 )
-from topics.admin import create_topics
-from topics.catalog import MANIFESTS, Partitions
+from topics.catalog import MANIFESTS
 from topics.log import read_topics
 from topics.settings import BusSettings
 from workers.trainer.checkpoint import CheckpointRefused
@@ -50,14 +48,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_policy(tmp_path_factory.mktemp("policy"))
-
-
-def log_with_samples(broker: AnyBroker, namespace: str, *, partitions: int = 1) -> BusSettings:
-    settings = broker.settings(namespace)
-    create_topics(settings, Partitions(home=1, slots=1, samples=partitions, chunks=2))
-    write_prompts(settings)
-    write_samples(settings, make_samples())
-    return settings
 
 
 @pytest.fixture
@@ -125,127 +115,6 @@ def test_a_trainer_killed_at_every_point_ends_with_the_same_policy(
     assert audit_log(settings).clean
 
 
-def cut_short(checkpoints: Path) -> None:
-    newest = max(checkpoints.glob("*.msgpack"))
-    newest.write_bytes(newest.read_bytes()[:-7])
-
-
-def rotten_tensors(checkpoints: Path) -> None:
-    newest = max(checkpoints.glob("*.safetensors"))
-    data = bytearray(newest.read_bytes())
-    data[-3] ^= 1
-    newest.write_bytes(data)
-
-
-def without_tensors(checkpoints: Path) -> None:
-    max(checkpoints.glob("*.safetensors")).unlink()
-
-
-@pytest.mark.parametrize("harm", [cut_short, rotten_tensors, without_tensors])
-def test_a_trainer_whose_newest_checkpoint_is_broken_goes_back_under_a_new_number(
-    settings: BusSettings, model_folder: Path, tmp_path: Path, harm: Callable[[Path], None]
-) -> None:
-    config = config_of(model_folder, tmp_path / "run")
-    run_trainer(settings, config, Event())
-    before, lines = result_of(settings), read_step_log(config.run_folder)
-    shutil.rmtree(config.run_folder / "model")
-    harm(config.checkpoints)
-    again = Trainer(settings, config, WeightsConfig(), Event())
-    again.run()
-    after = result_of(settings)
-    assert after.outcomes == before.outcomes
-    assert after.digests == before.digests | {STEPS + 1: before.digests[STEPS - 1]}
-    assert newest_of(settings).order == (1, STEPS + 1)
-    assert read_step_log(config.run_folder) == lines
-    exported = load_file(config.run_folder / "model" / "model.safetensors")
-    parameters = dict(again._model.named_parameters())
-    assert all(torch.equal(exported[name], parameter) for name, parameter in parameters.items())
-
-
-def newest_of(settings: BusSettings) -> WeightManifest:
-    records = [envelope.record for envelope in read_topics(settings, [MANIFESTS])]
-    return max((one for one in records if isinstance(one, WeightManifest)), key=lambda manifest: manifest.order)
-
-
-def of_version(samples: Iterable[Sample], version: int) -> list[Sample]:
-    return [
-        msgspec.structs.replace(one, spans=tuple(VersionSpan(span.start, span.end, version) for span in one.spans))
-        for one in samples
-    ]
-
-
-def test_what_versions_sampled_that_the_run_went_back_behind_is_superseded(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
-) -> None:
-    """Also after one more restart, and every number stands for one policy."""
-    config = config_of(model_folder, tmp_path / "run")
-    run_trainer(settings, config, Event())
-    cut_short(config.checkpoints)
-    run_trainer(settings, config, Event())  # from version 3, which is version 5 now
-    lost, kept = make_samples(7, groups=[20]), make_samples(7, groups=[21, 22])
-    write_samples(settings, [*of_version(lost, STEPS), *of_version(kept, STEPS - 1)])
-    run_trainer(settings, config_of(model_folder, config.run_folder, total_groups=GROUPS + 3), Event())
-    result = result_of(settings)
-    assert {name for name, outcome, _ in result.outcomes if outcome is Outcome.SUPERSEDED} == {
-        one.trajectory_id for one in lost
-    }
-    assert len(result.outcomes) == len({name for name, _, _ in result.outcomes}) == (GROUPS + 3) * GROUP_SIZE
-    assert sorted(result.digests) == [0, 1, 2, 3, 4, 5, 6]
-    assert [line["step"] for line in read_step_log(config.run_folder)] == [1, 2, 3, 4, 6]
-
-
-def test_a_trainer_that_is_killed_while_it_goes_back_goes_back_once(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
-) -> None:
-    config = config_of(model_folder, tmp_path / "run")
-    run_trainer(settings, config, Event())
-    before = result_of(settings)
-    cut_short(config.checkpoints)
-    killed = train_in_a_process_that_is_killed(
-        settings, model_folder, config.run_folder, point="after_checkpoint", version=STEPS + 1
-    )
-    assert killed == -9
-    run_trainer(settings, config, Event())
-    assert result_of(settings).digests == before.digests | {STEPS + 1: before.digests[STEPS - 1]}
-    assert newest_of(settings).order == (1, STEPS + 1)
-
-
-def test_a_trainer_without_an_end_that_goes_back_settles_nothing_twice(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
-) -> None:
-    config = config_of(model_folder, tmp_path / "run")
-    run_trainer(settings, config, Event())
-    before = result_of(settings)
-    cut_short(config.checkpoints)
-    for _ in range(3):
-        trainer = Trainer(
-            settings, config_of(model_folder, config.run_folder, total_groups=0), WeightsConfig(), Event()
-        )
-        trainer._recover()
-        trainer._publisher.close()
-        trainer._stream.close()
-    assert result_of(settings).outcomes == before.outcomes
-
-
-def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
-) -> None:
-    """As a fenced trainer leaves it, which wrote its own checkpoint of a version and could not settle it."""
-    config = config_of(model_folder, tmp_path / "run")
-    trainer = Trainer(settings, config, WeightsConfig(), Event())
-    trainer.run()
-    before = result_of(settings)
-    with torch.no_grad():
-        next(trainer._model.parameters()).add_(1.0)
-    assert trainer._progress is not None
-    strange = msgspec.structs.replace(trainer._progress, weights_digest=trainer._snapshot().digest())
-    trainer._checkpoints.save(strange, trainer._model, trainer._optimizer)
-    again = Trainer(settings, config, WeightsConfig(), Event())
-    again.run()
-    assert result_of(settings).digests == before.digests | {STEPS + 1: before.digests[STEPS - 1]}
-    assert result_of(settings).outcomes == before.outcomes
-
-
 def raise_on(trainer: Trainer, tokens: Iterable[bytes], error: Exception) -> None:
     """The policy cannot compute a batch with one of these token sequences."""
 
@@ -295,36 +164,6 @@ def test_every_start_stores_the_present_version_whole(
     records = [envelope.record for envelope in read_topics(settings, [MANIFESTS])]
     again = [one for one in records if isinstance(one, WeightManifest)][-1]
     assert (again.order, again.digest, again.base_version) == (before.order, before.digest, None)
-
-
-@pytest.mark.parametrize("other", [WeightsConfig(dtype="bfloat16"), WeightsConfig(column_parts=2)])
-def test_a_run_goes_on_when_its_weights_travel_in_another_way(
-    settings: BusSettings, model_folder: Path, tmp_path: Path, other: WeightsConfig
-) -> None:
-    run_trainer(settings, config_of(model_folder, tmp_path / "run", total_groups=GROUPS_PER_STEP), Event())
-    for _ in range(2):  # the second start finds what the first has stored
-        run_trainer(settings, config_of(model_folder, tmp_path / "run"), Event(), weights=other)
-    result = result_of(settings)
-    assert result.counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1
-    assert sorted(result.digests) == list(range(STEPS + 2)), "the policy of version 1 is there twice, under two numbers"
-    assert newest_of(settings).order == (1, STEPS + 1)
-    assert audit_log(settings).clean
-
-
-def test_a_checkpoint_that_the_log_lacks_goes_on_when_its_weights_travel_in_another_way(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
-) -> None:
-    killed = train_in_a_process_that_is_killed(
-        settings, model_folder, tmp_path / "run", point="after_checkpoint", version=1
-    )
-    assert killed == -9
-    for total in (GROUPS_PER_STEP, GROUPS):  # the second start finds what the first has stored
-        config = config_of(model_folder, tmp_path / "run", total_groups=total)
-        run_trainer(settings, config, Event(), weights=WeightsConfig(dtype="bfloat16"))
-    result = result_of(settings)
-    assert result.counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1
-    assert sorted(result.digests) == list(range(STEPS + 1))
-    assert audit_log(settings).clean
 
 
 def test_a_run_that_is_complete_is_not_trained_again(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from schemas.prompts import Prompt, Sampling, trajectory_id
 from schemas.samples import Outcome, Sample, SampleOutcome
 from schemas.turns import VersionSpan
 from schemas.weights import WeightManifest
+from tests.brokers import AnyBroker
 from tests.unit.samples import turns_of
-from topics.catalog import MANIFESTS, OUTCOMES, PROMPTS, SAMPLES
+from topics.admin import create_topics
+from topics.catalog import MANIFESTS, OUTCOMES, PROMPTS, SAMPLES, Partitions
 from topics.log import read_topics
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -194,3 +196,17 @@ def _arm(point: str, version: int) -> None:
     Trainer.__init__ = armed_begin  # type: ignore[method-assign,assignment]
     Checkpoints.save = armed_save  # type: ignore[method-assign,assignment]
     Writer.commit = armed_commit  # type: ignore[method-assign,assignment]
+
+
+def log_with_samples(broker: AnyBroker, namespace: str, *, partitions: int = 1) -> BusSettings:
+    """A log on which everything has been asked for and sampled, and nothing trained."""
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=partitions, chunks=2))
+    write_prompts(settings)
+    write_samples(settings, make_samples())
+    return settings
+
+
+def newest_of(settings: BusSettings) -> WeightManifest:
+    records = [envelope.record for envelope in read_topics(settings, [MANIFESTS])]
+    return max((one for one in records if isinstance(one, WeightManifest)), key=lambda manifest: manifest.order)

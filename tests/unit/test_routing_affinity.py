@@ -1,0 +1,90 @@
+"""Where the router's core sends a turn, and who waits for whom."""
+
+from pipeline.routing.router import Router
+from schemas.slack import ExecutorState
+from tests.unit.routing_steps import started, step
+from tests.unit.routing_world import CONFIG, World, heartbeat, request
+
+
+def test_a_next_turn_goes_where_the_last_one_ran() -> None:
+    world, last = started(), ""
+    for turn in range(6):
+        world.ask(request("g0:0", turn, context=100 + 20 * turn))
+        (dispatch,) = world.held.values()
+        if turn > 0:
+            assert dispatch.worker == last
+            assert dispatch.cost.cached_tokens == 100 + 20 * (turn - 1) + 5
+        last = dispatch.worker
+        world.complete(dispatch)
+
+
+def test_a_next_turn_leaves_a_cache_that_costs_more_to_wait_for_than_to_compute_again() -> None:
+    world = started()
+    world.ask(request("g0:0", context=30))
+    (first,) = world.held.values()
+    world.complete(first)
+    holder = int(first.worker[1:])
+    # The holder alone is open while others send it much to prefill; then all are open again.
+    for worker in {0, 1, 2} - {holder}:
+        world.beat(worker, state=ExecutorState.PAUSED)
+    for index in range(3):
+        world.ask(request(f"g9:{index}", context=300))
+    step(world, "beats")
+    world.ask(request("g0:0", 1, context=40))
+    moved = world.held["g0:0"]
+    assert moved.worker != first.worker and moved.cost.cached_tokens == 0
+    assert moved.cost.passed_over
+
+
+def test_a_cache_of_another_policy_version_is_worth_nothing() -> None:
+    world = started()
+    world.ask(request("g0:0", context=100))
+    world.complete(next(iter(world.held.values())))
+    world.version = 1
+    step(world, "beats")
+    world.ask(request("g0:0", 1, context=120))
+    assert world.held["g0:0"].cost.cached_tokens == 0
+
+
+def test_a_group_goes_where_its_prompt_is_until_waiting_costs_more() -> None:
+    world = started()
+    for index in range(3):
+        world.ask(request(f"g0:{index}", context=200, max_tokens=8))
+    at = [dispatch.worker for dispatch in world.held.values()]
+    cached = [dispatch.cost.cached_tokens for dispatch in world.held.values()]
+    assert cached[0] == 0 and cached[1] == 199, "all but the last token of the prompt are shared"
+    assert at[0] == at[1]
+
+
+def test_a_big_turn_is_not_starved_by_small_ones() -> None:
+    world = World()
+    world.beat(0, token_budget=100, max_turns=10)
+    world.ask(request("g0:0", context=40, max_tokens=20, patience_seconds=100.0))
+    world.ask(request("g1:0", context=70, max_tokens=20, patience_seconds=101.0))
+    for index in range(3):
+        world.ask(request(f"g2:{index}", context=10, max_tokens=5, patience_seconds=102.0))
+    assert set(world.held) == {"g0:0"}, "the small ones fit beside it, but the big one is before them"
+    world.complete(world.held["g0:0"])
+    assert "g1:0" in world.held
+
+
+def test_a_turn_that_nobody_could_run_lets_others_pass() -> None:
+    world = World()
+    world.beat(0, token_budget=100)
+    world.ask(request("g0:0", context=200, patience_seconds=100.0))
+    world.ask(request("g1:0", context=10, patience_seconds=101.0))
+    assert set(world.held) == {"g1:0"}
+    world.beat(0, token_budget=1000)
+    assert set(world.held) == {"g0:0", "g1:0"}
+
+
+def test_a_turn_that_ends_while_it_is_set_aside_is_not_held() -> None:
+    """In a fleet that stays as it is, which brings nothing back."""
+    router = Router(CONFIG)
+    for beat in range(100):
+        now = 0.2 * beat
+        router.on(heartbeat(0, sequence=beat), now)
+        router.on(request(f"g{beat}:0", context=2000, patience_seconds=1.0), now)
+        router.tick(now)
+        assert len(router.waiting) == len(router.waiting.aside) <= 10
+    assert router.counters.failed >= 90
