@@ -46,6 +46,8 @@ class Counter:
             await asyncio.get_running_loop().run_in_executor(None, self.gate.wait, WAIT_SECONDS)
         if action == "sleep":
             time.sleep(3600)
+        if action == "block":
+            self.block()
         if action == "spin":
             while True:
                 pass
@@ -107,10 +109,10 @@ def reset(name: str, **arguments: Any) -> Reset:
     return Reset(life=1, trajectory_id=name, environment="counter", ticket=name, seed=7, arguments=arguments)
 
 
-def act(name: str, action: str, state: bytes = b"0", *, life: int = 1) -> Advance:
+def act(name: str, action: str, state: bytes = b"0", *, life: int = 1, environment: str = "counter") -> Advance:
     tokens = [FIRST_CHARACTER + CHARACTERS.index(character) for character in action] + [END]
     packed = b"".join(token.to_bytes(4, "little") for token in tokens)
-    return Advance(life=life, trajectory_id=name, environment="counter", ticket=name, tokens=packed, state=state)
+    return Advance(life=life, trajectory_id=name, environment=environment, ticket=name, tokens=packed, state=state)
 
 
 def answers(stage: Stage, jobs: list[Job]) -> dict[str, Answer]:
@@ -166,6 +168,26 @@ def test_an_environment_that_blocks_its_thread_fails_alone_and_the_others_are_do
         assert [answer.state for answer in found.values() if isinstance(answer, Stepped)] == [b"2", b"2"]
         more = answers(stage, [act("a", "go", b"2"), act("c", "go", b"0")])
         assert all(isinstance(answer, Stepped) for answer in more.values())
+
+
+def test_an_environment_that_blocks_its_thread_holds_up_no_other_kind(folder: Path) -> None:
+    with stage_of(folder, lambda _name: Blocking(), timeout_seconds=60.0) as stage:
+        stage.start([act("bad", "block", environment="blocking")])
+        assert isinstance(answers_of(stage, [act("good", "go")])["good"], Stepped)
+        assert stage.in_flight == 1
+        Counter.gate.set()
+        assert [job.trajectory_id for job, _ in stage.answers(WAIT_SECONDS)] == ["bad"]
+
+
+def test_what_an_earlier_life_left_behind_is_not_begun_again(folder: Path) -> None:
+    """It would block the next thread too, and the one after it, for nobody."""
+    with stage_of(folder, lambda _name: Blocking(), timeout_seconds=0.5) as stage:
+        stage.start([act("bad", "block"), act("worse", "block")])
+        stage.new_life(2)
+        assert stage.in_flight == 0
+        found = answers(stage, [act("good", "go", life=2)])
+        assert isinstance(found["good"], Stepped)
+        Counter.gate.set()
 
 
 def test_an_environment_whose_callback_blocks_the_thread_is_given_up_in_the_end(folder: Path) -> None:

@@ -26,7 +26,7 @@ class EnvironmentConfig:
     window_groups: int = 16
     """Groups that may be open and unsettled at once; at least the trainer's `groups_per_step`. Bounds staleness."""
     max_live_environments: int = 256
-    """Environments held or stepped at once; the longest unused beyond it are closed, and restored when they go on."""
+    """Environments of a kind held or stepped at once; the longest unused beyond it are closed, and restored later."""
     step_timeout_seconds: float = 60.0
     """A reset, step, snapshot or restore that takes longer fails its trajectory (no reward)."""
     turn_patience_seconds: float = 300.0

@@ -4,8 +4,8 @@ Keeps true
 - A slow environment holds nobody up, and one that fails, hangs or lies fails its own trajectory alone.
 - No more than `max_live` environments are held or stepped at once. The longest unused is closed first; it is restored
   from its trajectory's state when its next turn comes.
-- Every job is answered once, in whatever order they end, for as long as no environment blocks the thread. That shows
-  from outside: `beats` stands still.
+- Every job of the present life is answered once, in whatever order they end, for as long as no environment blocks the
+  thread. That shows from outside: `beats` stands still.
 """
 
 import asyncio
@@ -151,6 +151,8 @@ class Runner:
             asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(CLOSE_SECONDS)
         except TimeoutError:
             log.warning("environments_not_closed", seconds=CLOSE_SECONDS)
+            self.abandon()
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_SECONDS)
         if not self._thread.is_alive():
@@ -193,7 +195,9 @@ class Runner:
 
     async def _work(self, job: Job) -> None:
         async with self._slots:
-            environment = self._idle.pop(job.trajectory_id, None) if job.life == self._life else None
+            if job.life != self._life:
+                return  # nobody waits for it any more
+            environment = self._idle.pop(job.trajectory_id, None)
             self._busy += 1
             try:
                 while len(self._idle) + self._busy > self._max_live:

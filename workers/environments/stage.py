@@ -1,16 +1,17 @@
-"""Where environments run: in a thread beside the bus, and in another one when that is blocked.
+"""Where environments run: in threads beside the bus, one for each kind, and in another one when that is blocked.
 
 Keeps true
 - Jobs go in and answers come out by value; the bus thread never touches an environment.
-- Every job that was started is answered once, whatever environments do.
-- An environment that blocks its thread fails its own trajectory. The others that were under way are done again from
-  their states: nobody has seen what came of them.
+- Every job that was started is answered once, whatever environments do, unless its life is over: nobody waits then.
+- An environment that blocks its thread fails its own trajectory, and holds up no environment of another kind. Those of
+  its own kind that were under way are done again from their states: nobody has seen what came of them.
 """
 
 import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import structlog
 
@@ -27,12 +28,63 @@ REPEATS = 3
 
 log = structlog.get_logger()
 
+Answers = list[tuple[Job, Answer]]
+
 
 @dataclass(slots=True)
 class _InFlight:
     job: Job
     blocked: int = 0
     """Times that it was under way when its thread was blocked by nobody knows whom."""
+
+
+class _Lane:
+    """The jobs of one kind of environment, and the thread that they run in."""
+
+    def __init__(self, new_runner: Callable[[], tuple[int, Runner]], timeout_seconds: float) -> None:
+        self._new_runner = new_runner
+        self._timeout_seconds = timeout_seconds
+        self.thread, self.runner = new_runner()
+        self.in_flight: dict[int, _InFlight] = {}
+        """By identity of the job."""
+        self._beats = 0
+        self._silent_seconds = 0.0
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        self.in_flight.update((id(job), _InFlight(job)) for job in jobs)
+        self.runner.start(jobs)
+
+    def blocked(self, looked_seconds: float) -> bool:
+        """Whether the thread has shown no sign of life for the time that a step may take, of which this is new."""
+        beats = self.runner.beats
+        silent = self.in_flight and beats == self._beats
+        self._silent_seconds = self._silent_seconds + looked_seconds if silent else 0.0
+        self._beats = beats
+        return self._silent_seconds > self._timeout_seconds
+
+    def move_on(self) -> Answers:
+        """Leave the blocked thread behind; what it was at fails, the rest is begun again in another."""
+        culprit = self.runner.running()
+        self.runner.abandon()
+        metrics.BLOCKED.inc()
+        self._silent_seconds = 0.0
+        self.thread, self.runner = self._new_runner()
+        failed: Answers = []
+        for waiting in self.in_flight.values():
+            waiting.blocked += culprit is None
+            if waiting.job is culprit or waiting.blocked >= REPEATS:
+                what = f"environment {waiting.job.environment} blocks its thread"
+                failed.append((waiting.job, Failed(f"{what} for longer than {self._timeout_seconds:g} s")))
+        for job, _ in failed:
+            del self.in_flight[id(job)]
+        log.error(
+            "environments_blocked",
+            trajectory=culprit and culprit.trajectory_id,
+            failed=len(failed),
+            again=len(self.in_flight),
+        )
+        self.runner.start([waiting.job for waiting in self.in_flight.values()])
+        return failed
 
 
 class Stage:
@@ -46,77 +98,87 @@ class Stage:
         max_live: int,
         timeout_seconds: float,
     ) -> None:
-        """`create` makes a new environment of a name."""
+        """`create` makes a new environment of a name. `max_live`: of each kind."""
         self._format = turn_format
         self._create = create
         self._max_live = max_live
         self._timeout_seconds = timeout_seconds
         self._life = 0
-        self._in_flight: dict[int, _InFlight] = {}
-        """By identity of the job."""
+        self._lanes: dict[str, _Lane] = {}
+        """By the environment's name."""
         self._answers: queue.SimpleQueue[tuple[int, Job, Answer]] = queue.SimpleQueue()
         """Each with the number of the thread that gave it."""
-        self._threads = 0
-        self._runner = self._new_runner()
-        self._beats = 0
+        self._threads = count()
         self._looked_at = time.monotonic()
-        self._silent_seconds = 0.0
 
     @property
     def in_flight(self) -> int:
         """Jobs that were started and not answered."""
-        return len(self._in_flight)
+        return sum(len(lane.in_flight) for lane in self._lanes.values())
 
     @property
     def live(self) -> int:
         """Environments that are held or stepped; as another thread sees it, so a figure for people."""
-        return self._runner.live
+        return sum(lane.runner.live for lane in self._lanes.values())
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Begin with these jobs."""
-        if jobs:
-            self._in_flight.update((id(job), _InFlight(job)) for job in jobs)
-            self._runner.start(jobs)
+        kinds: dict[str, list[Job]] = {}
+        for job in jobs:
+            kinds.setdefault(job.environment, []).append(job)
+        for kind, of_kind in kinds.items():
+            if kind not in self._lanes:
+                self._lanes[kind] = _Lane(self._new_runner, self._timeout_seconds)
+            self._lanes[kind].start(of_kind)
 
-    def answers(self, timeout_seconds: float) -> list[tuple[Job, Answer]]:
+    def answers(self, timeout_seconds: float) -> Answers:
         """What has ended since the last call; waits for the first one, no longer than the timeout."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             left = max(0.0, deadline - time.monotonic())
             answers = self._taken(min(left, LOOK_SECONDS))
-            if self._blocked():
-                answers += self._move_on()
+            now = time.monotonic()
+            looked, self._looked_at = min(now - self._looked_at, LOOK_SECONDS), now
+            for lane in self._lanes.values():
+                if lane.blocked(looked):
+                    answers += lane.move_on()
             if answers or left <= LOOK_SECONDS:
                 return answers
 
-    def _taken(self, timeout_seconds: float) -> list[tuple[Job, Answer]]:
-        answers: list[tuple[Job, Answer]] = []
+    def let_go(self, trajectory_ids: Iterable[str]) -> None:
+        """Close the environments of trajectories that have ended."""
+        ended = list(trajectory_ids)
+        for lane in self._lanes.values():
+            lane.runner.let_go(ended)
+
+    def new_life(self, life: int) -> None:
+        """Close all environments, and forget all jobs: what was of earlier lives does not count any more."""
+        self._life = life
+        for lane in self._lanes.values():
+            lane.in_flight.clear()
+            lane.runner.new_life(life)
+
+    def close(self) -> None:
+        """Stop everything. An environment that blocks its thread is left behind."""
+        for lane in self._lanes.values():
+            lane.runner.close()
+
+    def _taken(self, timeout_seconds: float) -> Answers:
+        answers: Answers = []
         try:
             thread, job, answer = self._answers.get(timeout_seconds > 0, timeout_seconds)
             while True:
-                if thread == self._threads:  # what one that was left behind says late is being done again
-                    del self._in_flight[id(job)]
+                lane = self._lanes[job.environment]
+                # What a thread that was left behind says late is being done again; of an earlier life nobody asks.
+                if thread == lane.thread and lane.in_flight.pop(id(job), None) is not None:
                     answers.append((job, answer))
                 thread, job, answer = self._answers.get_nowait()
         except queue.Empty:
             return answers
 
-    def let_go(self, trajectory_ids: Iterable[str]) -> None:
-        """Close the environments of trajectories that have ended."""
-        self._runner.let_go(trajectory_ids)
-
-    def new_life(self, life: int) -> None:
-        """Close all environments: what was held of earlier lives does not count any more."""
-        self._life = life
-        self._runner.new_life(life)
-
-    def close(self) -> None:
-        """Stop everything. An environment that blocks its thread is left behind."""
-        self._runner.close()
-
-    def _new_runner(self) -> Runner:
-        self._threads = number = self._threads + 1
-        return Runner(
+    def _new_runner(self) -> tuple[int, Runner]:
+        number = next(self._threads)
+        runner = Runner(
             self._format,
             self._create,
             lambda job, answer: self._answers.put((number, job, answer)),
@@ -124,35 +186,4 @@ class Stage:
             max_live=self._max_live,
             timeout_seconds=self._timeout_seconds,
         )
-
-    def _blocked(self) -> bool:
-        """Whether the thread has shown no sign of life for the time that a step may take."""
-        now, beats = time.monotonic(), self._runner.beats
-        looked = min(now - self._looked_at, LOOK_SECONDS)
-        self._silent_seconds = self._silent_seconds + looked if self._in_flight and beats == self._beats else 0.0
-        self._looked_at, self._beats = now, beats
-        return self._silent_seconds > self._timeout_seconds
-
-    def _move_on(self) -> list[tuple[Job, Answer]]:
-        """Leave the blocked thread behind; what it was at fails, the rest is begun again in another."""
-        culprit = self._runner.running()
-        self._runner.abandon()
-        metrics.BLOCKED.inc()
-        self._silent_seconds = 0.0
-        self._runner = self._new_runner()
-        failed: list[tuple[Job, Answer]] = []
-        for waiting in self._in_flight.values():
-            waiting.blocked += culprit is None
-            if waiting.job is culprit or waiting.blocked >= REPEATS:
-                what = f"environment {waiting.job.environment} blocks its thread"
-                failed.append((waiting.job, Failed(f"{what} for longer than {self._timeout_seconds:g} s")))
-        for job, _ in failed:
-            del self._in_flight[id(job)]
-        log.error(
-            "environments_blocked",
-            trajectory=culprit and culprit.trajectory_id,
-            failed=len(failed),
-            again=len(self._in_flight),
-        )
-        self._runner.start([waiting.job for waiting in self._in_flight.values()])
-        return failed
+        return number, runner
