@@ -33,6 +33,17 @@ LASTING = (
 )
 """Time mends none of these."""
 
+BROKER_AWAY = (
+    KafkaError._TIMED_OUT,
+    KafkaError._TRANSPORT,
+    KafkaError._ALL_BROKERS_DOWN,
+    KafkaError._DESTROY_BROKER,
+    KafkaError.REQUEST_TIMED_OUT,
+)
+"""What is said of a broker that does not answer. librdkafka goes on by itself, but calls none of these retriable in
+all places: the second to last is what it says of one that the others have left out of the metadata meanwhile.
+"""
+
 
 class BusError(RoseError):
     """The broker refused what a client did.

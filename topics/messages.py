@@ -11,7 +11,7 @@ from types import MappingProxyType
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
 from topics.catalog import Topic
-from topics.errors import BusError, TopicMissing
+from topics.errors import BROKER_AWAY, BusError, TopicMissing
 from topics.reader import NO_SUCH_PLACE, Reader, ends_of
 from topics.records import Place, Raw, raw_of
 from topics.settings import BusSettings
@@ -67,10 +67,7 @@ def read_messages(
                     left.discard(place)
                 elif error.code() in NO_SUCH_PLACE:
                     raise TopicMissing(place[0])
-                elif not error.retriable() and error.code() not in (
-                    KafkaError._ALL_BROKERS_DOWN,
-                    KafkaError._TRANSPORT,
-                ):
+                elif not error.retriable() and error.code() not in BROKER_AWAY:
                     raise BusError(f"reading {place[0]}", error)
         consumer.unassign()  # nothing is being fetched any more when it closes
 

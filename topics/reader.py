@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from threading import Thread
+from typing import TypeVar
 
 import structlog
 from confluent_kafka import (
@@ -27,7 +28,7 @@ from schemas.errors import RecordError
 from schemas.record import Record
 from schemas.wire import decode
 from topics.catalog import Topic
-from topics.errors import BusError, TopicMissing
+from topics.errors import BROKER_AWAY, BusError, TopicMissing
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled, raw_of
 from topics.resting import RestingConsumer
 from topics.settings import BusSettings
@@ -35,18 +36,23 @@ from topics.settings import BusSettings
 NO_SUCH_PLACE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
 """What client and broker say of a topic or partition that is not there."""
 
-COORDINATOR_COMES_UP = (
+Answer = TypeVar("Answer")
+
+MOVES = (
     KafkaError.NOT_COORDINATOR,
     KafkaError.COORDINATOR_NOT_AVAILABLE,
     KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    *BROKER_AWAY,
 )
-"""What Apache Kafka says of a group in its first seconds, and after its coordinator has moved."""
+"""What is said of a group in its first seconds, and while a coordinator or a leader moves to another broker."""
+
+ASK_AGAIN_SECONDS = 0.1
+"""Between two questions to a broker that tells nobody when it has come up."""
 
 COORDINATOR_SECONDS = 30.0
 """How long a group's coordinator may take to come up before it is an error."""
-
-COORDINATOR_BACKOFF_SECONDS = 0.1
-"""Between two questions to it."""
 
 CLOSE_SECONDS = 10.0
 """How long a reader may take to leave its group: as long as a session of its members."""
@@ -57,35 +63,38 @@ ENDS_SECONDS = 30.0
 ENDS_TURN_SECONDS = 3.0
 """How long one question to a leader may take before the leaders are looked up again."""
 
-LEADER_MOVES = (
-    KafkaError._TIMED_OUT,
-    KafkaError._TRANSPORT,
-    KafkaError._ALL_BROKERS_DOWN,
-    KafkaError.NOT_LEADER_FOR_PARTITION,
-    KafkaError.LEADER_NOT_AVAILABLE,
-    KafkaError.REQUEST_TIMED_OUT,
-)
-"""What client and broker say while a partition has no leader that answers."""
-
 
 def ends_of(consumer: Consumer, partition: TopicPartition) -> tuple[int, int]:
     """The first offset kept and the next one to be written. Raises TopicMissing or BusError.
 
     librdkafka goes on asking a leader that is gone, so it is asked again in short turns, with the leaders looked up.
     """
-    deadline = time.monotonic() + ENDS_SECONDS
-    while True:
+
+    def ask(seconds: float) -> tuple[int, int]:
         try:
-            low, high = consumer.get_watermark_offsets(partition, timeout=ENDS_TURN_SECONDS)
+            low, high = consumer.get_watermark_offsets(partition, timeout=min(seconds, ENDS_TURN_SECONDS))
         except KafkaException as error:
             if error.args[0].code() in NO_SUCH_PLACE:
                 raise TopicMissing(partition.topic) from error
-            if error.args[0].code() not in LEADER_MOVES or time.monotonic() > deadline:
-                raise BusError(f"reading the ends of {partition.topic}", error.args[0]) from error
             with suppress(KafkaException):
                 consumer.list_topics(partition.topic, timeout=ENDS_TURN_SECONDS)
-        else:
-            return int(low), int(high)
+            raise
+        return int(low), int(high)
+
+    return _insist(f"reading the ends of {partition.topic}", ask, ENDS_SECONDS)
+
+
+def _insist(doing: str, ask: Callable[[float], Answer], seconds: float) -> Answer:
+    """What `ask`, told how long it may take, returns; asked again while brokers move. Raises BusError."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return ask(max(left, ASK_AGAIN_SECONDS))  # a timeout below 0 would wait for ever
+        except KafkaException as error:
+            if error.args[0].code() not in MOVES or left < ASK_AGAIN_SECONDS:
+                raise BusError(doing, error.args[0]) from error
+            time.sleep(ASK_AGAIN_SECONDS)
 
 
 class Reader:
@@ -167,16 +176,10 @@ class Reader:
 
         Waits so long for a coordinator that is coming up. Raises BusError.
         """
-        wanted, deadline = [self._partition(place, 0) for place in places], time.monotonic() + seconds
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                answers = self._consumer.committed(wanted, timeout=max(left, COORDINATOR_BACKOFF_SECONDS))
-                break  # a timeout below 0 would wait for ever
-            except KafkaException as error:
-                if error.args[0].code() not in COORDINATOR_COMES_UP or left < COORDINATOR_BACKOFF_SECONDS:
-                    raise BusError("reading committed offsets", error.args[0]) from error
-                time.sleep(COORDINATOR_BACKOFF_SECONDS)  # it tells nobody that it has come up
+        wanted = [self._partition(place, 0) for place in places]
+        answers = _insist(
+            "reading committed offsets", lambda left: self._consumer.committed(wanted, timeout=left), seconds
+        )
         _refuse_errors(answers, "reading committed offsets")
         return {
             place: answer.offset if answer.offset >= 0 else None for place, answer in zip(places, answers, strict=True)
@@ -196,10 +199,11 @@ class Reader:
     def offsets_at(self, places: Sequence[Place], timestamp_seconds: float) -> dict[Place, int]:
         """Of each partition the first offset stamped at or after the time; its end if there is none."""
         asked = [self._partition(place, int(timestamp_seconds * 1000)) for place in places]
-        try:
-            found = self._consumer.offsets_for_times(asked, timeout=ENDS_SECONDS)
-        except KafkaException as error:
-            raise BusError("looking offsets up by time", error.args[0]) from error
+        found = _insist(
+            "looking offsets up by time",
+            lambda left: self._consumer.offsets_for_times(asked, timeout=min(left, ENDS_TURN_SECONDS)),
+            ENDS_SECONDS,
+        )
         _refuse_errors(found, "looking offsets up by time")
         return {
             place: answer.offset if answer.offset >= 0 else self.watermarks(place)[1]
@@ -286,7 +290,7 @@ class Reader:
                 return EndOfPartition(self._topics[name], message.partition(), message.offset())
             if error.code() in NO_SUCH_PLACE:
                 raise TopicMissing(name or "?")
-            if error.retriable() or error.code() in (KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT):
+            if error.retriable() or error.code() in BROKER_AWAY:
                 return None  # librdkafka reconnects by itself
             raise BusError(f"reading {name}", error)
         topic, raw = self._topics[name], raw_of(message)
