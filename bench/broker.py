@@ -9,6 +9,11 @@ from pathlib import Path
 from topics.broker import Broker
 from topics.embedded import start_broker
 
+SERVER_JAVA = ("-Xms1g", "-Xmx1g", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20", "-XX:InitiatingHeapOccupancyPercent=35")
+"""As Apache Kafka's own scripts start a node. With a small heap Java holds all up for some 12 ms a second, and whether
+that is more than 1 % of the turns would decide about their tail.
+"""
+
 
 @contextmanager
 def scratch_broker() -> Iterator[Broker]:
@@ -16,6 +21,6 @@ def scratch_broker() -> Iterator[Broker]:
     home = os.environ.get("KAFKA_HOME")
     with (
         tempfile.TemporaryDirectory(prefix="rose-bench-") as folder,
-        start_broker(Path(folder), kafka_home=Path(home) if home else None) as broker,
+        start_broker(Path(folder), kafka_home=Path(home) if home else None, kafka_java=SERVER_JAVA) as broker,
     ):
         yield broker

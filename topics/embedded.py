@@ -12,24 +12,28 @@ Example
 
 import importlib.metadata
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
-from topics.apache_kafka import lone_node
+from topics.apache_kafka import LONE_JAVA, lone_node
 from topics.broker import HOST, Broker, BrokerFailed, Kind, free_ports
 
 
-def start_broker(data_folder: Path, *, kafka_home: Path | None = None, port: int | None = None) -> Broker:
+def start_broker(
+    data_folder: Path, *, kafka_home: Path | None = None, port: int | None = None, kafka_java: Sequence[str] = LONE_JAVA
+) -> Broker:
     """Start a broker on loopback with its data and log in `data_folder`, and wait until it answers.
 
     `kafka_home` is any folder with Apache Kafka's `libs/`; without one the embedded broker runs. `port` is picked when
-    left out. Call it from a thread that lives as long as the broker should: the broker ends with that thread.
+    left out; `kafka_java` are Java's options for Apache Kafka. Call it from a thread that lives as long as the broker
+    should: the broker ends with that thread.
     Raises BrokerFailed with one sentence: what is missing, taken or full, and what to do.
     """
     data_folder.mkdir(parents=True, exist_ok=True)
     data_folder = data_folder.resolve()
     if port is None:
         [port] = free_ports(1)
-    kind = _embedded(data_folder, port) if kafka_home is None else lone_node(data_folder, port, kafka_home)
+    kind = _embedded(data_folder, port) if kafka_home is None else lone_node(data_folder, port, kafka_home, kafka_java)
     broker = Broker(kind, data_folder, port)
     broker.launch()
     broker.await_ready()

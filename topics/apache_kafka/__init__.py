@@ -20,7 +20,7 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -33,12 +33,12 @@ from confluent_kafka.admin import AdminClient
 from topics.broker import HOST, QUIET, Broker, BrokerFailed, Kind, free_ports
 from topics.settings import BusSettings
 
-LONE_HEAP = "512m"
-"""Java heap of a node that is alone; the process takes about 460 MB with it."""
-CLUSTER_HEAP = "256m"
-"""Java heap of each of several nodes; the process takes about 330 MB with it."""
-SMALL = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
-"""Started, a node has taken half the CPU time that it takes with the collectors and compilers of a server."""
+_SPARING = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+LONE_JAVA = ("-Xmx512m", *_SPARING)
+"""Java's options for a node that is alone. The process takes about 460 MB; started, it has taken half the CPU time that
+it takes with the collectors and compilers of a server."""
+CLUSTER_JAVA = ("-Xmx256m", *_SPARING)
+"""Java's options for each of several nodes; the process takes about 330 MB."""
 JAVA_VERSION = 17
 """The oldest Java that runs an Apache Kafka 4 broker."""
 LOOK_SECONDS = 0.2
@@ -107,11 +107,11 @@ class Cluster:
             node.kill()
 
 
-def lone_node(data_folder: Path, port: int, kafka_home: Path) -> Kind:
+def lone_node(data_folder: Path, port: int, kafka_home: Path, java: Sequence[str] = LONE_JAVA) -> Kind:
     """A node that is alone, formatted. Raises BrokerFailed: no Kafka there, no Java, a folder that it cannot format."""
     own = data_folder / "apache-kafka"
     own.mkdir(exist_ok=True)
-    [kind] = _kinds([_Place(1, port, free_ports(1)[0], own)], kafka_home, heap=LONE_HEAP)
+    [kind] = _kinds([_Place(1, port, free_ports(1)[0], own)], kafka_home, java)
     return kind
 
 
@@ -126,7 +126,7 @@ def start_cluster(data_folder: Path, *, kafka_home: Path, nodes: int = 3) -> Clu
     for number, folder in enumerate(folders):
         (folder / "apache-kafka").mkdir(parents=True, exist_ok=True)
         places.append(_Place(number + 1, ports[2 * number], ports[2 * number + 1], folder / "apache-kafka"))
-    kinds = _kinds(places, kafka_home, heap=CLUSTER_HEAP)
+    kinds = _kinds(places, kafka_home, CLUSTER_JAVA)
     started = [Broker(kind, place.folder.parent, place.port) for kind, place in zip(kinds, places, strict=True)]
     cluster = Cluster(tuple(started))
     try:
@@ -140,13 +140,13 @@ def start_cluster(data_folder: Path, *, kafka_home: Path, nodes: int = 3) -> Clu
     return cluster
 
 
-def _kinds(places: list[_Place], kafka_home: Path, *, heap: str) -> list[Kind]:
+def _kinds(places: list[_Place], kafka_home: Path, options: Sequence[str]) -> list[Kind]:
     """How the nodes of one cluster are run; formats the folders of those that are new."""
     libs = kafka_home / "libs"
     found = sorted(match[1] for jar in libs.glob("kafka_*.jar") if (match := _JAR.fullmatch(jar.name)))
     if not found:
         raise BrokerFailed(f"no Apache Kafka in {kafka_home}: KAFKA_HOME is a folder with libs/kafka_SCALA-VERSION.jar")
-    java = [_java(), f"-Xmx{heap}", *SMALL]
+    java = [_java(), *options]
     jars = ["-cp", f"{libs.resolve()}/*"]
     for place in places:
         _write_configuration(place, places)
