@@ -20,12 +20,14 @@ def run_environment(common: Common, number: int) -> None:
 
 def run_executor_role(common: Common) -> None:
     """The executor of inbox `executor.slot`, until it is asked to stop."""
+    from workers.executor.engine_process import EngineProcess
     from workers.executor.main import run_executor
 
     config = load(common)
     slot = config.settings.executor.slot
-    settings, stop = _begin(config, config.settings.metrics.executor, slot)
-    run_executor(settings, config.settings.executor, f"executor-{slot}", stop, weights=config.weights)
+    with EngineProcess(config.settings.executor) as engine:
+        settings, stop = _begin(config, config.settings.metrics.executor, slot)
+        run_executor(settings, config.settings.executor, f"executor-{slot}", engine, stop, weights=config.weights)
 
 
 def run_router_role(common: Common, number: int) -> None:

@@ -1,90 +1,88 @@
 """The engine's side of an executor: it is ticked, and does one bounded piece of work a tick.
 
 Keeps true
-- A tick takes orders in, does at most one piece of preparing a version and at most one engine step, and reports. Nothing
-  else runs in this process: no bus, no records, no thread.
+- A tick takes orders in, does at most one piece of preparing a version and at most one engine step, and reports.
+  Nothing else runs in this process for it: no bus, no records, no thread.
 - A policy version is swapped in between two steps, whole or not at all.
 - Reports never wait for their reader: what does not fit on the line is kept and sent later, in order.
 - Ticks make the heartbeats: an engine that hangs says nothing.
 """
 
-import mmap
 import time
-from collections import deque
 from collections.abc import Iterator
-
-import torch
-from torch import Tensor
 
 from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
 from schemas.errors import RecordError
-from workers.executor.line import Line, LineFull
+from workers.executor.line import Line
+from workers.executor.slabs import lying
 from workers.executor.step_cost import StepCost
 from workers.executor.vllm.engine import Engine
 from workers.executor.vllm.types import EngineRefusal, Finished, SwapRefused
+from workers.executor.wires import Wires
 from workers.executor.words import (
     ORDERS,
     Done,
     NotTaken,
+    Order,
+    Outbox,
     Prepare,
     Prepared,
     Refused,
-    Report,
     Serve,
     Serving,
     Take,
     Tick,
-    encode,
 )
 
 
 class EngineHost:
-    """One engine with its two lines. Whoever owns the thread calls `tick`."""
+    """One engine at its wires. Whoever owns the thread calls `tick`."""
 
-    def __init__(
-        self, engine: Engine, orders: Line, reports: Line, shelves: tuple[int, int], *, tick_seconds: float
-    ) -> None:
-        """`shelves`: descriptors of the shared memory that versions lie in. `tick_seconds`: between two `Tick`s."""
+    def __init__(self, engine: Engine, wires: Wires, *, tick_seconds: float) -> None:
+        """`tick_seconds`: between two `Tick`s."""
         self._engine = engine
-        self._orders = orders
-        self._reports = reports
-        self._shelves = shelves
+        self._wires = wires
+        self._orders = Line(wires.orders)
+        self._reports = Outbox(Line(wires.reports))
         self._tick_seconds = tick_seconds
-        self._unsent: deque[bytes] = deque()
         self._cost = StepCost(base_seconds=0.01, token_seconds=0.0001)
         self._share = 0.0
         """Running sum of seconds a turn."""
         self._share_before: dict[str, float] = {}
+        """By turn, what that sum was when it came."""
         self._preparing: tuple[int, Iterator[None]] | None = None
-        self._prepare_seconds = 0.0
+        self._steps, self._step_seconds = 0, 0.0
         self._next_tick = 0.0
 
     @property
     def busy(self) -> bool:
         """Whether a tick has something to do."""
-        return bool(self._orders) or bool(self._unsent) or self._preparing is not None or len(self._engine) > 0
+        return bool(self._orders) or self._preparing is not None or len(self._engine) > 0
+
+    @property
+    def rest_seconds(self) -> float:
+        """Until it must be ticked although it is not busy."""
+        return max(0.0, self._next_tick - time.monotonic())
 
     def tick(self) -> None:
         """One bounded piece of work. Raises EngineBroken."""
-        self._send_rest()
+        self._reports.flush()
         for order in self._orders.read():
             self._obey(ORDERS.decode(order))
         if self._preparing is not None:
             self._prepare_on()
         if len(self._engine):
             self._step()
-        now = time.monotonic()
-        if now >= self._next_tick:
-            self._next_tick = now + self._tick_seconds
+        if time.monotonic() >= self._next_tick:
             self._tell_load()
 
-    def _obey(self, order: Take | Prepare | Serve) -> None:
+    def _obey(self, order: Order) -> None:
         match order:
             case Take():
                 self._take(order)
             case Prepare():
-                version = ((name, tensor) for name, tensor in self._tensors(order))
-                self._preparing, self._prepare_seconds = (order.version, self._engine.preparing(version)), 0.0
+                tensors = lying(self._wires.slabs[order.slab], order.layout)
+                self._preparing = order.version, self._engine.preparing(tensors)
             case Serve():
                 self._serve(order.version)
 
@@ -93,49 +91,40 @@ class EngineHost:
             context = unpack_tokens(order.context)
             self._engine.add(order.name, context, order.sampling, policy_version=order.version)
         except (EngineRefusal, RecordError) as refusal:
-            self._tell(Refused(order.name, str(refusal)))
+            self._reports.say(Refused(order.name, str(refusal)))
         else:
             self._share_before[order.name] = self._share
-
-    def _tensors(self, order: Prepare) -> Iterator[tuple[str, Tensor]]:
-        """Over the shelf's own memory, which stays as it is until another version is prepared there."""
-        shelf = mmap.mmap(self._shelves[order.shelf], 0)
-        for name, dtype, shape, begin in order.tensors:
-            kind: torch.dtype = getattr(torch, dtype)
-            elements = 1
-            for size in shape:
-                elements *= size
-            yield name, torch.frombuffer(shelf, dtype=kind, count=elements, offset=begin).view(shape)
 
     def _prepare_on(self) -> None:
         assert self._preparing is not None
         version, pieces = self._preparing
-        began = time.perf_counter()
         try:
             next(pieces)
         except StopIteration:
             self._preparing = None
-            self._tell(Prepared(version))
+            self._reports.say(Prepared(version))
         except SwapRefused as refusal:
             self._preparing = None
-            self._tell(NotTaken(version, str(refusal)))
-        self._prepare_seconds += time.perf_counter() - began
+            self._reports.say(NotTaken(version, str(refusal)))
 
     def _serve(self, version: int) -> None:
         try:
             seconds = self._engine.serve_prepared(version)
         except SwapRefused as refusal:
-            self._tell(NotTaken(version, str(refusal)))
+            self._reports.say(NotTaken(version, str(refusal)))
         else:
-            self._tell(Serving(version, seconds))
+            self._reports.say(Serving(version, seconds))
+            self._tell_load()
 
     def _step(self) -> None:
         step = self._engine.step()
         self._share += step.seconds / max(1, len(self._share_before))
+        self._steps += 1
+        self._step_seconds += step.seconds
         if step.tokens:
             self._cost.observe(step.tokens, step.seconds)
         for finished in step.finished:
-            self._tell(self._done(finished))
+            self._reports.say(self._done(finished))
 
     def _done(self, finished: Finished) -> Done:
         return Done(
@@ -153,8 +142,9 @@ class EngineHost:
         )
 
     def _tell_load(self) -> None:
+        self._next_tick = time.monotonic() + self._tick_seconds
         load = self._engine.load()
-        self._tell(
+        self._reports.say(
             Tick(
                 version=self._engine.version,
                 device=load.device,
@@ -165,18 +155,8 @@ class EngineHost:
                 kv_bytes_per_token=load.kv_bytes_per_token,
                 prefill_tokens_per_second=self._cost.prefill_tokens_per_second,
                 decode_tokens_per_second=self._cost.decode_tokens_per_second(load.running),
-                swap_seconds=0.0,
+                steps=self._steps,
+                step_seconds=self._step_seconds,
             )
         )
-
-    def _tell(self, report: Report) -> None:
-        self._unsent.append(encode(report))
-        self._send_rest()
-
-    def _send_rest(self) -> None:
-        while self._unsent:
-            try:
-                self._reports.write(self._unsent[0])
-            except LineFull:
-                return
-            self._unsent.popleft()
+        self._steps, self._step_seconds = 0, 0.0

@@ -1,4 +1,4 @@
-"""A line between an engine's process and the one beside it: messages over shared memory, one way, one writer, one reader.
+"""A line between two processes: messages over shared memory, one way, one writer, one reader.
 
 Keeps true
 - Neither side ever waits for the other: a full line refuses a message whole, an empty one has none.
@@ -6,8 +6,7 @@ Keeps true
 - Nothing of it is left on the machine: the memory has no name, and goes with the last process that holds it.
 
 A message is visible once the writer's position has moved past it: data first, then position. That order holds on x86,
-where stores are seen in the order in which they were made; elsewhere `os.eventfd` writes and reads between the two order
-them as well.
+where stores are seen in the order in which they were made; elsewhere the system calls between the two see to it.
 """
 
 import mmap

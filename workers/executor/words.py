@@ -1,19 +1,23 @@
-"""What an engine's process and the one beside it say to each other, over two lines.
+"""What an executor's two processes, that of the bus and that of the engine, say to each other over two lines.
 
 Keeps true: nothing here is a record. Both ends are of one release and one start, so what arrives is believed.
 """
+
+from collections import deque
 
 import msgspec
 
 from schemas.prompts import Sampling
 from schemas.turns import VersionSpan
+from workers.executor.line import Line, LineFull
+from workers.executor.slabs import Laid
 
 
 class Word(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One message."""
 
 
-class Take(Word):
+class Take(Word, frozen=True):
     """To the engine: run this turn."""
 
     name: str
@@ -23,23 +27,22 @@ class Take(Word):
     version: int
 
 
-class Prepare(Word):
-    """To the engine: this version lies in the shared memory; make it ready, in bounded pieces, while the old serves."""
+class Prepare(Word, frozen=True):
+    """To the engine: this version lies on a slab; make it ready, in bounded pieces, while the old one serves."""
 
     version: int
-    shelf: int
-    """Which of the two pieces of shared memory."""
-    tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]
-    """Name, element type as torch names it, shape, and where it begins, in bytes."""
+    slab: int
+    """Which of the two."""
+    layout: tuple[Laid, ...]
 
 
-class Serve(Word):
+class Serve(Word, frozen=True):
     """To the engine: serve what was prepared, from the next step on."""
 
     version: int
 
 
-class Done(Word):
+class Done(Word, frozen=True):
     """Of the engine: a turn has left it. Fields as in `Finished`."""
 
     name: str
@@ -56,35 +59,35 @@ class Done(Word):
     """The turn's share of the steps that it was in."""
 
 
-class Refused(Word):
+class Refused(Word, frozen=True):
     """Of the engine: a turn that it cannot run."""
 
     name: str
     reason: str
 
 
-class Prepared(Word):
+class Prepared(Word, frozen=True):
     """Of the engine: the version can be served."""
 
     version: int
 
 
-class Serving(Word):
+class Serving(Word, frozen=True):
     """Of the engine: it serves the version from now on."""
 
     version: int
     seconds: float
-    """That the swap took, of the pieces between steps."""
+    """That turns waited for the swap."""
 
 
-class NotTaken(Word):
+class NotTaken(Word, frozen=True):
     """Of the engine: the version is refused, the old one serves on."""
 
     version: int
     reason: str
 
 
-class Tick(Word):
+class Tick(Word, frozen=True):
     """Of the engine, now and then: it lives, and this is how it stands. Fields as in `Load` and `StepCost`."""
 
     version: int
@@ -96,12 +99,50 @@ class Tick(Word):
     kv_bytes_per_token: int
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
-    swap_seconds: float
+    steps: int
+    """Since the tick before."""
+    step_seconds: float
+    """That those took."""
+
+
+class Failed(Word, frozen=True):
+    """Of the engine: it runs no further step."""
+
+    reason: str
+    usage: bool
+    """Whether it never began, for a model or a setting that it cannot take."""
 
 
 Order = Take | Prepare | Serve
-Report = Done | Refused | Prepared | Serving | NotTaken | Tick
+Report = Done | Refused | Prepared | Serving | NotTaken | Tick | Failed
 
 ORDERS = msgspec.msgpack.Decoder(Order)
 REPORTS = msgspec.msgpack.Decoder(Report)
-encode = msgspec.msgpack.Encoder().encode
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Outbox:
+    """The sending end: what finds no room on the line is kept, in order, until there is some."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._unsent: deque[bytes] = deque()
+
+    def __len__(self) -> int:
+        """Words that are kept."""
+        return len(self._unsent)
+
+    def say(self, word: Word) -> None:
+        """Never waits."""
+        self._unsent.append(_encode(word))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send of what was kept as much as has room."""
+        while self._unsent:
+            try:
+                self._line.write(self._unsent[0])
+            except LineFull:
+                return
+            self._unsent.popleft()

@@ -13,7 +13,7 @@ serving process.
 import gc
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -105,6 +105,7 @@ class Engine:
         self._scheduler = self._core.scheduler
         self._weights = PolicyWeights(worker_of(self._core), config.model_folder, self.shapes)
         self._swaps = 0
+        self._prepared: Prepared | None = None
         self._turns: dict[str, _Turn] = {}
         self._unscheduled: deque[_Turn] = deque()
         kv = self._scheduler.kv_cache_config
@@ -214,6 +215,19 @@ class Engine:
         version = self._weights.check(tensors)
         self._weights.prepare(version)
         return Prepared(version)
+
+    def preparing(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
+        """`prepare`, in pieces between which steps may run; `serve_prepared` after the last. Raises SwapRefused."""
+        version = self._weights.check(tensors)
+        yield
+        self._weights.prepare(version)
+        self._prepared = Prepared(version)
+
+    def serve_prepared(self, version: int) -> float:
+        """`serve` what `preparing` has prepared."""
+        assert self._prepared is not None
+        prepared, self._prepared = self._prepared, None
+        return self.serve(version, prepared)
 
     def serve(self, version: int, prepared: Prepared) -> float:
         """Serve what was prepared last, as `version`, from the next step on; returns the seconds that this took.
