@@ -5,7 +5,7 @@ Keeps true
   staged policy version is prepared on another thread, while the old one serves.
 - A policy version is swapped in between two steps, whole or not at all.
 - Every turn taken on is answered once, and listed in each heartbeat until then; a turn that cannot be taken is refused
-  with the reason.
+  with the reason. One that is given up, as when the executor stops, goes back with what was sampled of it.
 - No turn is taken on before a version from the log has been applied.
 - What it says to others holds without a clock: its incarnation is a place in the log, its turns are named.
 - A broker that is away, or a process that was stopped for a while, changes nothing: it goes on with what it holds.
@@ -24,7 +24,7 @@ import structlog
 from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
 from schemas.errors import RecordError
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
-from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
+from schemas.turns import CLAIM_KEY, Part, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
 from topics.reader import Reader
 from topics.records import Envelope, Spoiled
@@ -33,6 +33,7 @@ from topics.writer import Writer
 from workers.executor import metrics
 from workers.executor.config import ExecutorConfig
 from workers.executor.inbox import Inbox, Verdict
+from workers.executor.parts import context_of, joined, sampling_of
 from workers.executor.step_cost import StepCost
 from workers.executor.vllm.engine import Engine, Prepared
 from workers.executor.vllm.types import EngineRefusal, Finished, SwapRefused
@@ -47,6 +48,9 @@ TTL_SECONDS = 2.0
 IDLE_SECONDS = 0.02
 """Longest wait for the inbox while the engine has nothing to do: staged weights are picked up within it."""
 
+
+STOPPED = "it stops"
+"""Why it gives everything back in the end."""
 
 MOST_CHARACTERS = 4_096
 """Of a reason in a record."""
@@ -111,7 +115,7 @@ class Executor:
         return marks[0] << START_BITS | secrets.randbits(START_BITS)
 
     def run(self, stop: Event) -> None:
-        """Until `stop` is set; what is in the engine then is left to the router, which issues it again."""
+        """Until `stop` is set; what it holds then goes back to the router, with what was sampled of it."""
         self._log.info("started", incarnation=self._incarnation, slot=self._config.slot, tokens=self._token_budget)
         while not stop.is_set():
             self._take_in()
@@ -120,7 +124,7 @@ class Executor:
                 self._step()
             self._writer.poll()
             self._beat_if_due(ExecutorState.READY if self._version >= 0 else ExecutorState.STARTING)
-        self._beat(ExecutorState.STOPPING)
+        self._hand_back()
         self._helper.shutdown()
         self._writer.flush()
         self._reader.close()
@@ -150,8 +154,8 @@ class Executor:
         request, now = dispatch.request, time.time()
         name = "/".join(map(str, request.key))
         try:
-            context = unpack_tokens(request.context)
-            self._engine.add(name, context, request.sampling, policy_version=self._version)
+            context = unpack_tokens(context_of(dispatch))
+            self._engine.add(name, context, sampling_of(dispatch), policy_version=self._version)
         except (EngineRefusal, RecordError) as refusal:
             self._inbox.release(request.key)
             self._refuse(dispatch, str(refusal), Refusal.ENGINE)
@@ -205,14 +209,38 @@ class Executor:
         for finished in step.finished:
             self._answer(finished)
 
-    def _answer(self, finished: Finished) -> None:
+    def _preempt(self, name: str, reason: str) -> None:
+        """Give a turn that is in the engine back, with what was sampled of it."""
+        finished = self._engine.abort(name)
+        assert finished is not None
+        self._answer(finished, TurnOutcome.PREEMPTED, reason)
+
+    def _hand_back(self) -> None:
+        """Give everything back and say goodbye: the heartbeat lists the turns whose answers are on the log by then."""
+        handed_back = self._inbox.holds
+        for name in list(self._running):
+            self._preempt(name, STOPPED)
+        for dispatch in self._deferred:
+            self._inbox.release(dispatch.request.key)
+            self._refuse(dispatch, STOPPED, Refusal.ROOM)
+        self._writer.flush()
+        self._beat(ExecutorState.STOPPING, handed_back)
+
+    def _answer(self, finished: Finished, outcome: TurnOutcome = TurnOutcome.COMPLETED, reason: str = "") -> None:
         running = self._running.pop(finished.key)
         dispatch = self._inbox.release(running.key)
         request = dispatch.request
-        metrics.TURNS.labels("completed").inc()
+        metrics.TURNS.labels(outcome.value).inc()
         metrics.TOKENS.labels("sampled").inc(len(finished.tokens))
         metrics.TOKENS.labels("cached").inc(finished.cached_tokens)
         metrics.TURN_SECONDS.observe(finished.finished_at - running.received_at)
+        sampled = Part(
+            tokens=pack_tokens(finished.tokens),
+            logprobs=pack_logprobs(finished.logprobs),
+            spans=finished.spans,
+            device_seconds={WorkerClass.DEDICATED.value: self._share - running.share_before},
+        )
+        whole = joined(dispatch.begun, sampled)
         self._send(
             TurnResult(
                 trajectory_id=request.trajectory_id,
@@ -220,13 +248,14 @@ class Executor:
                 home=request.home,
                 turn=request.turn,
                 attempt=request.attempt,
-                outcome=TurnOutcome.COMPLETED,
+                outcome=outcome,
+                reason=reason,
                 worker=self._name,
                 incarnation=self._incarnation,
-                tokens=pack_tokens(finished.tokens),
-                logprobs=pack_logprobs(finished.logprobs),
-                finish_reason=finished.finish_reason,
-                spans=finished.spans,
+                tokens=whole.tokens,
+                logprobs=whole.logprobs,
+                finish_reason=finished.finish_reason if outcome is TurnOutcome.COMPLETED else "",
+                spans=whole.spans,
                 context_tokens=finished.context_tokens,
                 cached_tokens=finished.cached_tokens,
                 times=TurnTimes(
@@ -238,7 +267,7 @@ class Executor:
                     first_token_at=finished.first_token_at,
                     finished_at=finished.finished_at,
                 ),
-                device_seconds={WorkerClass.DEDICATED.value: self._share - running.share_before},
+                device_seconds=whole.device_seconds,
             )
         )
 
@@ -278,7 +307,7 @@ class Executor:
         if time.monotonic() >= self._next_heartbeat:
             self._beat(state)
 
-    def _beat(self, state: ExecutorState) -> None:
+    def _beat(self, state: ExecutorState, handed_back: bytes = b"") -> None:
         self._next_heartbeat = time.monotonic() + self._config.heartbeat_seconds
         load = self._engine.load()
         refused_version, refused_reason = self._receiver.refused_newest or (-1, "")
@@ -304,7 +333,7 @@ class Executor:
             max_turns=self._config.max_turns,
             token_budget=self._token_budget,
             ttl_seconds=TTL_SECONDS,
-            holds=b"" if state is ExecutorState.STOPPING else self._inbox.holds,
+            holds=handed_back or self._inbox.holds,
             refused_version=refused_version,
             refused_reason=refused_reason[:MOST_CHARACTERS],
             sent_at=time.time(),
