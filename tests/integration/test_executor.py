@@ -30,8 +30,9 @@ from schemas.turns import (
     VersionSpan,
     held_hash,
 )
-from tests.brokers import EMBEDDED, AnyBroker, flags
-from tests.integration.policies import logprobs_of, new_policy, save_policy, tensors_of
+from tests.brokers import EMBEDDED, AnyBroker
+from tests.integration.executor_kit import engine_of, start_executor
+from tests.integration.policies import logprobs_of, new_policy, tensors_of
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, Partitions
 from topics.embedded import Broker
@@ -138,23 +139,8 @@ class Router:
         return next(result for result in self.results if result.trajectory_id == name)
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
-
-
 def start(nursery: Nursery, settings: BusSettings, folder: Path) -> Forked:
-    """`rose executor`, with a policy of its own in the folder."""
-    wanted = {
-        "model.folder": save_policy(folder / "model", new_policy(0, tied=True)),
-        "executor.max_model_len": 256,
-        "environment.max_context_tokens": 256,
-        "executor.kv_cache_bytes": 16 << 20,
-    }
-    said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
-    arguments = ("executor", f"--slot={SLOT}", *flags(settings), *said)
-    return nursery.start(arguments, name=f"executor-{SLOT}", log=folder / "executor.log")
+    return start_executor(nursery, settings, folder, slot=SLOT, most_tokens=256, kv_cache_bytes=16 << 20)
 
 
 @pytest.fixture
@@ -170,7 +156,7 @@ def executor(settings: BusSettings, nursery: Nursery, tmp_path: Path) -> Iterato
     yield executor
     executor.send_signal(signal.SIGTERM)
     executor.wait()
-    print((tmp_path / "executor.log").read_text())
+    print((tmp_path / f"executor-{SLOT}.log").read_text())
 
 
 @pytest.fixture
@@ -313,12 +299,6 @@ def cut_off(executor: Forked, broker: Broker) -> None:
     broker.stop()
     time.sleep(15.0)
     broker.restart()
-
-
-def engine_of(executor: Forked) -> int:
-    """The process that its engine lives in."""
-    (child,) = Path(f"/proc/{executor.pid}/task/{executor.pid}/children").read_text().split()
-    return int(child)
 
 
 def test_an_executor_whose_engine_is_gone_ends(router: Router, executor: Forked) -> None:

@@ -22,6 +22,7 @@ from workers.executor.wires import Wires
 from workers.executor.words import (
     ORDERS,
     Done,
+    GiveUp,
     NotTaken,
     Order,
     Outbox,
@@ -80,6 +81,10 @@ class EngineHost:
         match order:
             case Take():
                 self._take(order)
+            case GiveUp():
+                finished = self._engine.abort(order.name)
+                if finished is not None:
+                    self._reports.say(self._done(finished))
             case Prepare():
                 tensors = lying(self._wires.slabs[order.slab], order.layout)
                 self._preparing = order.version, self._engine.preparing(tensors)

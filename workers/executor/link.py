@@ -18,7 +18,7 @@ from workers.executor.vllm.types import EngineBroken, EngineStartError
 from workers.executor.wires import Wires
 from workers.executor.words import REPORTS, Failed, Order, Outbox, Prepare, Report, Serving, Tick
 
-READY_LOOK_MILLISECONDS = 50
+READY_LOOK_SECONDS = 0.05
 """Between two looks for the first report of an engine, which takes seconds to start."""
 
 
@@ -67,5 +67,9 @@ class EngineLink:
             for report in self.reports():
                 if isinstance(report, Tick):
                     return report
-            self._life.poll(READY_LOOK_MILLISECONDS)
+            self.wait(READY_LOOK_SECONDS)
         return None
+
+    def wait(self, seconds: float) -> None:
+        """So long, or until the engine's process is gone."""
+        self._life.poll(1000 * seconds)

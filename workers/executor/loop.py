@@ -3,7 +3,7 @@
 Keeps true
 - The engine ticks, and each of its ticks is a heartbeat: one that hangs is a silent executor, and the router notices.
 - Every turn taken on is answered once, and listed in each heartbeat until then; a turn that cannot be taken is refused
-  with the reason.
+  with the reason. One that is given up, as when the executor stops, goes back with what was sampled of it.
 - No turn is taken on before a version from the log has been applied. A turn is handed to the engine with the version
   that serves; while the engine changes to another one, turns that come wait here.
 - What it says to others holds without a clock: its incarnation is a place in the log, its turns are named.
@@ -14,6 +14,7 @@ It decides nothing: the inbox does.
 
 import secrets
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from threading import Event
@@ -22,7 +23,7 @@ import structlog
 
 from schemas.arrays import count
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
-from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
+from schemas.turns import CLAIM_KEY, Part, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
 from topics.reader import Reader
 from topics.records import Envelope, Spoiled
@@ -30,9 +31,22 @@ from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.executor import metrics
 from workers.executor.config import ExecutorConfig
-from workers.executor.inbox import Inbox, Verdict
+from workers.executor.inbox import Inbox, Verdict, packed_hashes
 from workers.executor.link import EngineLink
-from workers.executor.words import Done, NotTaken, Prepared, Refused, Report, Serve, Serving, Take, Tick
+from workers.executor.parts import context_of, joined, sampling_of
+from workers.executor.words import (
+    ABORTED,
+    Done,
+    GiveUp,
+    NotTaken,
+    Prepared,
+    Refused,
+    Report,
+    Serve,
+    Serving,
+    Take,
+    Tick,
+)
 from workers.weights.receive import StagedVersion, WeightReceiver
 
 INBOX_BATCH = 256
@@ -46,6 +60,12 @@ IDLE_SECONDS = 0.02
 
 BUSY_SECONDS = 0.002
 """Longest wait for the inbox while the engine has turns: its reports are picked up within it."""
+
+HAND_BACK_SECONDS = 5.0
+"""How long the engine may take to give its turns up when the executor stops: a few of its longest steps."""
+
+STOPPED = "it stops"
+"""Why it gives everything back in the end."""
 
 MOST_CHARACTERS = 4_096
 """Of a reason in a record."""
@@ -124,18 +144,17 @@ class Executor:
         return marks[0] << START_BITS | secrets.randbits(START_BITS)
 
     def run(self, stop: Event) -> None:
-        """Until `stop` is set; what is in the engine then is left to the router, which issues it again.
+        """Until `stop` is set; what it holds then goes back to the router, with what was sampled of it.
 
         Raises EngineBroken or BusError.
         """
         self._log.info("started", incarnation=self._incarnation, slot=self._config.slot, tokens=self._token_budget)
         while not stop.is_set():
             self._take_in()
-            for report in self._link.reports():
-                self._hear(report)
+            self._hear()
             self._change_version()
             self._writer.poll()
-        self._beat(ExecutorState.STOPPING)
+        self._hand_back()
         self._writer.flush()
         self._reader.close()
 
@@ -164,9 +183,17 @@ class Executor:
         request = dispatch.request
         name = "/".join(map(str, request.key))
         self._running[name] = Running(request.key, time.time())
-        self._link.order(Take(name, request.context, request.sampling, self._version))
+        self._link.order(Take(name, context_of(dispatch), sampling_of(dispatch), self._version))
 
-    def _hear(self, report: Report) -> None:
+    def _hear(self) -> None:
+        """Take in what the engine reports. Of ticks that came together the last one is told on."""
+        before = self._tick
+        for report in self._link.reports():
+            self._take_report(report)
+        if self._tick is not before:
+            self._beat(ExecutorState.READY if self._version >= 0 else ExecutorState.STARTING)
+
+    def _take_report(self, report: Report) -> None:
         match report:
             case Done():
                 self._answer(report)
@@ -183,7 +210,6 @@ class Executor:
                 self._tick = report
                 metrics.STEPS.inc(report.steps)
                 metrics.STEP_SECONDS.inc(report.step_seconds)
-                self._beat(ExecutorState.READY if self._version >= 0 else ExecutorState.STARTING)
 
     @property
     def _changing(self) -> bool:
@@ -222,14 +248,42 @@ class Executor:
         for dispatch in deferred:
             self._order(dispatch)
 
+    def _hand_back(self) -> None:
+        """Give everything back and say goodbye: the heartbeat lists the turns whose answers are on the log by then.
+
+        An engine that hangs gives nothing back; the router then issues its turns again from their beginning.
+        """
+        held = set(self._inbox.hashes)
+        for name in self._running:
+            self._link.order(GiveUp(name))
+        deadline = time.monotonic() + HAND_BACK_SECONDS
+        while self._running and time.monotonic() < deadline:
+            self._link.wait(BUSY_SECONDS)
+            for report in self._link.reports():
+                self._take_report(report)
+        for dispatch in self._deferred:
+            self._inbox.release(dispatch.request.key)
+            self._refuse(dispatch, STOPPED, Refusal.ROOM)
+        self._writer.flush()
+        self._beat(ExecutorState.STOPPING, held.difference(self._inbox.hashes))
+
     def _answer(self, done: Done) -> None:
         running = self._running.pop(done.name)
         dispatch = self._inbox.release(running.key)
         request = dispatch.request
-        metrics.TURNS.labels("completed").inc()
+        given_up = done.finish_reason == ABORTED
+        outcome = TurnOutcome.PREEMPTED if given_up else TurnOutcome.COMPLETED
+        metrics.TURNS.labels(outcome.value).inc()
         metrics.TOKENS.labels("sampled").inc(count(done.tokens))
         metrics.TOKENS.labels("cached").inc(done.cached_tokens)
         metrics.TURN_SECONDS.observe(done.finished_at - running.received_at)
+        sampled = Part(
+            tokens=done.tokens,
+            logprobs=done.logprobs,
+            spans=done.spans,
+            device_seconds={WorkerClass.DEDICATED.value: done.device_seconds},
+        )
+        whole = joined(dispatch.begun, sampled)
         self._send(
             TurnResult(
                 trajectory_id=request.trajectory_id,
@@ -237,13 +291,14 @@ class Executor:
                 home=request.home,
                 turn=request.turn,
                 attempt=request.attempt,
-                outcome=TurnOutcome.COMPLETED,
+                outcome=outcome,
+                reason=STOPPED if given_up else "",
                 worker=self._name,
                 incarnation=self._incarnation,
-                tokens=done.tokens,
-                logprobs=done.logprobs,
-                finish_reason=done.finish_reason,
-                spans=done.spans,
+                tokens=whole.tokens,
+                logprobs=whole.logprobs,
+                finish_reason="" if given_up else done.finish_reason,
+                spans=whole.spans,
                 context_tokens=done.context_tokens,
                 cached_tokens=done.cached_tokens,
                 times=TurnTimes(
@@ -255,7 +310,7 @@ class Executor:
                     first_token_at=done.first_token_at,
                     finished_at=done.finished_at,
                 ),
-                device_seconds={WorkerClass.DEDICATED.value: done.device_seconds},
+                device_seconds=whole.device_seconds,
             )
         )
 
@@ -291,7 +346,8 @@ class Executor:
             COMPLETED, result, key=result.trajectory_id, partition=result.home, trajectory_id=result.trajectory_id
         )
 
-    def _beat(self, state: ExecutorState) -> None:
+    def _beat(self, state: ExecutorState, turns: Collection[int] | None = None) -> None:
+        """`turns`: by hash, those that it lists; left out, those that it holds."""
         tick = self._tick
         refused_version, refused_reason = self._receiver.refused_newest or (-1, "")
         metrics.HELD_TURNS.set(len(self._inbox))
@@ -316,7 +372,7 @@ class Executor:
             max_turns=self._config.max_turns,
             token_budget=self._token_budget,
             ttl_seconds=TTL_SECONDS,
-            holds=b"" if state is ExecutorState.STOPPING else self._inbox.holds,
+            holds=packed_hashes(self._inbox.hashes if turns is None else turns),
             refused_version=refused_version,
             refused_reason=refused_reason[:MOST_CHARACTERS],
             sent_at=time.time(),

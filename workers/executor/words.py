@@ -12,6 +12,9 @@ from schemas.turns import VersionSpan
 from workers.executor.line import Line, LineFull
 from workers.executor.slabs import Laid
 
+ABORTED = "abort"
+"""Why a turn that was given up has ended."""
+
 
 class Word(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One message."""
@@ -25,6 +28,12 @@ class Take(Word, frozen=True):
     """Token ids, as a request packs them."""
     sampling: Sampling
     version: int
+
+
+class GiveUp(Word, frozen=True):
+    """To the engine: take this turn out, if it is still there; `Done` has what was sampled of it."""
+
+    name: str
 
 
 class Prepare(Word, frozen=True):
@@ -113,7 +122,7 @@ class Failed(Word, frozen=True):
     """Whether it never began, for a model or a setting that it cannot take."""
 
 
-Order = Take | Prepare | Serve
+Order = Take | GiveUp | Prepare | Serve
 Report = Done | Refused | Prepared | Serving | NotTaken | Tick | Failed
 
 ORDERS = msgspec.msgpack.Decoder(Order)

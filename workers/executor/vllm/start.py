@@ -23,6 +23,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from workers.executor.vllm.cpu_runner import fit_cpu_runner
+from workers.executor.vllm.seeds import draw_by_position
 from workers.executor.vllm.types import EngineConfig, EngineStartError
 from workers.executor.vllm.weights import plain_weights_kept
 
@@ -71,7 +72,9 @@ def start_core(config: EngineConfig) -> EngineCore:
             core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     except Exception as error:  # vLLM answers a model or a setting that it cannot take with any exception at all
         raise EngineStartError(f"vLLM does not start with {config.model_folder}: {_first_line(error)}") from error
-    fit_cpu_runner(worker_of(core).model_runner)
+    runner = worker_of(core).model_runner
+    fit_cpu_runner(runner)
+    draw_by_position(runner)
     return core
 
 
