@@ -32,10 +32,10 @@ from bench.coserving.figures import latency, percentile
 from bench.coserving.pace import first_guess, search, unloaded
 from bench.coserving.report import show
 from bench.coserving.requests import Shape, Slice, compress
-from bench.coserving.results import checks, standings, worst
+from bench.coserving.results import checks, peers, standings, worst
 from bench.coserving.server import LONGEST_TOKENS, VOCABULARY, Launch, Server, make_model, serve
 from bench.coserving.stream import Answer
-from bench.coserving.traces import read_trace
+from bench.coserving.traces import SQUARE, read_trace
 from bench.coserving.windows import Budgets, Window, busy, figures, run_window
 from schemas.errors import RoseError
 
@@ -144,6 +144,7 @@ def result(
         "budgets_ms": {"ttft": 1000 * promised.ttft, "tpot": 1000 * promised.tpot},
         "checks": checks(arms, found),
         "arms": found,
+        "peers": peers() if arguments.trace.startswith(SQUARE) else {},
         "worst": worst(windows),
         "windows": [
             {
@@ -212,7 +213,7 @@ def main() -> None:
         Path(arguments.json).write_text(text + "\n")
     pace, seconds = measured["pace"], measured["window_seconds"]
     print(f"{arguments.trace} at {pace:.3g} times its pace: {arguments.requests} requests in {seconds:.0f} s")
-    show(measured["arms"], measured["checks"], measured["worst"])
+    show(measured["arms"], measured["peers"], measured["checks"], measured["worst"])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A run as tables for a person."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,14 +33,19 @@ WIDE = 200
 SHARES = ("ttft_attainment", "tpot_attainment", "busy", "prefix_hit_rate")
 
 
-def show(found: Mapping[str, Standing], checks: Sequence[Check], worst: Sequence[Mapping[str, Any]]) -> None:
-    """Print a run: figures, ratios over alone, what the slowest waited for, checks."""
+def show(
+    found: Mapping[str, Standing],
+    peers: Mapping[str, Mapping[str, float]],
+    checks: Sequence[Check],
+    worst: Sequence[Mapping[str, Any]],
+) -> None:
+    """Print a run: figures, ratios over alone with those of peers, what the slowest waited for, checks."""
     console = Console()
     if not console.is_terminal:
         console.width = WIDE
     console.print(_figures(found))
     if any(standing.ratios for standing in found.values()):
-        console.print(_ratios(found))
+        console.print(_ratios(found, peers))
     print("What the slowest first tokens of each arm's worst window waited for, in milliseconds:")
     for row in worst:
         print(_worst(row))
@@ -63,11 +69,12 @@ def _range(figure: str, value: Summary) -> str:
     return middle if low == high else f"{middle} ({low}-{high})"
 
 
-def _ratios(found: Mapping[str, Standing]) -> Table:
+def _ratios(found: Mapping[str, Standing], peers: Mapping[str, Mapping[str, float]]) -> Table:
     compared = {name: standing for name, standing in found.items() if standing.ratios}
-    table = Table("", *compared, title="over serving alone")
+    table = Table("", *compared, *peers, title="over serving alone")
     for figure in COMPARED:
-        table.add_row(FIGURES[figure], *(_ratio(standing.ratios[figure]) for standing in compared.values()))
+        theirs = (_number(ratios.get(figure, math.nan), "{:.2f}x") for ratios in peers.values())
+        table.add_row(FIGURES[figure], *(_ratio(each.ratios[figure]) for each in compared.values()), *theirs)
     return table
 
 
@@ -85,4 +92,4 @@ def _worst(row: Mapping[str, Any]) -> str:
 
 
 def _number(value: float, form: str) -> str:
-    return "-" if value != value else form.format(value)  # NaN
+    return "-" if math.isnan(value) else form.format(value)

@@ -23,6 +23,15 @@ COMPARED = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "gap_p99
 ENOUGH_REQUESTS = 2000
 """Of each arm, in all its windows together: fewer say little about one in a hundred."""
 
+BATCH_GATEWAY = {
+    "llm-d: alone": {"ttft_p99_ms": 44, "gap_p99_ms": 12},
+    "llm-d: no gateway": {"ttft_p99_ms": 492, "gap_p99_ms": 63},
+    "llm-d: priorities": {"ttft_p99_ms": 337, "gap_p99_ms": 39},
+    "llm-d: cap": {"ttft_p99_ms": 95, "gap_p99_ms": 29},
+}
+"""What llm-d published of its batch gateway (llm-d-batch-gateway#491): gpt-oss-120b, 90 s at 15 requests a second and
+90 s at 1 in turn. Another machine and model, so only its ratios stand beside ours."""
+
 WORST_REQUESTS = 5
 """Shown of each arm's worst window."""
 
@@ -66,6 +75,15 @@ def standings(arms: Sequence[Arm], windows: Sequence[Window], budgets: Budgets) 
         )
         for arm in arms
         if arm.name in medians
+    }
+
+
+def peers() -> dict[str, dict[str, float]]:
+    """By way of llm-d's, its published figures over those that it published of serving alone."""
+    alone, *others = BATCH_GATEWAY
+    return {
+        name: {figure: BATCH_GATEWAY[name][figure] / value for figure, value in BATCH_GATEWAY[alone].items()}
+        for name in others
     }
 
 

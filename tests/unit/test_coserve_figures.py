@@ -15,7 +15,7 @@ from bench.coserving.arms import ALONE, ARMS, Arm, Promise
 from bench.coserving.clients import Rolled
 from bench.coserving.figures import attainment, covered, harvest, latency, percentile, ratio, summary
 from bench.coserving.pace import LEAST, MOST, PaceError, search
-from bench.coserving.results import checks, standings, worst
+from bench.coserving.results import checks, peers, standings, worst
 from bench.coserving.server import Server, ServerError
 from bench.coserving.stream import Answer
 from bench.coserving.windows import Budgets, Window, busy, figures, flaw, late
@@ -218,6 +218,11 @@ def test_a_promise_is_checked_and_says_whether_its_margin_is_resolved() -> None:
     assert checks(arms[:3], standings(arms, run_of(1.1), BUDGETS))[0].value == 30
     assert (found.name, found.value, found.met) == ("ttft", 1.25, False)
     assert found.details["margin"] == "resolved"
+
+
+def test_what_llm_d_published_stands_beside_ours_as_ratios() -> None:
+    best = peers()["llm-d: cap"]
+    assert (best["ttft_p99_ms"], best["gap_p99_ms"]) == (pytest.approx(2.16, abs=0.01), pytest.approx(2.42, abs=0.01))
 
 
 def test_the_worst_window_says_where_a_wait_went() -> None:
