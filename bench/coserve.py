@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
 from bench.coserving.arms import ARMS, Arm
 from bench.coserving.figures import latency, percentile
@@ -48,8 +47,10 @@ BUDGET = 5.0
 MOST_LATE = 0.01
 """Seconds that clients may be late in one of a hundred cases."""
 
-say = Console(stderr=True).print
-"""Progress: standard output is the result's."""
+
+def say(text: str) -> None:
+    """Progress: standard output is the result's."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def in_rotation(arms: Sequence[Arm], number: int) -> list[Arm]:

@@ -14,6 +14,7 @@ Keeps true
 
 import argparse
 import asyncio
+import os
 import random
 import sys
 import time
@@ -30,6 +31,9 @@ REQUEST_SECONDS = 120.0
 
 TICK_SECONDS = 0.01
 """Of the timer that tells how late a client is."""
+
+LESS_URGENT = 5
+"""How much nicer rollouts are than users, whose clocks are what is measured with."""
 
 PROMPT_TOKENS, TURN_TOKENS, OBSERVATION_TOKENS, TURNS = 96, 48, 24, 5
 """Of a rollout's trajectory: what it begins with, samples, is told between turns, and how many turns it has."""
@@ -114,13 +118,16 @@ async def _tick(ticks: list[float], start: float) -> None:
 
 async def roll(orders: RolloutOrders, rolled: Rolled) -> None:
     """Keep the trajectories going until this is cancelled."""
+    salt = f"rollouts-{time.monotonic()}"
     async with session(REQUEST_SECONDS) as client, asyncio.TaskGroup() as group:
         for number in range(orders.trajectories):
-            group.create_task(_play(client, orders, random.Random(number), rolled))
+            group.create_task(_play(client, orders, salt, random.Random(number), rolled))
 
 
-async def _play(client: aiohttp.ClientSession, orders: RolloutOrders, draw: random.Random, rolled: Rolled) -> None:
-    more: dict[str, Any] = {} if orders.priority is None else {"priority": orders.priority}
+async def _play(
+    client: aiohttp.ClientSession, orders: RolloutOrders, salt: str, draw: random.Random, rolled: Rolled
+) -> None:
+    more = {"cache_salt": salt} | ({} if orders.priority is None else {"priority": orders.priority})
 
     def count(moment: float, tokens: list[int]) -> None:
         rolled.moments.append(moment)
@@ -130,7 +137,7 @@ async def _play(client: aiohttp.ClientSession, orders: RolloutOrders, draw: rand
     while True:
         context = _words(draw, PROMPT_TOKENS, orders.vocabulary)
         for _ in range(TURNS):
-            wanted = body(orders.model, list(context), TURN_TOKENS, temperature=1.0, cache_salt="rollouts", **more)
+            wanted = body(orders.model, list(context), TURN_TOKENS, temperature=1.0, **more)
             answer = await ask(client, orders.url, wanted, due=time.monotonic(), on_tokens=count)
             if answer.error:
                 rolled.errors.append(answer.error)
@@ -166,6 +173,7 @@ def main() -> None:
         print("ready", flush=True)
         measured = asyncio.run(use(orders, float(sys.stdin.readline())))
     else:
+        os.nice(LESS_URGENT)
         rollouts = msgspec.json.decode(line, type=RolloutOrders)
         print("ready", flush=True)
         measured = asyncio.run(_roll_until_told(rollouts))
