@@ -1,8 +1,8 @@
 """The engine's side of an executor: it is ticked, and does one bounded piece of work a tick.
 
 Keeps true
-- A tick takes orders in, does at most one piece of preparing a version and at most one engine step, and reports. Nothing
-  else runs in this process: no bus, no records, no thread.
+- A tick takes orders in, does at most one piece of preparing a version and at most one engine step, and reports.
+  Nothing else runs in this process: no bus, no records, no thread.
 - A policy version is swapped in between two steps, whole or not at all.
 - Reports never wait for their reader: what does not fit on the line is kept and sent later, in order.
 - Ticks make the heartbeats: an engine that hangs says nothing.
@@ -11,7 +11,7 @@ Keeps true
 import mmap
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class EngineHost:
     """One engine with its two lines. Whoever owns the thread calls `tick`."""
 
     def __init__(
-        self, engine: Engine, orders: Line, reports: Line, shelves: tuple[int, int], *, tick_seconds: float
+        self, engine: Engine, orders: Line, reports: Line, shelves: Sequence[int], *, tick_seconds: float
     ) -> None:
         """`shelves`: descriptors of the shared memory that versions lie in. `tick_seconds`: between two `Tick`s."""
         self._engine = engine
@@ -57,6 +57,7 @@ class EngineHost:
         self._share_before: dict[str, float] = {}
         self._preparing: tuple[int, Iterator[None]] | None = None
         self._prepare_seconds = 0.0
+        self._swap_seconds = 0.0
         self._next_tick = 0.0
 
     @property
@@ -73,10 +74,19 @@ class EngineHost:
             self._prepare_on()
         if len(self._engine):
             self._step()
+        self.beat()
+
+    def beat(self) -> None:
+        """Say how the engine stands, if it is time for that: all that may be done where a step may not."""
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + self._tick_seconds
             self._tell_load()
+
+    def leave(self) -> None:
+        """Whoever gave the orders is gone: let go of the turns; the engine may have another host."""
+        for name in self._share_before:
+            self._engine.abort(name)
 
     def _obey(self, order: Take | Prepare | Serve) -> None:
         match order:
@@ -127,7 +137,8 @@ class EngineHost:
         except SwapRefused as refusal:
             self._tell(NotTaken(version, str(refusal)))
         else:
-            self._tell(Serving(version, seconds))
+            self._swap_seconds = self._prepare_seconds + seconds
+            self._tell(Serving(version, self._swap_seconds))
 
     def _step(self) -> None:
         step = self._engine.step()
@@ -165,7 +176,7 @@ class EngineHost:
                 kv_bytes_per_token=load.kv_bytes_per_token,
                 prefill_tokens_per_second=self._cost.prefill_tokens_per_second,
                 decode_tokens_per_second=self._cost.decode_tokens_per_second(load.running),
-                swap_seconds=0.0,
+                swap_seconds=self._swap_seconds,
             )
         )
 

@@ -13,7 +13,7 @@ class Word(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One message."""
 
 
-class Take(Word):
+class Take(Word, frozen=True):
     """To the engine: run this turn."""
 
     name: str
@@ -23,7 +23,7 @@ class Take(Word):
     version: int
 
 
-class Prepare(Word):
+class Prepare(Word, frozen=True):
     """To the engine: this version lies in the shared memory; make it ready, in bounded pieces, while the old serves."""
 
     version: int
@@ -33,13 +33,13 @@ class Prepare(Word):
     """Name, element type as torch names it, shape, and where it begins, in bytes."""
 
 
-class Serve(Word):
+class Serve(Word, frozen=True):
     """To the engine: serve what was prepared, from the next step on."""
 
     version: int
 
 
-class Done(Word):
+class Done(Word, frozen=True):
     """Of the engine: a turn has left it. Fields as in `Finished`."""
 
     name: str
@@ -56,20 +56,20 @@ class Done(Word):
     """The turn's share of the steps that it was in."""
 
 
-class Refused(Word):
+class Refused(Word, frozen=True):
     """Of the engine: a turn that it cannot run."""
 
     name: str
     reason: str
 
 
-class Prepared(Word):
+class Prepared(Word, frozen=True):
     """Of the engine: the version can be served."""
 
     version: int
 
 
-class Serving(Word):
+class Serving(Word, frozen=True):
     """Of the engine: it serves the version from now on."""
 
     version: int
@@ -77,14 +77,14 @@ class Serving(Word):
     """That the swap took, of the pieces between steps."""
 
 
-class NotTaken(Word):
+class NotTaken(Word, frozen=True):
     """Of the engine: the version is refused, the old one serves on."""
 
     version: int
     reason: str
 
 
-class Tick(Word):
+class Tick(Word, frozen=True):
     """Of the engine, now and then: it lives, and this is how it stands. Fields as in `Load` and `StepCost`."""
 
     version: int
@@ -99,8 +99,16 @@ class Tick(Word):
     swap_seconds: float
 
 
+class Gone(Word, frozen=True):
+    """Of the engine's process: the engine is gone, with every turn in it and what it had been given."""
+
+    reason: str
+    seconds: float
+    """Until another is begun."""
+
+
 Order = Take | Prepare | Serve
-Report = Done | Refused | Prepared | Serving | NotTaken | Tick
+Report = Done | Refused | Prepared | Serving | NotTaken | Tick | Gone
 
 ORDERS = msgspec.msgpack.Decoder(Order)
 REPORTS = msgspec.msgpack.Decoder(Report)
