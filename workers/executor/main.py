@@ -14,6 +14,7 @@ def run_executor(
 
     Raises RoseError: a broken model folder, key file or store, an unreachable broker, a missing topic.
     """
+    import workers.executor.vllm.alone  # noqa: F401
     from workers.executor.loop import Executor
     from workers.executor.vllm.engine import Engine
     from workers.executor.vllm.types import EngineConfig
