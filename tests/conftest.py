@@ -14,7 +14,7 @@ from tests.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, AnyBroker, ExternalB
 from topics.apache_kafka import Cluster
 from topics.broker import Broker
 
-ENGINE_TESTS = ("test_engine.py", "test_engine_deltas.py", "test_engine_resumed.py")
+ENGINE_TESTS = ("test_engine.py", "test_engine_deltas.py", "test_engine_resumed.py", "test_lender.py")
 """All in them is slow, and to import vLLM takes ten seconds in each process that collects them."""
 
 

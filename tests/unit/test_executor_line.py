@@ -1,12 +1,13 @@
 """Messages over shared memory: whole, in order, and nobody ever waits."""
 
 import os
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.executor.line import LENGTH, Line, LineFull, memory
+from workers.executor.line import HEADER_BYTES, LENGTH, Line, LineBroken, LineFull, memory
 
 CAPACITY = 64
 
@@ -61,3 +62,25 @@ def test_another_process_reads_while_this_one_writes() -> None:
                 os.sched_yield()
     assert os.waitpid(child, 0)[1] == 0
     assert list(Line(back).read()) == [b"%d" % count]
+
+
+def test_memory_that_could_be_taken_away_is_no_line() -> None:
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, HEADER_BYTES + CAPACITY)
+    with pytest.raises(LineBroken):
+        Line(descriptor)
+    os.close(descriptor)
+    descriptor = memory(CAPACITY, "test")
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 0)
+    os.close(descriptor)
+
+
+@given(st.binary(min_size=HEADER_BYTES + CAPACITY, max_size=HEADER_BYTES + CAPACITY))
+def test_whatever_lies_on_a_line_reading_it_ends(content: bytes) -> None:
+    descriptor = memory(CAPACITY, "test")
+    os.pwrite(descriptor, content, 0)
+    line = Line(descriptor)
+    os.close(descriptor)
+    with suppress(LineBroken):
+        assert sum(LENGTH.size + len(message) for message in line.read()) <= CAPACITY

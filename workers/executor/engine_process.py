@@ -70,6 +70,7 @@ def _live(config: ExecutorConfig, wires: Wires) -> NoReturn:
 
 def run_engine(config: ExecutorConfig, wires: Wires) -> None:
     """Make the engine, and tick it for ever. Raises EngineStartError or EngineBroken."""
+    import workers.executor.vllm.alone  # noqa: F401
     from workers.executor.host import EngineHost
     from workers.executor.vllm.engine import Engine
     from workers.executor.vllm.types import EngineConfig

@@ -74,8 +74,17 @@ class EngineHost:
             self._prepare_on()
         if len(self._engine):
             self._step()
+        self.beat()
+
+    def beat(self) -> None:
+        """Say how the engine stands, if it is time for that: all that may be done where a step may not."""
         if time.monotonic() >= self._next_tick:
             self._tell_load()
+
+    def leave(self) -> None:
+        """Whoever gave the orders is gone: let go of the turns; the engine may have another host."""
+        for name in self._share_before:
+            self._engine.abort(name)
 
     def _obey(self, order: Order) -> None:
         match order:

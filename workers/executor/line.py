@@ -1,14 +1,17 @@
-"""A line between two processes: messages over shared memory, one way, one writer, one reader.
+"""A line between an engine's process and the one beside it: messages over shared memory, one writer, one reader.
 
 Keeps true
 - Neither side ever waits for the other: a full line refuses a message whole, an empty one has none.
 - What is read is what was written, whole and in order, whatever either side is in the middle of when it is killed.
 - Nothing of it is left on the machine: the memory has no name, and goes with the last process that holds it.
+- Neither side can take memory from under the other (which would end it): it is sealed against shrinking.
 
 A message is visible once the writer's position has moved past it: data first, then position. That order holds on x86,
-where stores are seen in the order in which they were made; elsewhere the system calls between the two see to it.
+where stores are seen in the order in which they were made; elsewhere writes and reads of an `os.eventfd` between the
+two order them as well.
 """
 
+import fcntl
 import mmap
 import os
 import struct
@@ -19,16 +22,23 @@ HEADER_BYTES = 128
 
 LENGTH = struct.Struct("<I")
 
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
 
 class LineFull(Exception):
     """The reader is behind; the message was not written."""
+
+
+class LineBroken(Exception):
+    """What lies on the line was not written by `Line.write`."""
 
 
 class Line:
     """One end of a line; both processes make one over the same file descriptor."""
 
     def __init__(self, descriptor: int) -> None:
-        """`descriptor`: of `memory`, in this process."""
+        """`descriptor`: of `memory`, in this process. Raises LineBroken."""
+        check_sealed(descriptor)
         self._memory = mmap.mmap(descriptor, 0)
         self._capacity = len(self._memory) - HEADER_BYTES
         view = memoryview(self._memory)
@@ -47,10 +57,12 @@ class Line:
         self._positions[0] = written + size
 
     def read(self) -> Iterator[bytes]:
-        """Every message that is there now."""
+        """Every message that is there now. Raises LineBroken."""
         end = self._positions[0]
         while (at := self._positions[8]) < end:
             (length,) = LENGTH.unpack(self._get(at, LENGTH.size))
+            if at + LENGTH.size + length > end or end - at > self._capacity:
+                raise LineBroken(f"a message of {length} bytes at {at}, of {end}")
             message = self._get(at + LENGTH.size, length)
             self._positions[8] = at + LENGTH.size + length
             yield message
@@ -73,6 +85,22 @@ class Line:
 
 def memory(size: int, name: str) -> int:
     """A descriptor of shared memory for a line that holds `size` bytes of messages and their lengths."""
-    descriptor = os.memfd_create(name)
-    os.ftruncate(descriptor, HEADER_BYTES + size)
+    return sealed(HEADER_BYTES + size, name)
+
+
+def sealed(size: int, name: str) -> int:
+    """A descriptor of shared memory without a name, of that many bytes; it may grow and never shrinks."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
     return descriptor
+
+
+def check_sealed(descriptor: int) -> None:
+    """Raises LineBroken for memory that another process could still shrink."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        raise LineBroken("a descriptor of something else than shared memory") from None
+    if seals & SEALS != SEALS:
+        raise LineBroken("shared memory that can be taken away")

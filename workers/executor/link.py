@@ -5,7 +5,6 @@ Keeps true
 - A version is laid on the slab that does not serve, and one at a time.
 """
 
-import os
 import select
 from collections.abc import Iterator, Mapping
 from threading import Event
@@ -16,7 +15,7 @@ from workers.executor.line import Line
 from workers.executor.slabs import lay
 from workers.executor.vllm.types import EngineBroken, EngineStartError
 from workers.executor.wires import Wires
-from workers.executor.words import REPORTS, Failed, Order, Outbox, Prepare, Report, Serving, Tick
+from workers.executor.words import REPORTS, Failed, Gone, Order, Outbox, Prepare, Report, Serving, Tick
 
 READY_LOOK_SECONDS = 0.05
 """Between two looks for the first report of an engine, which takes seconds to start."""
@@ -39,7 +38,7 @@ class EngineLink:
     def order(self, order: Order) -> None:
         """Never waits."""
         self._orders.say(order)
-        os.eventfd_write(self._wires.bell, 1)
+        self._wires.ring()
 
     def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Lay a version and order its preparation. The one before must have been served or refused."""
@@ -55,6 +54,8 @@ class EngineLink:
             report = REPORTS.decode(message)
             if isinstance(report, Failed):
                 raise (EngineStartError if report.usage else EngineBroken)(report.reason)
+            if isinstance(report, Gone):
+                raise EngineBroken(f"{report.reason}; the server builds another guest in {report.seconds:.0f} s")
             if isinstance(report, Serving):
                 self._serving_slab = self._laid.pop(report.version)
             yield report

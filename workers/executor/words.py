@@ -122,8 +122,16 @@ class Failed(Word, frozen=True):
     """Whether it never began, for a model or a setting that it cannot take."""
 
 
+class Gone(Word, frozen=True):
+    """Of a server's process: the guest is gone, with every turn in it and what it had been given."""
+
+    reason: str
+    seconds: float
+    """Until another is begun."""
+
+
 Order = Take | GiveUp | Prepare | Serve
-Report = Done | Refused | Prepared | Serving | NotTaken | Tick | Failed
+Report = Done | Refused | Prepared | Serving | NotTaken | Tick | Failed | Gone
 
 ORDERS = msgspec.msgpack.Decoder(Order)
 REPORTS = msgspec.msgpack.Decoder(Report)

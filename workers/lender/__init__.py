@@ -1,1 +1,1 @@
-"""What a serving engine lends to rollouts, decided where it serves: steps, memory, and when a guest is there at all."""
+"""A lender: a vLLM server in whose engine-core process a rollout engine is a guest."""
