@@ -1,5 +1,7 @@
 """Each role as a program: configuration, logs, metrics and signals around its loop."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from threading import Event
 
 from pipeline.command.config import Config, load
@@ -27,7 +29,16 @@ def run_executor_role(common: Common) -> None:
     slot = config.settings.executor.slot
     with EngineProcess(config.settings.executor) as engine:
         settings, stop = _begin(config, config.settings.metrics.executor, slot)
-        run_executor(settings, config.settings.executor, f"executor-{slot}", engine, stop, weights=config.weights)
+        wanted, name = config.settings.executor, f"executor-{slot}"
+        run_executor(settings, wanted, name, engine.link, engine.shapes, stop, weights=config.weights)
+
+
+def run_lender_role(common: Common, serving: Path, flags: Sequence[str]) -> None:
+    """A vLLM server that lends to inbox `executor.slot`; it takes the place of this process."""
+    from workers.lender.beside import lend
+
+    config = load(common)
+    lend(config.bus(), config.settings.executor, serving, flags, config.weights)
 
 
 def run_router_role(common: Common, number: int) -> None:

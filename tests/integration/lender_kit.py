@@ -164,6 +164,20 @@ def wait_for(holds: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
         time.sleep(0.002)
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def server_flags(port: int) -> list[str]:
+    """vLLM's, of a small server on a CPU."""
+    where = ["--served-model-name", "serving", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    memory = ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(32 << 20), "--seed", "0"]
+    sizes = ["--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "512"]
+    return [*where, *memory, *sizes, "--distributed-executor-backend", "uni", "--no-async-scheduling"]
+
+
 @contextmanager
 def lending_server(folder: Path, *flags: str, lends: bool = True) -> Iterator[Server]:
     """With the shipped policy as serving's model and as the guest's."""
@@ -177,24 +191,19 @@ def lending_server(folder: Path, *flags: str, lends: bool = True) -> Iterator[Se
         step_tokens=64,
     )
     (folder / "lend.json").write_bytes(msgspec.json.encode(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = os.environ | SERVING | {NOTES: str(folder / "notes.jsonl")}
     environment.pop("ROSE_LEND", None)
     if lends:
         environment["ROSE_LEND"] = str(folder / "lend.json")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
-    command += ["--served-model-name", "serving", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    command += ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(32 << 20), "--seed", "0"]
-    command += ["--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "512"]
-    command += ["--distributed-executor-backend", "uni", "--no-async-scheduling", *flags]
+    command += [*server_flags(port), *flags]
     log = folder / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
     server = Server(process, port, config, log, folder / "notes.jsonl")
     try:
-        wait_for(lambda: _healthy(port) or process.poll() is not None, 2 * WAIT_SECONDS)
+        wait_for(lambda: healthy(port) or process.poll() is not None, 2 * WAIT_SECONDS)
         assert process.poll() is None, log.read_text()[-4000:]
         yield server
     finally:
@@ -208,7 +217,7 @@ def lending_server(folder: Path, *flags: str, lends: bool = True) -> Iterator[Se
             process.wait()
 
 
-def _healthy(port: int) -> bool:
+def healthy(port: int) -> bool:
     try:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
         connection.request("GET", "/health")

@@ -4,139 +4,38 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from pipeline.command.nursery import Forked, Nursery
-from schemas.arrays import pack_tokens, unpack_logprobs, unpack_tokens
-from schemas.prompts import Sampling
-from schemas.slack import ExecutorState, SlackHeartbeat
+from schemas.arrays import unpack_logprobs, unpack_tokens
+from schemas.slack import ExecutorState
 from schemas.turns import (
     CLAIM_KEY,
-    PlacementCost,
     Refusal,
-    TurnDispatch,
-    TurnKey,
     TurnOutcome,
-    TurnRequest,
     TurnResult,
     VersionSpan,
-    held_hash,
 )
 from tests.brokers import EMBEDDED, AnyBroker
-from tests.integration.executor_kit import engine_of, start_executor
-from tests.integration.policies import logprobs_of, new_policy, tensors_of
+from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router, engine_of, start_executor
+from tests.integration.policies import logprobs_of, new_policy
 from topics.admin import create_topics
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, Partitions
+from topics.catalog import DISPATCHED, Partitions
 from topics.embedded import Broker
 from topics.letters import read_letters
 from topics.log import read_topics
-from topics.reader import Reader
-from topics.records import Envelope, Raw
+from topics.records import Raw
 from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.weights.manifests import signed
-from workers.weights.publish import WeightPublisher
 
 pytestmark = pytest.mark.slow
 
-SLOT = 1
-WAIT_SECONDS = 120.0
-"""What has not come by then has been lost."""
-
 FREEZE_SECONDS = 5.0
-
-
-@dataclass
-class Router:
-    """The executor's other side: publishes versions, dispatches turns, hears results and heartbeats."""
-
-    settings: BusSettings
-    executor: Forked
-
-    def __post_init__(self) -> None:
-        self.writer = Writer(self.settings, "test")
-        self.publisher = WeightPublisher(self.settings, "policy")
-        self.reader = Reader(self.settings, "test", group="test")
-        self.reader.assign({(HEARTBEATS, 0): 0, (COMPLETED, 0): 0, (COMPLETED, 1): 0})
-        self.beats: list[SlackHeartbeat] = []
-        self.results: list[TurnResult] = []
-
-    def publish(self, model: Any, version: int, *, digest: bytes | None = None) -> None:
-        named = tensors_of(model).items()
-        manifest = self.publisher.put(self.publisher.snapshot(named), version, step=version, published_at=time.time())
-        if digest is not None:
-            manifest = msgspec.structs.replace(manifest, digest=digest)
-            self.publisher = WeightPublisher(self.settings, "policy")  # the next one builds on nothing that was forged
-        signed(manifest, None).write(self.writer)
-        self.writer.flush()
-
-    def dispatch(
-        self,
-        name: str,
-        context: list[int],
-        *,
-        incarnation: int | None = None,
-        max_tokens: int = 8,
-        claim: int = 0,
-        stop: tuple[int, ...] = (0,),
-    ) -> TurnKey:
-        request = TurnRequest(
-            trajectory_id=name,
-            group_id="g",
-            home=1,
-            turn=0,
-            context=pack_tokens(context),
-            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=stop),
-            requested_at=time.time(),
-            patience_seconds=600.0,
-        )
-        record = TurnDispatch(
-            request=request,
-            worker="executor-1",
-            slot=SLOT,
-            incarnation=self.beats[-1].incarnation if incarnation is None else incarnation,
-            claim=claim,
-            dispatched_at=time.time(),
-            cost=PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0),
-        )
-        self.writer.write(DISPATCHED, record, key=name, partition=SLOT)
-        self.writer.flush()
-        return request.key
-
-    def lists(self, key: TurnKey) -> bool:
-        """Whether the newest heartbeat says that it holds the turn."""
-        execution = held_hash(key).to_bytes(8, "little")
-        holds = self.beats[-1].holds
-        return execution in {holds[at : at + 8] for at in range(0, len(holds), 8)}
-
-    def until(self, met: Callable[[], bool]) -> None:
-        """Listen until it is so."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not met():
-            assert self.executor.poll() is None, "the executor has ended"
-            assert time.monotonic() < deadline, (self.beats[-1:], self.results[-1:])
-            for item in self.reader.read(100, 0.5):
-                assert isinstance(item, Envelope)
-                if isinstance(item.record, SlackHeartbeat):
-                    self.beats.append(item.record)
-                elif isinstance(item.record, TurnResult):
-                    assert item.partition == item.record.home == 1
-                    self.results.append(item.record)
-
-    def serves(self, version: int) -> bool:
-        return bool(self.beats) and self.beats[-1].policy_version == version
-
-    def result(self, name: str) -> TurnResult:
-        self.until(lambda: any(result.trajectory_id == name for result in self.results))
-        return next(result for result in self.results if result.trajectory_id == name)
 
 
 def start(nursery: Nursery, settings: BusSettings, folder: Path) -> Forked:
@@ -305,3 +204,5 @@ def test_an_executor_whose_engine_is_gone_ends(router: Router, executor: Forked)
     router.until(lambda: bool(router.beats))
     os.kill(engine_of(executor), signal.SIGKILL)
     assert executor.wait(WAIT_SECONDS) == 1
+    router.executor = None
+    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)

@@ -2,6 +2,7 @@
 
 Keeps true
 - The engine ticks, and each of its ticks is a heartbeat: one that hangs is a silent executor, and the router notices.
+  One that is gone is told at once.
 - Every turn taken on is answered once, and listed in each heartbeat until then; a turn that cannot be taken is refused
   with the reason. One that is given up, as when the executor stops, goes back with what was sampled of it.
 - No turn is taken on before a version from the log has been applied. A turn is handed to the engine with the version
@@ -34,6 +35,7 @@ from workers.executor.config import ExecutorConfig
 from workers.executor.inbox import Inbox, Verdict, packed_hashes
 from workers.executor.link import EngineLink
 from workers.executor.parts import context_of, joined, sampling_of
+from workers.executor.vllm.types import EngineBroken
 from workers.executor.words import (
     ABORTED,
     Done,
@@ -101,6 +103,7 @@ class Executor:
         settings: BusSettings,
         config: ExecutorConfig,
         name: str,
+        worker_class: WorkerClass,
         link: EngineLink,
         tick: Tick,
         receiver: WeightReceiver,
@@ -108,6 +111,7 @@ class Executor:
         """`tick`: the first of the engine at the link. Raises TopicMissing or BusError."""
         self._config = config
         self._name = name
+        self._class = worker_class
         self._link = link
         self._receiver = receiver
         self._log = structlog.get_logger("executor").bind(worker=name)
@@ -149,14 +153,21 @@ class Executor:
         Raises EngineBroken or BusError.
         """
         self._log.info("started", incarnation=self._incarnation, slot=self._config.slot, tokens=self._token_budget)
-        while not stop.is_set():
-            self._take_in()
-            self._hear()
-            self._change_version()
-            self._writer.poll()
-        self._hand_back()
-        self._writer.flush()
-        self._reader.close()
+        try:
+            while not stop.is_set():
+                self._take_in()
+                self._hear()
+                self._change_version()
+                self._writer.poll()
+            self._hand_back()
+            self._writer.flush()
+        except EngineBroken:  # its turns are lost: the router need not wait for silence
+            self._beat(ExecutorState.STOPPING, ())
+            self._writer.flush()
+            raise
+        finally:
+            self._writer.close()
+            self._reader.close()
 
     def _take_in(self) -> None:
         for item in self._reader.read(INBOX_BATCH, BUSY_SECONDS if self._running or self._next else IDLE_SECONDS):
@@ -281,7 +292,7 @@ class Executor:
             tokens=done.tokens,
             logprobs=done.logprobs,
             spans=done.spans,
-            device_seconds={WorkerClass.DEDICATED.value: done.device_seconds},
+            device_seconds={self._class.value: done.device_seconds},
         )
         whole = joined(dispatch.begun, sampled)
         self._send(
@@ -357,7 +368,7 @@ class Executor:
             incarnation=self._incarnation,
             slot=self._config.slot,
             sequence=self._sequence,
-            worker_class=WorkerClass.DEDICATED,
+            worker_class=self._class,
             state=state,
             policy_version=self._version,
             hardware=Hardware(

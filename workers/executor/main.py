@@ -1,10 +1,12 @@
 """The executor as a program."""
 
+from collections.abc import Mapping, Sequence
 from threading import Event
 
+from schemas.slack import WorkerClass
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
-from workers.executor.engine_process import EngineProcess
+from workers.executor.link import EngineLink
 from workers.weights.config import WeightsConfig
 
 
@@ -12,15 +14,17 @@ def run_executor(
     settings: BusSettings,
     config: ExecutorConfig,
     name: str,
-    engine: EngineProcess,
+    link: EngineLink,
+    shapes: Mapping[str, Sequence[int]],
     stop: Event,
+    worker_class: WorkerClass = WorkerClass.DEDICATED,
     *,
     weights: WeightsConfig | None = None,
 ) -> None:
-    """Run turns of the inbox `config.slot` on the engine until `stop` is set.
+    """Run turns of the inbox `config.slot` on the engine at the link until `stop` is set.
 
-    Raises RoseError: a model folder or setting that no engine can be made from, an engine that broke, a broken key file
-    or store, an unreachable broker, a missing topic.
+    `shapes`: of the tensors of its model. Raises RoseError: a setting that no engine can be made from, an engine that
+    broke or is gone, a broken key file or store, an unreachable broker, a missing topic.
     """
     from workers.executor.loop import Executor
     from workers.weights.anchor_store import store_of
@@ -31,12 +35,12 @@ def run_executor(
     trust = trust_of(settings, config.model_id, weights)
     store = store_of(weights)
     receiver = WeightReceiver(
-        settings, trust, shapes=engine.shapes, store=store, engine_dtype=config.dtype, client_id=f"{name}-weights"
+        settings, trust, shapes=shapes, store=store, engine_dtype=config.dtype, client_id=f"{name}-weights"
     )
     receiver.start()
     try:
-        tick = engine.link.first_tick(stop)
+        tick = link.first_tick(stop)
         if tick is not None:
-            Executor(settings, config, name, engine.link, tick, receiver).run(stop)
+            Executor(settings, config, name, worker_class, link, tick, receiver).run(stop)
     finally:
         receiver.stop()
