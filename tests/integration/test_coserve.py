@@ -14,7 +14,7 @@ from bench.coserving.server import VOCABULARY, Server, make_model, serve
 from bench.coserving.traces import BLOCK_TOKENS, Arrival
 from bench.coserving.windows import Budgets, Window, figures, guest_tokens, run_window
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ANY = float("inf")
 """However late: the machine may be busy with other tests."""

@@ -81,16 +81,19 @@ def test_a_server_runs_turns_of_the_bus_and_serves(settings: BusSettings, server
     for number in range(8):
         prove(router.result(f"beside-{number}"))
 
+    router.executor = None
+    server.process.send_signal(signal.SIGTERM)
+    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+
+
+@pytest.mark.long
+def test_a_process_beside_that_is_killed_takes_nothing_along(settings: BusSettings, server: Server) -> None:
+    router = Router(settings, server.process)
+    router.until(lambda: bool(router.beats))
+    answer = server.complete(CONTEXT).text
     (beside,) = [each for each in psutil.Process(server.process.pid).children() if "beside" in each.name()]
     beside.kill()
     assert server.complete(CONTEXT).text == answer
-
-
-def test_a_lender_that_stops_says_goodbye(settings: BusSettings, server: Server) -> None:
-    router = Router(settings)
-    router.until(lambda: bool(router.beats))
-    server.process.send_signal(signal.SIGTERM)
-    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
 
 
 def prove(result: TurnResult) -> None:
