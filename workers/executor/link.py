@@ -40,11 +40,13 @@ class EngineLink:
         self._orders.say(order)
         self._wires.ring()
 
-    def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Lay a version and order its preparation. The one before must have been served or refused."""
+    def lay(self, version: int, tensors: Mapping[str, Tensor]) -> Prepare:
+        """Copy a version to where the engine reads it, on any thread. The order that says so is the
+        caller's to give. The one before must have been served or refused.
+        """
         slab = 1 - self._serving_slab
         self._laid = {version: slab}
-        self.order(Prepare(version, slab, lay(self._wires.slabs[slab], tensors)))
+        return Prepare(version, slab, lay(self._wires.slabs[slab], tensors))
 
     def reports(self) -> Iterator[Report]:
         """Those that are there. Raises EngineStartError or EngineBroken when the engine has failed or is gone."""

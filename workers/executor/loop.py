@@ -16,6 +16,7 @@ It decides nothing: the inbox does.
 import secrets
 import time
 from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from threading import Event
@@ -41,6 +42,7 @@ from workers.executor.words import (
     Done,
     GiveUp,
     NotTaken,
+    Prepare,
     Prepared,
     Refused,
     Report,
@@ -124,6 +126,9 @@ class Executor:
         self._next: StagedVersion | None = None
         self._change = Change.PREPARING
         """Of `_next`."""
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-lays")
+        self._laid: Future[Prepare] | None = None
+        """Of `_next`, while it is copied to where the engine reads it."""
         self._deferred: list[TurnDispatch] = []
         """Taken on while the engine changes to the next version."""
         self._sequence = 0
@@ -166,6 +171,7 @@ class Executor:
             self._writer.flush()
             raise
         finally:
+            self._helper.shutdown()
             self._writer.close()
             self._reader.close()
 
@@ -196,13 +202,13 @@ class Executor:
         self._running[name] = Running(request.key, time.time())
         self._link.order(Take(name, context_of(dispatch), sampling_of(dispatch), self._version))
 
-    def _hear(self) -> None:
-        """Take in what the engine reports. Of ticks that came together the last one is told on."""
+    def _hear(self, state: ExecutorState = ExecutorState.READY) -> None:
+        """Take in what the engine reports. Of ticks that came together the last one is told on, as `state`."""
         before = self._tick
         for report in self._link.reports():
             self._take_report(report)
         if self._tick is not before:
-            self._beat(ExecutorState.READY if self._version >= 0 else ExecutorState.STARTING)
+            self._beat(state if self._version >= 0 else ExecutorState.STARTING)
 
     def _take_report(self, report: Report) -> None:
         match report:
@@ -234,7 +240,11 @@ class Executor:
             self._next = self._receiver.staged()
             if self._next is not None:
                 self._change = Change.PREPARING
-                self._link.prepare(self._next.version, self._next.tensors)
+                self._laid = self._helper.submit(self._link.lay, self._next.version, self._next.tensors)
+        elif self._laid is not None:
+            if self._laid.done():
+                laid, self._laid = self._laid, None
+                self._link.order(laid.result())
         elif self._change is Change.PREPARED and not (self._config.drain_before_swap and self._running):
             self._change = Change.ORDERED
             self._link.order(Serve(self._next.version))
@@ -267,14 +277,15 @@ class Executor:
         held = set(self._inbox.hashes)
         for name in self._running:
             self._link.order(GiveUp(name))
+        deferred, self._deferred = self._deferred, []
+        for dispatch in deferred:
+            self._inbox.release(dispatch.request.key)
+            self._refuse(dispatch, STOPPED, Refusal.ROOM)
         deadline = time.monotonic() + HAND_BACK_SECONDS
         while self._running and time.monotonic() < deadline:
             self._link.wait(BUSY_SECONDS)
-            for report in self._link.reports():
-                self._take_report(report)
-        for dispatch in self._deferred:
-            self._inbox.release(dispatch.request.key)
-            self._refuse(dispatch, STOPPED, Refusal.ROOM)
+            self._hear(ExecutorState.PAUSED)
+            self._writer.poll()
         self._writer.flush()
         self._beat(ExecutorState.STOPPING, held.difference(self._inbox.hashes))
 

@@ -7,6 +7,7 @@ Keeps true
 """
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -91,9 +92,9 @@ def _stay_beside(
     try:
         while not stop.is_set():
             try:
+                reach(settings)
                 end = _knock(folder / "socket", stop)
                 if end is not None:
-                    reach(settings)
                     with closing(end):
                         link = EngineLink(end.wires, end.connection.fileno())
                         run_executor(settings, config, name, link, shapes, stop, WorkerClass.SERVING, weights=weights)
@@ -102,12 +103,13 @@ def _stay_beside(
             except RoseError as error:
                 log.warning("begins anew", reason=str(error))
                 stop.wait(AGAIN_SECONDS)
+            except Exception:  # nobody else would tell, or begin anew
+                log.exception("begins anew")
+                stop.wait(AGAIN_SECONDS)
     except UsageError as error:
         log.error("lends nothing, serving goes on", reason=str(error))
     finally:
-        for left in folder.iterdir():
-            left.unlink()
-        folder.rmdir()
+        shutil.rmtree(folder, ignore_errors=True)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

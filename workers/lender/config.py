@@ -1,8 +1,10 @@
 """What a server lends: the file that `ROSE_LEND` names."""
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from schemas.errors import UsageError
 
@@ -16,17 +18,17 @@ class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Path of the unix socket where the process beside the server knocks; for the server's user alone."""
     dtype: str = "float32"
     """What the guest computes in."""
-    max_turns: int = 64
+    max_turns: Annotated[int, Meta(ge=1)] = 64
     """Turns of the guest in one step; more wait."""
-    max_model_len: int = 1024
+    max_model_len: Annotated[int, Meta(ge=2)] = 1024
     """Longest context and output of one turn, in tokens."""
-    kv_cache_bytes: int = 64 << 20
+    kv_cache_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
     """Memory of the guest's KV cache."""
-    step_tokens: int = 256
+    step_tokens: Annotated[int, Meta(ge=1)] = 256
     """Most tokens of one guest step, at least `max_turns`: this bounds how long serving waits for a guest."""
-    piece_seconds: float = 0.002
+    piece_seconds: Annotated[float, Meta(gt=0)] = 0.002
     """How long a piece of building the guest runs before serving is asked for again."""
-    heartbeat_seconds: float = 0.1
+    heartbeat_seconds: Annotated[float, Meta(ge=0.01, le=0.2)] = 0.1
     """Time between two reports of how the guest stands, at most 0.2."""
 
 

@@ -90,5 +90,5 @@ class Feeder:
             return
         self._disarm()
         self._selector.unregister(link.connection)
+        self.link = None  # first: who empties `ended` closes what it finds there
         self.ended.append(link)
-        self.link = None

@@ -78,11 +78,13 @@ def welcome(connection: socket.socket) -> End:
         if hello.protocol != PROTOCOL:
             raise LinkRefused(f"its words are of protocol {hello.protocol}, ours of {PROTOCOL}: install one release")
         wires = Wires.handed(descriptors)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        os.set_blocking(wires.bell, False)
     except (OSError, msgspec.DecodeError, LineBroken, LinkRefused) as error:
         for descriptor in descriptors:
             os.close(descriptor)
         raise LinkRefused(str(error)) from None
-    os.set_blocking(wires.bell, False)
     connection.setblocking(False)
     return End(connection, wires)
 
@@ -95,6 +97,10 @@ def knock(path: Path) -> End:
     except OSError:
         connection.close()
         raise
-    wires = Wires.new()
-    socket.send_fds(connection, [msgspec.msgpack.encode(Hello(PROTOCOL))], wires.descriptors)
-    return End(connection, wires)
+    end = End(connection, Wires.new())
+    try:
+        socket.send_fds(connection, [msgspec.msgpack.encode(Hello(PROTOCOL))], end.wires.descriptors)
+    except OSError:
+        end.close()
+        raise
+    return end

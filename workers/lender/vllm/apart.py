@@ -28,6 +28,8 @@ NAMES: tuple[tuple[ModuleType, str], ...] = (
     (torch, "Event"),
     (torch, "set_num_threads"),
     (torch.cuda, "Stream"),
+    (torch.accelerator, "synchronize"),
+    (torch.accelerator, "empty_cache"),
     (layer_utils, "dispatch_cpu_unquantized_gemm"),
     (dispatcher, "sys"),
     (core, "freeze_gc_heap"),

@@ -7,6 +7,7 @@ Keeps true
 - A guest is built when somebody first knocks. Who knocks later gets the same engine, empty, at the version that it has.
 """
 
+import socket
 import time
 from contextlib import suppress
 from logging import Logger
@@ -18,7 +19,7 @@ from vllm.v1.engine import core
 from vllm.v1.worker import gpu_worker
 
 from workers.executor.host import EngineHost
-from workers.executor.line import Line, LineBroken
+from workers.executor.line import Line
 from workers.executor.vllm.engine import Engine, EngineConfig
 from workers.executor.words import Gone, Outbox
 from workers.lender.config import LendConfig
@@ -113,25 +114,28 @@ class Guest:
         self._enter(self._engine)
 
     def _drop(self, error: Exception) -> None:
+        engine, self._engine, self._host, self._building = self._engine, None, None, None
         now = time.monotonic()
         if now - self._retry_at > MOST_RETRY_SECONDS:
             self._retry_seconds = FIRST_RETRY_SECONDS
-        self._retry_at = now + self._retry_seconds
-        self._log.error(
-            "rose: the guest is dropped, serving goes on, another is built in %.0f s: %s: %s",
-            self._retry_seconds,
-            type(error).__name__,
-            error,
-        )
-        if self._link is not None:
-            gone = Gone(f"{type(error).__name__}: {error}", self._retry_seconds)
-            with suppress(LineBroken):
-                Outbox(Line(self._link.wires.reports)).say(gone)
+        self._retry_at, wait = now + self._retry_seconds, self._retry_seconds
         self._retry_seconds = min(2 * self._retry_seconds, MOST_RETRY_SECONDS)
-        engine, self._engine, self._host, self._building = self._engine, None, None, None
+        with suppress(Exception):  # an error may not let itself be told
+            reason = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+            self._log.error("rose: the guest is dropped, serving goes on, another is built in %.0f s: %s", wait, reason)
+            self._tell(Gone(reason, wait))
         if engine is not None and self._apart is not None:
             with suppress(Exception), self._apart.stepping():  # what is broken may not let itself be closed
                 engine.close()
+
+    def _tell(self, gone: Gone) -> None:
+        """Where there is no room for it, the end of the link says as much."""
+        if self._link is None:
+            return
+        reports = Outbox(Line(self._link.wires.reports))
+        reports.say(gone)
+        if len(reports):
+            self._link.connection.shutdown(socket.SHUT_RDWR)
 
 
 def engine_of(config: LendConfig) -> Engine:

@@ -1,9 +1,10 @@
 """A long function in bounded pieces: on a thread of its own that moves only while it is let.
 
 Keeps true
-- Between two pieces the function stands still at a call that it was about to make or had just made, or it is inside
-  one call of C, that goes on and returns into a halt. So whoever lets it go on may change what belongs to the process
-  before a piece and change it back after.
+- Between two pieces the function stands still at a call that it was about to make or had just made. So whoever lets it
+  go on may change what belongs to the process before a piece and change it back after. Not so where it makes no such
+  call for long (one call of C, a loop without calls) or may not be halted (an import): that is waited for a little, and
+  then goes on beside its host.
 - It never stands still where Python's own library holds a lock while it calls others (an import, a log line): the host
   would wait for that lock for ever.
 """
@@ -46,12 +47,14 @@ class Pieces(Generic[Made]):
         """Whether it was not seen to halt after the last piece."""
         self._made: Made | None = None
         self._error: Exception | None = None
-        self._done = False
+        self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def go_on(self, seconds: float) -> bool:
         """Let it go on for so long; whether it is done now."""
+        if self._done.is_set():
+            return True
         began = perf_counter()
         self._deadline = began + seconds
         if not self._out or self._halted.acquire(blocking=False):
@@ -59,7 +62,7 @@ class Pieces(Generic[Made]):
         self._out = not self._halted.acquire(timeout=seconds + GRACE_SECONDS)
         self.pieces += 1
         self.longest_seconds = max(self.longest_seconds, perf_counter() - began)
-        return self._done and not self._out
+        return self._done.is_set() and not self._out
 
     def result(self) -> Made:
         """What the function returned, once it is done. Raises what it raised."""
@@ -78,7 +81,7 @@ class Pieces(Generic[Made]):
             self._error = error.with_traceback(None)
         finally:
             sys.setprofile(None)
-            self._done = True
+            self._done.set()
             self._halted.release()
 
     def _halting(self) -> Callable[[FrameType, str, Any], None]:

@@ -5,6 +5,7 @@ Keeps true: a guest is refused, never serving; what is not known to work is not 
 
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCoreProc
 
 
@@ -13,6 +14,7 @@ def why_not(core: Any) -> str:
     config = core.vllm_config
     parallel, model = config.parallel_config, config.model_config
     untried = {
+        "a device that is not a CPU": not current_platform.is_cpu(),
         "data parallelism": type(core) is not EngineCoreProc or parallel.data_parallel_size > 1,
         "tensor, pipeline or context parallelism": parallel.world_size > 1,
         f"the executor {parallel.distributed_executor_backend}": (
