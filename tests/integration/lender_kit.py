@@ -41,6 +41,7 @@ SERVING = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with `uni`: the model computes in the engine-core process, as on a GPU
+    "VLLM_LOGGING_LEVEL": "INFO",  # an engine of the test's own process has set another
     "OMP_NUM_THREADS": "1",
 }
 

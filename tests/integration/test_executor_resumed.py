@@ -108,23 +108,25 @@ def test_turns_of_an_executor_that_stops_end_on_another_as_if_nobody_had_stopped
     signed(manifest, None).write(log.writer)
     log.writer.flush()
     with (
-        executor(nursery, settings, tmp_path, 0) as stopping,
-        executor(nursery, settings, tmp_path, 1),
+        executor(nursery, settings, tmp_path, 0) as first,
+        executor(nursery, settings, tmp_path, 1) as second,
         router_process(settings),
     ):
         log.until(log.ready)
         log.ask("whole")
         log.until(lambda: len(log.of(TurnOutcome.COMPLETED)) == TURNS)
-        log.until(lambda: not log.beats[0].holds)
+        log.until(lambda: not any(beat.holds for beat in log.beats.values()))
         log.ask("broken")
-        log.until(lambda: bool(log.beats[0].holds))
+        log.until(lambda: any(beat.holds for beat in log.beats.values()))
+        slot = next(slot for slot, beat in log.beats.items() if beat.holds)
+        stopping = (first, second)[slot]
         stopping.send_signal(signal.SIGTERM)
         log.until(lambda: len(log.of(TurnOutcome.COMPLETED)) == 2 * TURNS)
         assert stopping.wait(WAIT_SECONDS) == 0
-    check(log)
+    check(log, f"executor-{slot}", f"executor-{1 - slot}")
 
 
-def check(log: Log) -> None:
+def check(log: Log, stopped: str, other: str) -> None:
     """What lies on the log: one COMPLETED result for each turn, and nothing sampled twice."""
     done, parts = log.of(TurnOutcome.COMPLETED), log.of(TurnOutcome.PREEMPTED)
     begun = [name for name, part in parts.items() if part.tokens]
@@ -137,7 +139,7 @@ def check(log: Log) -> None:
     assert not any(each.failures for each in log.dispatches)
     for name in begun:
         part, end = parts[name], done[name]
-        assert (part.worker, end.worker, end.attempt) == ("executor-0", "executor-1", 1)
+        assert (part.worker, end.worker, end.attempt) == (stopped, other, 1)
         assert 0 < count(part.tokens) < MOST_TOKENS
         first, second = [each for each in log.dispatches if each.request.trajectory_id == name]
         assert (first.begun, second.begun) == (None, part.part)

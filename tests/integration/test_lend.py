@@ -24,7 +24,7 @@ from topics.settings import BusSettings
 from workers.lender.config import LendConfig
 from workers.weights.config import DEFAULT_RUN
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CONTEXT = [5, 6, 7, 8, 9, 10, 11, 12] * 4
 
@@ -86,7 +86,6 @@ def test_a_server_runs_turns_of_the_bus_and_serves(settings: BusSettings, server
     router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
 
 
-@pytest.mark.long
 def test_a_process_beside_that_is_killed_takes_nothing_along(settings: BusSettings, server: Server) -> None:
     router = Router(settings, server.process)
     router.until(lambda: bool(router.beats))

@@ -39,7 +39,7 @@ from workers.lender.vllm import touched
 from workers.lender.vllm.guest import engine_of
 from workers.lender.vllm.refusals import why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROMPTS = [[3 + (7 * prompt + place) % (VOCABULARY - 3) for place in range(10 + prompt)] for prompt in range(6)]
 SHORT = ([3, 4, 5], Sampling(max_tokens=4, temperature=0.0))
