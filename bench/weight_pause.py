@@ -24,6 +24,7 @@ MOST_STEPS = 2.0
 
 def pause(folder: Path) -> Section:
     """Raises EngineStartError."""
+    import workers.executor.vllm.alone  # noqa: F401
     from workers.executor.vllm.engine import Engine
     from workers.executor.vllm.types import EngineConfig
 

@@ -37,6 +37,7 @@ class SampleTurn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Index of its first sampled token in the sample's tokens."""
     end: Count
     cached_tokens: Count
+    """Of the context, by the attempt that ended the turn."""
     times: TurnTimes
     environment_seconds: float
     """Spent in the environment's own step."""

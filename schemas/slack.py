@@ -44,7 +44,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlackHeartbeat(Record, frozen=True, kw_only=True):
-    SCHEMA: ClassVar[str] = "slack-heartbeat/2"
+    SCHEMA: ClassVar[str] = "slack-heartbeat/3"
 
     worker: Id
     incarnation: Count
@@ -64,13 +64,14 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     max_turns: Annotated[int, Meta(ge=0, le=HELD)]
     """Turns that it will hold at once, running and waiting."""
     token_budget: Count
-    """Context and new tokens that rollouts may hold in its KV cache."""
+    """Context and new tokens that rollouts may hold in its KV cache at this moment."""
     prefill_headroom_seconds: float | None = None
     """Least S_prf over serving's waiting requests (ROSE, dual-SLO admission); None without a serving tenant."""
     decode_headroom_seconds: float | None = None
     ttl_seconds: Annotated[float, Meta(gt=0, le=60)]
     holds: Annotated[bytes, Meta(max_length=8 * HELD)] = b""
-    """`held_hash` of every turn that it has taken on and not answered, packed as little-endian u64."""
+    """`held_hash` of every turn that it has taken on and not answered, packed as little-endian u64. With STOPPING: of
+    those that it has answered with its last words, all of which are on the log."""
     refused_version: Version = -1
     """The newest policy version that it does not take; -1 if there is none."""
     refused_reason: Text = ""
@@ -78,3 +79,7 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     """Unix seconds of its own clock: compared with nobody's, but to tell a clock that is wrong."""
     swap_seconds: float = 0.0
     """The engine's pause at its latest weight swap."""
+    cuts: Count = 0
+    """Times since its start that serving took room back from rollouts at once."""
+    frozen: bool = False
+    """It was cut: its budget may shrink further, and does not grow for now."""

@@ -8,8 +8,10 @@ from enum import Enum
 from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
+from schemas.arrays import ITEM_BYTES, count, unpack_logprobs
 from schemas.limits import SPANS, TURNS, Count, GroupId, Id, Logprobs, Text, Tokens, Version
 from schemas.prompts import Sampling
 from schemas.record import Record
@@ -62,6 +64,42 @@ class TurnRequest(Record, frozen=True, kw_only=True):
         return TurnKey(self.trajectory_id, self.turn, self.attempt)
 
 
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) were sampled under policy `version`."""
+
+    start: Count
+    end: Count
+    version: Version
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What was sampled of a turn up to some token of it, and what that cost."""
+
+    tokens: Tokens
+    logprobs: Logprobs
+    """Of each token under the distribution that it was drawn from."""
+    spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=SPANS)]
+    """Over `tokens`, in order, without gaps."""
+    device_seconds: DeviceSeconds = {}
+
+    @property
+    def flaw(self) -> str:
+        """Why nobody can go on from it, or learn from it; empty when it is whole."""
+        sampled = count(self.tokens)
+        if len(self.tokens) % ITEM_BYTES or not sampled:
+            return f"{len(self.tokens)} bytes of tokens are no whole number of tokens above 0"
+        if len(self.logprobs) != len(self.tokens):
+            return f"{len(self.logprobs)} bytes of logprobs for {len(self.tokens)} bytes of tokens"
+        if not np.isfinite(unpack_logprobs(self.logprobs)).all():
+            return "a logprob is not finite"
+        at = 0
+        for span in self.spans:
+            if span.start != at or span.end <= at or span.version < 0:
+                return f"version spans do not follow on one another at token {at}"
+            at = span.end
+        return "" if at == sampled else f"version spans cover {at} of {sampled} tokens"
+
+
 class PlacementCost(msgspec.Struct, frozen=True, kw_only=True):
     """Why a worker was chosen: the terms of its cost, and the best that was passed over."""
 
@@ -82,9 +120,15 @@ CLAIM_KEY = "router"
 
 
 class TurnDispatch(Record, frozen=True, kw_only=True):
-    """The router puts a turn into one executor's inbox."""
+    """The router puts a turn into one executor's inbox.
 
-    SCHEMA: ClassVar[str] = "turn-dispatch/2"
+    It carries what was generated of a preempted turn, as it carries the context, and does not name the PREEMPTED
+    result by its place: the router has read that result anyway, its pure core stays one of records alone, and an
+    executor needs no second reader whose fetch would stand before the turn and could find the record deleted. A token
+    of context takes 4 bytes and a generated one 8, so with both at their bounds a dispatch is still one record.
+    """
+
+    SCHEMA: ClassVar[str] = "turn-dispatch/3"
 
     request: TurnRequest
     worker: Id
@@ -99,12 +143,14 @@ class TurnDispatch(Record, frozen=True, kw_only=True):
     cost: PlacementCost
     queued_at: float = 0.0
     """Unix seconds; since when this attempt has waited in the router."""
+    begun: Part | None = None
+    """What attempts before this one sampled: the turn goes on from there."""
 
 
 class TurnOutcome(Enum):
     COMPLETED = "completed"
     PREEMPTED = "preempted"
-    """Serving needed the room; what was generated is in the result."""
+    """The executor gave it up, as when serving needs the room; what was generated is in the result."""
     REFUSED = "refused"
     """The executor would not start it; the reason says why."""
     FAILED = "failed"
@@ -120,14 +166,6 @@ class Refusal(Enum):
     """It has proven no policy version yet; nobody's fault."""
     ENGINE = "engine"
     """Its engine can't run it as it was asked for."""
-
-
-class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [start, end) were sampled under policy `version`."""
-
-    start: Count
-    end: Count
-    version: Version
 
 
 class TurnTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -148,7 +186,11 @@ class TurnTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class TurnResult(Record, frozen=True, kw_only=True):
-    """What became of one attempt at one turn."""
+    """What became of one attempt at one turn.
+
+    `tokens`, `logprobs`, `spans` and `device_seconds` are of the whole turn so far: this attempt's, behind those of the
+    attempts that it went on from. All else is this attempt's own.
+    """
 
     SCHEMA: ClassVar[str] = "turn-result/2"
 
@@ -169,11 +211,13 @@ class TurnResult(Record, frozen=True, kw_only=True):
     logprobs: Logprobs = b""
     """Of each sampled token under the distribution that it was drawn from."""
     finish_reason: Annotated[str, Meta(max_length=32)] = ""
-    """`stop` or `length`."""
+    """`stop` or `length`; empty unless completed."""
     spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=SPANS)] = ()
     """Over `tokens`, in order, without gaps."""
     context_tokens: Count = 0
+    """That this attempt began with: the turn's context, and what attempts before it had sampled."""
     cached_tokens: Count = 0
+    """Of those, found in the prefix cache."""
     times: TurnTimes = TurnTimes()
     device_seconds: DeviceSeconds = {}
     """The turn's share of its steps, by worker class."""
@@ -181,3 +225,8 @@ class TurnResult(Record, frozen=True, kw_only=True):
     @property
     def key(self) -> TurnKey:
         return TurnKey(self.trajectory_id, self.turn, self.attempt)
+
+    @property
+    def part(self) -> Part:
+        """What was sampled of the turn."""
+        return Part(tokens=self.tokens, logprobs=self.logprobs, spans=self.spans, device_seconds=self.device_seconds)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.command.nursery import Nursery
 from tests.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, AnyBroker, ExternalBroker, clear, start, start_nodes
 from topics.apache_kafka import Cluster
 from topics.broker import Broker
 
-ENGINE_TESTS = ("test_engine.py", "test_engine_deltas.py")
+ENGINE_TESTS = ("test_engine.py", "test_engine_deltas.py", "test_engine_resumed.py", "test_lender.py")
 """All in them is slow, and to import vLLM takes ten seconds in each process that collects them."""
 
 
@@ -76,6 +77,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """
     with start_nodes(tmp_path_factory.mktemp("cluster")) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Forks roles; what they import is imported once."""
+    with Nursery() as nursery:
+        yield nursery
 
 
 @pytest.fixture

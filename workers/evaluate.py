@@ -73,6 +73,7 @@ def evaluate_policy(
     with asyncio.Runner() as runner:  # an environment lives in one event loop
         runner.run(_open(games, arguments, turn_format))
 
+        import workers.executor.vllm.alone  # noqa: F401
         from workers.executor.vllm.engine import Engine
 
         engine = Engine(config)

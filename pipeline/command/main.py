@@ -123,6 +123,22 @@ def executor(
 
 @app.command(rich_help_panel=ROLES)
 @with_common
+def lend(
+    common: Common,
+    model: Annotated[Path, typer.Option("--model", metavar="FOLDER", help="What the server serves.")],
+    flags: Annotated[list[str] | None, typer.Argument(metavar="-- FLAGS", help="vLLM's own, after two dashes.")] = None,
+    slot: Annotated[
+        int | None, typer.Option("--slot", metavar="N", help="Its inbox; no two executors share one.")
+    ] = None,
+) -> None:
+    """A vLLM server that runs rollout turns while it has nothing to serve."""
+    from pipeline.command.roles import run_lender_role
+
+    run_lender_role(common.saying(slot=("executor.slot", slot)), model, flags or [])
+
+
+@app.command(rich_help_panel=ROLES)
+@with_common
 def router(
     common: Common,
     number: Annotated[

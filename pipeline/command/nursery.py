@@ -32,7 +32,7 @@ from types import TracebackType
 
 from topics.processes import end_with, show_as
 
-ENGINE = ("workers.executor.vllm.engine", "workers.executor.vllm.start")
+ENGINE = ("workers.executor.vllm.alone", "workers.executor.vllm.engine", "workers.executor.vllm.start")
 WANTED = {
     "environment": ("pipeline.command.roles", "workers.environments.main"),
     "evaluate": ("pipeline.command.evaluation", *ENGINE),

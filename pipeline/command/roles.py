@@ -1,5 +1,7 @@
 """Each role as a program: configuration, logs, metrics and signals around its loop."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from threading import Event
 
 from pipeline.command.config import Config, load
@@ -20,12 +22,23 @@ def run_environment(common: Common, number: int) -> None:
 
 def run_executor_role(common: Common) -> None:
     """The executor of inbox `executor.slot`, until it is asked to stop."""
+    from workers.executor.engine_process import EngineProcess
     from workers.executor.main import run_executor
 
     config = load(common)
     slot = config.settings.executor.slot
-    settings, stop = _begin(config, config.settings.metrics.executor, slot)
-    run_executor(settings, config.settings.executor, f"executor-{slot}", stop, weights=config.weights)
+    with EngineProcess(config.settings.executor) as engine:
+        settings, stop = _begin(config, config.settings.metrics.executor, slot)
+        wanted, name = config.settings.executor, f"executor-{slot}"
+        run_executor(settings, wanted, name, engine.link, engine.shapes, stop, weights=config.weights)
+
+
+def run_lender_role(common: Common, serving: Path, flags: Sequence[str]) -> None:
+    """A vLLM server that lends to inbox `executor.slot`; it takes the place of this process."""
+    from workers.lender.beside import lend
+
+    config = load(common)
+    lend(config.bus(), config.settings.executor, serving, flags, config.weights)
 
 
 def run_router_role(common: Common, number: int) -> None:

@@ -23,6 +23,7 @@ import msgspec
 from pipeline.routing.liveness import Execution, Executor, Liveness
 from pipeline.routing.placement import Placement
 from pipeline.routing.waiting import Turn, Waiting
+from schemas.slack import ExecutorState
 from schemas.turns import TurnDispatch, TurnKey, held_hash
 
 LEASE_SECONDS = 5.0
@@ -93,25 +94,30 @@ class Custody:
                     turn.failures -= 1
 
     def reconcile(self, executor: Executor, now: float) -> list[Turn]:
-        """Compare the books with what its newest heartbeat lists; return the turns that it has lost."""
+        """Compare the books with what its newest heartbeat lists; return the turns that it has lost.
+
+        Of one that stops these are all that it has not answered: what it lists is answered, and about to be read.
+        """
         assert executor.beat is not None
         listed = unpack_holds(executor.beat.holds)
-        lost: list[Turn] = []
-        for name in executor.holds:
-            turn = self._turns[name]
+        missing: list[Turn] = []
+        for turn in self.held_by(executor):
             if turn.execution in listed:
                 self._seen(turn, now)
-            elif self._liveness.clock - turn.seen_clock >= LEASE_SECONDS:
-                lost.append(turn)
+            else:
+                missing.append(turn)
         for execution, ghost in list(executor.ghosts.items()):
             if execution not in listed:
                 self._vanish(executor, execution)
             else:
                 self._give_back(executor, execution, ghost, now)
-        return lost
+        if executor.beat.state is ExecutorState.STOPPING:
+            return missing
+        return [turn for turn in missing if self._liveness.clock - turn.seen_clock >= LEASE_SECONDS]
 
     def put_back(self, dispatches: Iterable[TurnDispatch], now: float) -> list[Turn]:
-        """Enter what the log says was dispatched; return the turns whose executor has started anew since.
+        """Enter what the log says was dispatched; return the turns whose executor has started anew since, which are its
+        own until the log's results are known: it may have answered them before.
 
         Each turn goes where its newest dispatch sent it. Older ones are ghosts: the first heartbeat tells whether they
         run. No attempt is numbered twice, and no failure is forgotten.
@@ -135,10 +141,11 @@ class Custody:
                         trajectory_id, turn.request.turn, dispatch.request.attempt, turn.room_tokens, 0.0, charged=False
                     )
             turn.failures, turn.request = newest.failures, newest.request
+            if newest.begun is not None:
+                turn.keep(newest.begun)
             self._waiting.remove(turn)
             self.give(turn, newest.worker, now)
             if newest.incarnation != incarnations[newest.worker]:
-                self.ended(turn)
                 orphans.append(turn)
         return orphans
 

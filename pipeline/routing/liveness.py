@@ -140,11 +140,14 @@ class Liveness:
         return max(0, self.current_version - shown)
 
     def expire(self) -> list[Executor]:
-        """Mark the silent as GONE and return them; the caller takes back what they hold."""
+        """Mark the silent as GONE and return them; the caller takes back what they hold.
+
+        So it is with one that has stopped while answers that it spoke of do not come.
+        """
         silent = [
             each
             for each in self.executors.values()
-            if each.standing is not Standing.GONE and each.expires <= self.clock
+            if (each.standing is not Standing.GONE or each.holds) and each.expires <= self.clock
         ]
         for executor in silent:
             executor.standing = Standing.GONE

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.routing.liveness import Executor
-from schemas.arrays import count
 from schemas.turns import TurnRequest
 
 
@@ -66,12 +65,14 @@ class Prefixes:
             self._groups.move_to_end(group_id)
         holders[worker] = prefix
 
-    def cached(self, request: TurnRequest, executors: dict[str, Executor]) -> tuple[tuple[str, int], ...]:
-        """Executors and the tokens of this request's context that each is believed to hold.
+    def cached(
+        self, request: TurnRequest, context_tokens: int, executors: dict[str, Executor]
+    ) -> tuple[tuple[str, int], ...]:
+        """Executors and the tokens that each is believed to hold of the `context_tokens` that the turn begins with.
 
         The last token of a context is never counted: an engine computes it in any case.
         """
-        most = count(request.context) - 1
+        most = context_tokens - 1
         known = self._trajectories.get(request.trajectory_id)
         if known is not None and known.prefix is not None and _valid(known.prefix, executors.get(known.worker)):
             return ((known.worker, min(known.prefix.tokens, most)),)

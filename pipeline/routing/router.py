@@ -5,6 +5,7 @@ Keeps true
 - A turn is dispatched only to an executor that is LIVE and ready, within what its newest heartbeat allows.
 - A turn is in the books of one executor at most. When that one leaves, starts anew, preempts, refuses or loses it, the
   turn waits again under a new attempt, once; or comes back to an executor that turns out to hold it still.
+- What a PREEMPTED result holds of a turn is not generated again: each dispatch after it carries the most that is known.
 - A turn is FAILED after `max_attempts` attempts that ended by somebody's fault, or after its patience without progress:
   nobody took it up, or nobody was heard to run it. A refusal for lack of room, a preemption and a silence that ended
   are nobody's fault. What runs has all the time in the world.
@@ -129,8 +130,9 @@ class Router:
             self.counters.late += result.outcome is not TurnOutcome.FAILED  # FAILED is what the router itself wrote
             return self._drain(now)
         present = bool(turn.worker) and turn.worker == result.worker and turn.request.attempt == result.attempt
+        behind = turn.begun_tokens if present else 0
         if result.outcome is TurnOutcome.COMPLETED:
-            self._remember(turn, result)
+            self._remember(turn, result, behind)
             self.lengths.saw(count(result.tokens), turn.request.sampling.max_tokens)
             self._finish(turn, answered=present)
             self.counters.finished += 1
@@ -139,6 +141,10 @@ class Router:
             self._finish(turn, answered=False)
             self.counters.failed += 1
             return self._drain(now)
+        if result.outcome is TurnOutcome.PREEMPTED:
+            turn.keep(result.part)
+        elif result.refusal is Refusal.ENGINE:
+            turn.begun = None  # it may be what was sampled before that no engine takes
         if not present:
             self.counters.late += 1
             return self._drain(now)
@@ -146,7 +152,7 @@ class Router:
         if executor is not None and executor.incarnation == result.incarnation:
             executor.rejected, executor.full = True, result.refusal is Refusal.ROOM
             self.placement.close(turn.worker)
-            self._remember(turn, result)
+            self._remember(turn, result, behind)
         fault = result.outcome is TurnOutcome.REFUSED and result.refusal not in NOBODYS_FAULT
         self.custody.ended(turn)
         decisions = self._reissue(turn, f"{result.outcome.value}: {result.reason}", now, fault=fault)
@@ -159,17 +165,20 @@ class Router:
         executor = self.liveness.executors[beat.worker]
         decisions: list[Decision] = []
         if replaced is not None:
-            decisions += self._let_go(replaced, f"{beat.worker} started anew", now, fault=True)
+            decisions += self._let_go(replaced, f"{beat.worker} started anew", now)
         if executor.beat is not beat:  # of an older start
             return [*decisions, *self._drain(now)]
         if back:
             self.custody.excuse(executor)
-        if executor.standing is Standing.GONE:
-            decisions += self._let_go(executor, f"{beat.worker} has stopped", now, fault=False)
+        stopped = executor.standing is Standing.GONE
         for turn in self.custody.reconcile(executor, now):
-            self.counters.lost += 1
-            self.custody.taken(turn, charged=True)
-            decisions += self._reissue(turn, f"{beat.worker} does not hold it", now, fault=True)
+            if stopped:
+                self.custody.ended(turn)
+                decisions += self._reissue(turn, f"{beat.worker} has stopped", now, fault=False)
+            else:
+                self.counters.lost += 1
+                self.custody.taken(turn, charged=True)
+                decisions += self._reissue(turn, f"{beat.worker} does not hold it", now, fault=True)
         self._reoffer(newest_version)
         if self._offer(executor):
             self.waiting.recall()
@@ -211,10 +220,12 @@ class Router:
             if opened is not None:
                 self.waiting.push(opened)
         decisions: list[Decision] = []
-        for turn in self.custody.put_back(dispatches, began):
-            decisions += self._reissue(turn, "its executor started anew", began, fault=True)
+        orphans = self.custody.put_back(dispatches, began)
         for result in results:
             decisions += self.completed(result, began)
+        for turn in [unanswered for unanswered in orphans if unanswered.worker]:
+            self.custody.ended(turn)
+            decisions += self._reissue(turn, "its executor started anew", began, fault=True)
         now = clock()
         for turn in self.turns.values():
             turn.queued_at = turn.seen_at = now
@@ -301,12 +312,13 @@ class Router:
 
     def _ask(self, turn: Turn) -> Ask:
         request = turn.request
+        context_tokens = count(request.context) + turn.begun_tokens
         return Ask(
-            context_tokens=count(request.context),
-            new_tokens=self.lengths.expected(request.sampling.max_tokens),
+            context_tokens=context_tokens,
+            new_tokens=max(1.0, self.lengths.expected(request.sampling.max_tokens) - turn.begun_tokens),
             room_tokens=turn.room_tokens,
             tie_key=request.trajectory_id if request.turn else request.group_id,
-            cached=self.prefixes.cached(request, self.liveness.executors),
+            cached=self.prefixes.cached(request, context_tokens, self.liveness.executors),
         )
 
     def _dispatch(self, turn: Turn, ask: Ask, choice: Choice, now: float) -> TurnDispatch:
@@ -318,7 +330,7 @@ class Router:
         executor = self.liveness.executors[choice.worker]
         assert executor.beat is not None
         if request.turn == 0:
-            prefix = Prefix(choice.incarnation, executor.beat.policy_version, ask.context_tokens)
+            prefix = Prefix(choice.incarnation, executor.beat.policy_version, count(request.context))
             self.prefixes.prompted(request.group_id, choice.worker, prefix)
         self.counters.dispatched += 1
         return TurnDispatch(
@@ -331,21 +343,25 @@ class Router:
             dispatched_at=now,
             cost=choice.cost,
             queued_at=turn.queued_at,
+            begun=turn.begun,
         )
 
-    def _remember(self, turn: Turn, result: TurnResult) -> None:
-        """The tokens of an execution stay in its executor's cache, under the version that it began with."""
-        if result.spans and result.worker is not None:
-            tokens = count(turn.request.context) + count(result.tokens)
-            prefix = Prefix(result.incarnation, result.spans[0].version, tokens)
+    def _remember(self, turn: Turn, result: TurnResult, behind: int) -> None:
+        """The tokens of an execution stay in its executor's cache, under the version that it began with.
+
+        `behind`: how many of the result's tokens it went on from.
+        """
+        began = next((span.version for span in result.spans if span.end > behind), None)
+        if began is not None and result.worker is not None:
+            prefix = Prefix(result.incarnation, began, count(turn.request.context) + count(result.tokens))
             self.prefixes.left(turn.request.trajectory_id, result.worker, prefix)
 
-    def _let_go(self, executor: Executor, reason: str, now: float, *, fault: bool) -> list[Decision]:
+    def _let_go(self, executor: Executor, reason: str, now: float) -> list[Decision]:
         """A start of an executor has ended for good: its turns wait again, and it runs nothing more."""
         decisions: list[Decision] = []
         for turn in self.custody.held_by(executor):
             self.custody.ended(turn)
-            decisions += self._reissue(turn, reason, now, fault=fault)
+            decisions += self._reissue(turn, reason, now, fault=executor.standing is not Standing.GONE)
         executor.holds.clear()
         self.custody.clear(executor)
         return decisions

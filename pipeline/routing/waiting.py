@@ -2,7 +2,7 @@
 
 Keeps true
 - They leave in the order of (due, progress): who was asked for first with the least patience, then the turn that is
-  furthest on. To be issued again costs a turn nothing of its place.
+  furthest on. To be issued again costs a turn nothing of its place, and nothing of what was generated of it.
 - Nobody overtakes: a turn behind the first one is not tried while the first one could run on some executor. So small
   turns cannot starve a big one.
 - A turn that no executor could run even if it were idle is set aside, and comes back when the fleet has changed.
@@ -12,7 +12,8 @@ Keeps true
 import heapq
 from dataclasses import dataclass, field
 
-from schemas.turns import TurnRequest
+from schemas.arrays import count
+from schemas.turns import Part, TurnRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +46,18 @@ class Turn:
     """The same, on the clock of `Liveness`."""
     ticket: int = 0
     """Its place in the waiting order, 0 when it does not wait."""
+    begun: Part | None = None
+    """The most that any attempt handed back of it: the next one goes on from there."""
+
+    @property
+    def begun_tokens(self) -> int:
+        return 0 if self.begun is None else count(self.begun.tokens)
+
+    def keep(self, part: Part) -> None:
+        """Go on from this if it is sound, leaves something to sample, and is more than what is known."""
+        longer = self.begun_tokens < count(part.tokens) < self.request.sampling.max_tokens
+        if longer and not part.flaw:
+            self.begun = part
 
     @property
     def gives_up_at(self) -> float:

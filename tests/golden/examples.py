@@ -1,4 +1,4 @@
-"""One example of every record ever shipped. `python -m tests.golden.examples` writes the bytes of those that are new.
+"""One example of every record as it is now. `python -m tests.golden.examples` writes the bytes of those that are new.
 
 Bytes that are there are never written again: they are what some log holds for ever.
 """
@@ -13,6 +13,7 @@ from schemas.record import Record
 from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
 from schemas.turns import (
+    Part,
     PlacementCost,
     TurnDispatch,
     TurnOutcome,
@@ -92,6 +93,12 @@ EXAMPLES: tuple[Record, ...] = (
             passed_over_seconds=3.0,
         ),
         queued_at=1.5625,
+        begun=Part(
+            tokens=pack_tokens([9, 7]),
+            logprobs=pack_logprobs([-0.5, -0.25]),
+            spans=(SPAN,),
+            device_seconds={"serving": 0.25},
+        ),
     ),
     TurnResult(
         trajectory_id="g-1:3",
@@ -137,6 +144,8 @@ EXAMPLES: tuple[Record, ...] = (
         refused_version=6,
         refused_reason="bad_signature",
         swap_seconds=0.0625,
+        cuts=3,
+        frozen=True,
     ),
     CapacityGrant(
         worker="serving-0", lend=True, kv_bytes=1 << 30, token_budget=4096, granted_at=1.5, reason="least loaded"

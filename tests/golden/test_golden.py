@@ -1,11 +1,13 @@
 """Bytes once shipped decode for ever, and any MessagePack implementation reads them."""
 
+from pathlib import Path
+
 import msgpack
 import pytest
 
 from schemas.record import Record
 from schemas.wire import RECORDS, decode, encode, plain
-from tests.golden.examples import EXAMPLES, path_of
+from tests.golden.examples import EXAMPLES, FOLDER, path_of
 
 NAMES = [example.SCHEMA for example in EXAMPLES]
 
@@ -18,6 +20,18 @@ def test_every_record_has_an_example_and_its_bytes() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=NAMES)
 def test_shipped_bytes_decode_to_what_was_written(example: Record) -> None:
     assert decode(type(example), path_of(example).read_bytes()) == example
+
+
+OLDER = sorted(set(FOLDER.glob("*.msgpack")) - {path_of(example) for example in EXAMPLES})
+
+
+@pytest.mark.parametrize("path", OLDER, ids=lambda path: path.stem)
+def test_shipped_bytes_of_an_older_version_decode_to_what_it_had(path: Path) -> None:
+    name = path.stem.rpartition("-")[0]
+    (record,) = [record for record in RECORDS if record.SCHEMA.partition("/")[0] == name]
+    said = msgpack.unpackb(path.read_bytes())
+    now = msgpack.unpackb(encode(decode(record, path.read_bytes())))
+    assert said and {field: now[field] for field in said} == said
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=NAMES)

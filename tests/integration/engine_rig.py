@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import workers.executor.vllm.alone  # noqa: F401
 from schemas.prompts import Sampling
 from tests.integration.policies import VOCABULARY, logprobs_of, new_policy, tensors_of
 from workers.executor.vllm.engine import (

@@ -1,155 +1,66 @@
 """The executor over a real broker with a real engine: turns in, results out, versions swapped under it."""
 
-import json
+import os
+import select
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
-from schemas.arrays import pack_tokens, unpack_logprobs, unpack_tokens
-from schemas.prompts import Sampling
-from schemas.slack import ExecutorState, SlackHeartbeat
+from pipeline.command.nursery import Forked, Nursery
+from schemas.arrays import unpack_logprobs, unpack_tokens
+from schemas.slack import ExecutorState
 from schemas.turns import (
     CLAIM_KEY,
-    PlacementCost,
     Refusal,
-    TurnDispatch,
-    TurnKey,
     TurnOutcome,
-    TurnRequest,
     TurnResult,
     VersionSpan,
-    held_hash,
 )
 from tests.brokers import EMBEDDED, AnyBroker
-from tests.integration.policies import logprobs_of, new_policy, save_policy, tensors_of
+from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router, engine_of, start_executor
+from tests.integration.policies import logprobs_of, new_policy
 from topics.admin import create_topics
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, Partitions
+from topics.catalog import DISPATCHED, Partitions
 from topics.embedded import Broker
 from topics.letters import read_letters
 from topics.log import read_topics
-from topics.reader import Reader
-from topics.records import Envelope, Raw
+from topics.records import Raw
 from topics.settings import BusSettings
-from topics.writer import Writer
-from workers.executor.config import ExecutorConfig
-from workers.executor.main import run_executor
-from workers.weights.manifests import signed
-from workers.weights.publish import WeightPublisher
 
 pytestmark = pytest.mark.slow
 
-SLOT = 1
-WAIT_SECONDS = 120.0
-"""What has not come by then has been lost."""
+FREEZE_SECONDS = 5.0
 
 
-@dataclass
-class Router:
-    """The executor's other side: publishes versions, dispatches turns, hears results and heartbeats."""
-
-    settings: BusSettings
-
-    def __post_init__(self) -> None:
-        self.writer = Writer(self.settings, "test")
-        self.publisher = WeightPublisher(self.settings, "policy")
-        self.reader = Reader(self.settings, "test", group="test")
-        self.reader.assign({(HEARTBEATS, 0): 0, (COMPLETED, 0): 0, (COMPLETED, 1): 0})
-        self.beats: list[SlackHeartbeat] = []
-        self.results: list[TurnResult] = []
-
-    def publish(self, model: Any, version: int, *, digest: bytes | None = None) -> None:
-        named = tensors_of(model).items()
-        manifest = self.publisher.put(self.publisher.snapshot(named), version, step=version, published_at=time.time())
-        if digest is not None:
-            manifest = msgspec.structs.replace(manifest, digest=digest)
-            self.publisher = WeightPublisher(self.settings, "policy")  # the next one builds on nothing that was forged
-        signed(manifest, None).write(self.writer)
-        self.writer.flush()
-
-    def dispatch(
-        self,
-        name: str,
-        context: list[int],
-        *,
-        incarnation: int | None = None,
-        max_tokens: int = 8,
-        claim: int = 0,
-        stop: tuple[int, ...] = (0,),
-    ) -> TurnKey:
-        request = TurnRequest(
-            trajectory_id=name,
-            group_id="g",
-            home=1,
-            turn=0,
-            context=pack_tokens(context),
-            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=stop),
-            requested_at=time.time(),
-            patience_seconds=600.0,
-        )
-        record = TurnDispatch(
-            request=request,
-            worker="executor-1",
-            slot=SLOT,
-            incarnation=self.beats[-1].incarnation if incarnation is None else incarnation,
-            claim=claim,
-            dispatched_at=time.time(),
-            cost=PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0),
-        )
-        self.writer.write(DISPATCHED, record, key=name, partition=SLOT)
-        self.writer.flush()
-        return request.key
-
-    def lists(self, key: TurnKey) -> bool:
-        """Whether the newest heartbeat says that it holds the turn."""
-        execution = held_hash(key).to_bytes(8, "little")
-        holds = self.beats[-1].holds
-        return execution in {holds[at : at + 8] for at in range(0, len(holds), 8)}
-
-    def until(self, met: Callable[[], bool]) -> None:
-        """Listen until it is so."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not met():
-            assert time.monotonic() < deadline, (self.beats[-1:], self.results[-1:])
-            for item in self.reader.read(100, 0.5):
-                assert isinstance(item, Envelope)
-                if isinstance(item.record, SlackHeartbeat):
-                    self.beats.append(item.record)
-                elif isinstance(item.record, TurnResult):
-                    assert item.partition == item.record.home == 1
-                    self.results.append(item.record)
-
-    def serves(self, version: int) -> bool:
-        return bool(self.beats) and self.beats[-1].policy_version == version
-
-    def result(self, name: str) -> TurnResult:
-        self.until(lambda: any(result.trajectory_id == name for result in self.results))
-        return next(result for result in self.results if result.trajectory_id == name)
+def start(nursery: Nursery, settings: BusSettings, folder: Path) -> Forked:
+    return start_executor(nursery, settings, folder, slot=SLOT, most_tokens=256, kv_cache_bytes=16 << 20)
 
 
 @pytest.fixture
-def router(broker: AnyBroker, namespace: str, tmp_path: Path) -> Iterator[Router]:
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=2, slots=2, samples=1, chunks=2))
-    folder = save_policy(tmp_path / "model", new_policy(0, tied=True))
-    config = ExecutorConfig(model_folder=folder, slot=SLOT, max_model_len=256, kv_cache_bytes=16 << 20)
-    stop = Event()
-    thread = Thread(target=run_executor, args=(settings, config, "executor-1", stop))
-    thread.start()
-    try:
-        yield Router(settings)
-    finally:
-        stop.set()
-        thread.join()
+    return settings
+
+
+@pytest.fixture
+def executor(settings: BusSettings, nursery: Nursery, tmp_path: Path) -> Iterator[Forked]:
+    executor = start(nursery, settings, tmp_path)
+    yield executor
+    executor.send_signal(signal.SIGTERM)
+    executor.wait()
+    print((tmp_path / f"executor-{SLOT}.log").read_text())
+
+
+@pytest.fixture
+def router(settings: BusSettings, executor: Forked) -> Router:
+    return Router(settings, executor)
 
 
 def prove(result: TurnResult, model: Any, context: list[int], version: int) -> None:
@@ -238,57 +149,60 @@ def test_what_it_holds_is_listed_and_what_an_older_claim_or_no_record_says_is_no
     assert (letter.raw.value, letter.partition) == (b"no dispatch", SLOT)
 
 
-EXECUTOR = """
-import json, sys, threading
-from pathlib import Path
-from topics.settings import BusSettings
-from workers.executor.config import ExecutorConfig
-from workers.executor.main import run_executor
-bus, config = json.loads(sys.argv[1])
-config["model_folder"] = Path(config["model_folder"])
-run_executor(BusSettings(**bus), ExecutorConfig(**config), "executor-1", threading.Event())
-"""
-
-
 def test_it_goes_on_after_a_freeze_and_after_a_broker_that_was_away(
-    own_broker: Broker, broker_kind: str, tmp_path: Path
+    own_broker: Broker, broker_kind: str, nursery: Nursery, tmp_path: Path
 ) -> None:
     settings = own_broker.settings()
-    troubles = {"frozen": freeze}
+    troubles = {"frozen": freeze, "engine-frozen": freeze_engine}
     if broker_kind != EMBEDDED:  # started again, it takes nothing more from producers that it knew before
         troubles["cut-off"] = cut_off
     create_topics(settings, Partitions(home=2, slots=2, samples=1, chunks=2))
-    folder = save_policy(tmp_path / "model", new_policy(0, tied=True))
-    config = {"model_folder": str(folder), "slot": SLOT, "max_model_len": 256, "kv_cache_bytes": 16 << 20}
-    process = subprocess.Popen(
-        [sys.executable, "-c", EXECUTOR, json.dumps([{**asdict(settings), "properties": {}}, config])],
-        cwd=Path(__file__).parents[2],
-    )
+    executor = start(nursery, settings, tmp_path)
     try:
-        router = Router(settings)
+        router = Router(settings, executor)
         router.publish(new_policy(0, tied=True), 0)
         router.until(lambda: router.serves(0))
         incarnation = router.beats[-1].incarnation
         for name, trouble in troubles.items():
             key = router.dispatch(f"{name}-before", [3, 4, 5], max_tokens=200, stop=())
             router.until(lambda: router.lists(key))  # noqa: B023
-            trouble(process, own_broker)
+            began = time.time()
+            trouble(executor, own_broker)
             assert router.result(key.trajectory_id).outcome is TurnOutcome.COMPLETED
             after = router.dispatch(f"{name}-after", [3, 4, 5])
             assert router.result(after.trajectory_id).outcome is TurnOutcome.COMPLETED
-        assert process.poll() is None and router.beats[-1].incarnation == incarnation
+            told = [beat.sent_at for beat in router.beats if beat.sent_at > began]
+            if trouble is not cut_off:
+                assert max(later - beat for beat, later in pairwise([began, *told])) > FREEZE_SECONDS - 1
+        assert executor.poll() is None and router.beats[-1].incarnation == incarnation
+        engine = os.pidfd_open(engine_of(executor))
     finally:
-        process.kill()
-        process.wait()
+        executor.send_signal(signal.SIGKILL)
+        executor.wait()
+    assert select.select([engine], [], [], WAIT_SECONDS)[0]
 
 
-def freeze(process: subprocess.Popen[bytes], broker: Broker) -> None:
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(5.0)
-    process.send_signal(signal.SIGCONT)
+def freeze(executor: Forked, broker: Broker) -> None:
+    executor.send_signal(signal.SIGSTOP)
+    time.sleep(FREEZE_SECONDS)
+    executor.send_signal(signal.SIGCONT)
 
 
-def cut_off(process: subprocess.Popen[bytes], broker: Broker) -> None:
+def freeze_engine(executor: Forked, broker: Broker) -> None:
+    os.kill(engine_of(executor), signal.SIGSTOP)
+    time.sleep(FREEZE_SECONDS)
+    os.kill(engine_of(executor), signal.SIGCONT)
+
+
+def cut_off(executor: Forked, broker: Broker) -> None:
     broker.stop()
     time.sleep(15.0)
     broker.restart()
+
+
+def test_an_executor_whose_engine_is_gone_ends(router: Router, executor: Forked) -> None:
+    router.until(lambda: bool(router.beats))
+    os.kill(engine_of(executor), signal.SIGKILL)
+    assert executor.wait(WAIT_SECONDS) == 1
+    router.executor = None
+    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)

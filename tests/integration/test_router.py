@@ -13,6 +13,7 @@ from pipeline.routing.seat import Seat
 from schemas.turns import TurnOutcome
 from tests.brokers import AnyBroker
 from tests.integration.router_kit import PARTITIONS, WAIT_SECONDS, Bus, kill, router_process, with_properties
+from tests.unit.routing_world import result
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, HEARTBEATS, REQUESTED, ROUTER_GROUP, Topic
 from topics.errors import TopicMissing
@@ -94,6 +95,28 @@ def test_the_low_water_stays_at_the_oldest_unfinished_turn(bus: Bus) -> None:
         assert len(bus.inboxes) == 5, "what is finished is not dispatched again, nor what an executor holds"
         bus.answer(bus.inboxes[2])
         bus.until(lambda: committed(bus.settings, 1) == 5)
+
+
+def test_what_was_generated_of_a_preempted_turn_outlives_the_router(bus: Bus) -> None:
+    with router_process(bus.settings) as before:
+        bus.beat(0)
+        bus.ask("g0:0")
+        bus.until_dispatched(1)
+        bus.answer(bus.inboxes[0])
+        bus.until(lambda: committed(bus.settings, 1) > 0)
+        bus.ask("g1:0", max_tokens=100)
+        bus.until_dispatched(2)
+        bus.fleet.alive.clear()
+        bus.answer(bus.inboxes[1], TurnOutcome.PREEMPTED)
+        bus.go_on(1.0)
+        assert len(bus.inboxes) == 2, "nobody offers room"
+        kill(before)
+    with router_process(bus.settings):
+        bus.beat(1)
+        bus.until_dispatched(3)
+    again = bus.inboxes[2]
+    assert again.begun == result(bus.inboxes[1], TurnOutcome.PREEMPTED).part
+    assert (again.request.attempt, again.failures) == (1, 0)
 
 
 def test_turns_of_a_silent_executor_go_to_another_as_the_next_attempt(bus: Bus) -> None:

@@ -32,6 +32,8 @@ STEPS = st.one_of(
     st.tuples(st.just("beats")),
     st.tuples(st.just("beats_of"), st.sets(WORKERS), st.integers(1, 40)),
     st.tuples(st.just("restart"), WORKERS),
+    st.tuples(st.just("hand_back"), WORKERS),
+    st.tuples(st.just("read_on")),
     st.tuples(st.just("complete"), st.integers(0, 20)),
     st.tuples(st.just("reject"), st.integers(0, 20), REJECTIONS),
     st.tuples(st.just("echo"), st.integers(0, 200), st.booleans()),
@@ -70,6 +72,10 @@ def step(world: World, what: str, *values: object) -> None:
                     world.beat(worker, policy_version=world.version)
         case "restart", int(worker):
             world.beat(worker, restart=True, state=ExecutorState.STARTING, policy_version=-1)
+        case "hand_back", int(worker):
+            world.hand_back(worker)
+        case ("read_on",):
+            world.read_on()
         case "complete", int(which):
             if world.running:
                 world.complete(world.running[which % len(world.running)])
@@ -105,6 +111,7 @@ def started() -> World:
 def settle(world: World) -> None:
     """The fleet is well from now on: every turn ends."""
     world.loses = False
+    world.read_on()
     for _ in range(200):
         step(world, "beats_of", {0, 1, 2}, 1)
         for dispatch in world.running:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.liveness import Standing
 from pipeline.routing.router import Decision, Router
+from schemas.arrays import count
 from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
@@ -78,7 +79,8 @@ def result(
     tokens: int = 5,
     refusal: Refusal | None = None,
 ) -> TurnResult:
-    asked = dispatch.request
+    """`tokens`: sampled by this attempt, behind what it went on from."""
+    asked, so_far = dispatch.request, begun_tokens(dispatch) + tokens
     return TurnResult(
         trajectory_id=asked.trajectory_id,
         group_id=asked.group_id,
@@ -89,9 +91,15 @@ def result(
         refusal=refusal,
         worker=dispatch.worker,
         incarnation=dispatch.incarnation,
-        tokens=bytes(4 * tokens),
-        spans=(VersionSpan(0, tokens, 0),),
+        tokens=bytes(4 * so_far),
+        logprobs=bytes(4 * so_far),
+        spans=(VersionSpan(0, so_far, 0),),
     )
+
+
+def begun_tokens(dispatch: TurnDispatch) -> int:
+    """How many tokens of the turn it carries."""
+    return 0 if dispatch.begun is None else count(dispatch.begun.tokens)
 
 
 def packed(dispatches: list[TurnDispatch]) -> bytes:
@@ -126,6 +134,10 @@ class World:
     faults: dict[tuple[str, int], int] = field(default_factory=dict)
     """By turn: how often anything happened that may count as a failure of it."""
     sent: dict[TurnKey, TurnDispatch] = field(default_factory=dict)
+    generated: dict[tuple[str, int], int] = field(default_factory=dict)
+    """By turn: the most tokens of it that a PREEMPTED result which the router has heard holds."""
+    unread: list[TurnDispatch] = field(default_factory=list)
+    """Handed back by executors that have stopped: the results are on the log, the router has not read them."""
     ended: int = 0
     history: list[tuple[float, Record | None]] = field(default_factory=list)
     """None is a tick."""
@@ -146,7 +158,7 @@ class World:
         """Let the router hear something (None: time has passed) and check everything that must hold."""
         self.history.append((self.now, event))
         if event is not None:
-            self.log.append(event)
+            self._put_on_log(event)
         decisions = self.router.tick(self.now) if event is None else self.router.on(event, self.now)
         self._note_departures()
         for decision in decisions:
@@ -179,6 +191,22 @@ class World:
             model.held.clear()
         self.feed(beat)
 
+    def hand_back(self, worker: int) -> None:
+        """It stops; the router hears of that before it reads the results."""
+        model = self.executors.setdefault(f"w{worker}", Model())
+        given = list(model.held.values())
+        for dispatch in given:  # charged if the results take longer than the executor's TTL
+            self._fault(dispatch)
+        self.unread += given
+        model.held.clear()
+        self.beat(worker, state=ExecutorState.STOPPING, holds=packed(given))
+
+    def read_on(self) -> None:
+        """The router reads the results of those that have stopped."""
+        unread, self.unread = self.unread, []
+        for dispatch in unread:
+            self.feed(result(dispatch, TurnOutcome.PREEMPTED))
+
     def complete(self, dispatch: TurnDispatch) -> None:
         asked = dispatch.request
         self.executors[dispatch.worker].held.pop(asked.key, None)
@@ -199,6 +227,9 @@ class World:
 
     def restart_router(self) -> None:
         """Kill the router; the next one knows the log alone."""
+        for dispatch in self.unread:
+            self._put_on_log(result(dispatch, TurnOutcome.PREEMPTED))
+        self.unread.clear()
         self.router = Router(CONFIG)
         decisions = self.router.restore(
             [record for record in self.log if isinstance(record, TurnRequest)],
@@ -213,6 +244,13 @@ class World:
         self.ended = self.router.counters.finished + self.router.counters.failed
         self.history.clear()  # a replay would have to be restored as well
         self._check_books()
+
+    def _put_on_log(self, event: Record) -> None:
+        self.log.append(event)
+        if isinstance(event, TurnResult) and event.outcome is TurnOutcome.PREEMPTED:
+            place, tokens = (event.trajectory_id, event.turn), count(event.tokens)
+            if tokens < self.sent[event.key].request.sampling.max_tokens:
+                self.generated[place] = max(tokens, self.generated.get(place, 0))
 
     def _note_departures(self) -> None:
         for worker, executor in self.router.liveness.executors.items():
@@ -240,6 +278,8 @@ class World:
         assert asked.key not in self.sent, "an attempt was numbered twice"
         self.sent[asked.key] = decision
         assert decision.failures < CONFIG.max_attempts
+        generated = self.generated.get((asked.trajectory_id, asked.turn), 0)
+        assert begun_tokens(decision) >= generated, "generated tokens are sampled again"
         model = self.executors[decision.worker]
         beat = model.beat
         assert beat is not None and beat.state is ExecutorState.READY

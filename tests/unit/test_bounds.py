@@ -207,6 +207,7 @@ def largest_dispatch() -> TurnDispatch:
         failures=2**16 - 1,
         dispatched_at=1.7e9,
         cost=cost,
+        begun=largest_result().part,
     )
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from schemas.arrays import pack_tokens
 from schemas.prompts import Sampling
 from schemas.turns import PlacementCost, Refusal, TurnDispatch, TurnKey, TurnRequest, held_hash
-from workers.executor.inbox import Inbox, Verdict, tokens_of
+from workers.executor.inbox import Inbox, Verdict, packed_hashes, tokens_of
 from workers.executor.step_cost import StepCost
 
 
@@ -91,12 +91,12 @@ def test_what_is_held_never_passes_the_offer_is_listed_and_comes_back_once(
             held[offered.request.key] = offered
         assert len(box) == len(held) <= 3
         assert box.tokens == sum(map(tokens_of, held.values())) <= 100
-        assert box.holds == b"".join(held_hash(key).to_bytes(8, "little") for key in held)
+        assert packed_hashes(box.hashes) == b"".join(held_hash(key).to_bytes(8, "little") for key in held)
     for key in list(held):
         box.release(key)
         with pytest.raises(KeyError):
             box.release(key)
-    assert (len(box), box.tokens, box.holds) == (0, 0, b"")
+    assert (len(box), box.tokens, box.hashes) == (0, 0, [])
 
 
 @given(

@@ -1,6 +1,7 @@
-"""Imports go downward only, one package imports vLLM, and what has to start quickly loads neither it nor torch."""
+"""Imports go downward only, two packages import vLLM, and what has to start quickly loads neither it nor torch."""
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,8 +20,8 @@ FLOORS = {
 }
 """What each package may import of the house; the longest name that fits a module counts."""
 
-ENGINE = "workers.executor.vllm"
-"""The one package that imports vLLM."""
+ENGINES = ("workers.executor.vllm", "workers.lender.vllm")
+"""The packages that import vLLM: the rollout engine, and what makes it a guest."""
 
 HEAVY = ("torch", "vllm", "transformers", "faust")
 
@@ -60,11 +61,11 @@ def test_imports_go_downward_only() -> None:
     assert upward == []
 
 
-def test_vllm_is_imported_in_one_package() -> None:
+def test_vllm_is_imported_in_two_packages() -> None:
     elsewhere = [
         module
         for module, file in modules()
-        if not module.startswith(ENGINE) and any(name.partition(".")[0] == "vllm" for name in imported(file))
+        if not module.startswith(ENGINES) and any(name.partition(".")[0] == "vllm" for name in imported(file))
     ]
     assert elsewhere == []
 
@@ -77,3 +78,20 @@ def test_what_has_to_start_quickly_loads_nothing_heavy(module: str) -> None:
     found = f"import sys, {module}; print(*(name for name in {HEAVY!r} if name in sys.modules))"
     ran = subprocess.run([sys.executable, "-c", found], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.split() == []
+
+
+def test_the_plugin_imports_nothing_where_its_setting_is_not() -> None:
+    """As vLLM loads it, in each of its processes; a time would say what else the machine does."""
+    load = """
+import sys
+from importlib.metadata import entry_points
+(plugin,) = entry_points(group="vllm.general_plugins", name="rose")
+before = set(sys.modules)
+plugin.load()()
+print(*sorted(set(sys.modules) - before))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "ROSE_LEND"}
+    ran = subprocess.run(
+        [sys.executable, "-c", load], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == ["workers", "workers.lender", "workers.lender.vllm"]

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
-import numpy as np
 
-from schemas.arrays import ITEM_BYTES, count, unpack_logprobs
+from schemas.arrays import count
 from schemas.environments import Applied, TrajectoryProgress
 from schemas.limits import CONTEXT_TOKENS
 from schemas.prompts import Prompt, Sampling, trajectory_id
@@ -117,7 +116,7 @@ class Trajectory:
                 sampling=self.asked,
                 start=start,
                 end=start + sampled,
-                cached_tokens=result.cached_tokens,
+                cached_tokens=min(result.cached_tokens, start),
                 times=msgspec.structs.replace(result.times, applied_at=applied.applied_at),
                 environment_seconds=applied.environment_seconds,
             )
@@ -174,20 +173,9 @@ def problem_of(result: TurnResult, context_tokens: int) -> str:
     sampled = count(result.tokens)
     if result.worker is None:
         return "no worker is named"
-    if len(result.tokens) % ITEM_BYTES or not sampled:
-        return f"{len(result.tokens)} bytes of tokens are no whole number of tokens above 0"
-    if len(result.logprobs) != len(result.tokens):
-        return f"{len(result.logprobs)} bytes of logprobs for {len(result.tokens)} bytes of tokens"
-    if not np.isfinite(unpack_logprobs(result.logprobs)).all():
-        return "a logprob is not finite"
     if context_tokens + sampled > CONTEXT_TOKENS:
         return f"{context_tokens} tokens of context and {sampled} sampled ones are more than {CONTEXT_TOKENS}"
-    at = 0
-    for span in result.spans:
-        if span.start != at or span.end <= at or span.version < 0:
-            return f"version spans do not follow on one another at token {at}"
-        at = span.end
-    return "" if at == sampled else f"version spans cover {at} of {sampled} tokens"
+    return result.part.flaw
 
 
 def settled_sampling(prompt: Prompt, default: Sampling) -> Prompt:

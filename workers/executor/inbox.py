@@ -5,7 +5,7 @@ Keeps true
 - So is one of an older claim than the newest seen: its router has been replaced.
 - A turn is taken on once; the same (trajectory, turn, attempt) again is dropped.
 - What is taken on never exceeds the turns and tokens that the heartbeat offers; the rest is refused, with the reason.
-- Everything taken on is listed by `holds` until it is given back by exactly one `release`.
+- Everything taken on is listed by `hashes` until it is given back by exactly one `release`.
 
 Pure, and without time: no clock of a router is compared with this machine's.
 
@@ -19,6 +19,7 @@ Example (max_turns=1)
 """
 
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
@@ -49,6 +50,11 @@ def tokens_of(dispatch: TurnDispatch) -> int:
     return count(dispatch.request.context) + dispatch.request.sampling.max_tokens
 
 
+def packed_hashes(hashes: Collection[int]) -> bytes:
+    """Turns by `held_hash`, as a heartbeat lists them."""
+    return struct.pack(f"<{len(hashes)}Q", *hashes)
+
+
 class Inbox:
     """The turns that this incarnation holds, against what it offers."""
 
@@ -71,9 +77,9 @@ class Inbox:
         return self._tokens
 
     @property
-    def holds(self) -> bytes:
-        """`held_hash` of every held turn, packed as a heartbeat says it."""
-        return struct.pack(f"<{len(self._held)}Q", *(execution for _, execution in self._held.values()))
+    def hashes(self) -> list[int]:
+        """`held_hash` of every held turn."""
+        return [execution for _, execution in self._held.values()]
 
     def claimed(self, claim: int) -> None:
         """A router has claimed this inbox."""

@@ -1,12 +1,12 @@
-"""The executor's loop: inbox, staged weights, one engine step, results, heartbeat; again.
+"""The executor's loop beside its engine: inbox, orders, reports, staged weights, results, heartbeats; again.
 
 Keeps true
-- Everything happens in one thread, in this order: a hung engine is a silent executor, and the router notices. Only a
-  staged policy version is prepared on another thread, while the old one serves.
-- A policy version is swapped in between two steps, whole or not at all.
+- The engine ticks, and each of its ticks is a heartbeat: one that hangs is a silent executor, and the router notices.
+  One that is gone is told at once.
 - Every turn taken on is answered once, and listed in each heartbeat until then; a turn that cannot be taken is refused
-  with the reason.
-- No turn is taken on before a version from the log has been applied.
+  with the reason. One that is given up, as when the executor stops, goes back with what was sampled of it.
+- No turn is taken on before a version from the log has been applied. A turn is handed to the engine with the version
+  that serves; while the engine changes to another one, turns that come wait here.
 - What it says to others holds without a clock: its incarnation is a place in the log, its turns are named.
 - A broker that is away, or a process that was stopped for a while, changes nothing: it goes on with what it holds.
 
@@ -15,16 +15,17 @@ It decides nothing: the inbox does.
 
 import secrets
 import time
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from threading import Event
 
 import structlog
 
-from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
-from schemas.errors import RecordError
+from schemas.arrays import count
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
-from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
+from schemas.turns import CLAIM_KEY, Part, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
 from topics.reader import Reader
 from topics.records import Envelope, Spoiled
@@ -32,14 +33,28 @@ from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.executor import metrics
 from workers.executor.config import ExecutorConfig
-from workers.executor.inbox import Inbox, Verdict
-from workers.executor.step_cost import StepCost
-from workers.executor.vllm.engine import Engine, Prepared
-from workers.executor.vllm.types import EngineRefusal, Finished, SwapRefused
+from workers.executor.inbox import Inbox, Verdict, packed_hashes
+from workers.executor.link import EngineLink
+from workers.executor.parts import context_of, joined, sampling_of
+from workers.executor.vllm.types import EngineBroken
+from workers.executor.words import (
+    ABORTED,
+    Done,
+    GiveUp,
+    NotTaken,
+    Prepare,
+    Prepared,
+    Refused,
+    Report,
+    Serve,
+    Serving,
+    Take,
+    Tick,
+)
 from workers.weights.receive import StagedVersion, WeightReceiver
 
 INBOX_BATCH = 256
-"""Dispatches taken from the inbox between two steps."""
+"""Dispatches taken from the inbox at once."""
 
 TTL_SECONDS = 2.0
 """How long a heartbeat is good for: after that, silence means no slack."""
@@ -47,6 +62,14 @@ TTL_SECONDS = 2.0
 IDLE_SECONDS = 0.02
 """Longest wait for the inbox while the engine has nothing to do: staged weights are picked up within it."""
 
+BUSY_SECONDS = 0.002
+"""Longest wait for the inbox while the engine has turns: its reports are picked up within it."""
+
+HAND_BACK_SECONDS = 5.0
+"""How long the engine may take to give its turns up when the executor stops: a few of its longest steps."""
+
+STOPPED = "it stops"
+"""Why it gives everything back in the end."""
 
 MOST_CHARACTERS = 4_096
 """Of a reason in a record."""
@@ -55,41 +78,60 @@ START_BITS = 16
 """Random bits of an incarnation, below the offset: a broker that lost its newest records may give an offset twice."""
 
 
+class Change(Enum):
+    """How far the change to the next version is."""
+
+    PREPARING = "preparing"
+    """The old one serves, and goes on serving whoever comes."""
+    PREPARED = "prepared"
+    """The engine can change to it between two steps."""
+    ORDERED = "ordered"
+    """From the next order that the engine takes it serves the new version, or has refused it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Running:
     """A turn in the engine."""
 
     key: TurnKey
     received_at: float
-    share_before: float
-    """The executor's running sum of seconds per turn when this one began."""
 
 
 class Executor:
     """Moves turns between the inbox and the engine."""
 
     def __init__(
-        self, settings: BusSettings, config: ExecutorConfig, name: str, engine: Engine, receiver: WeightReceiver
+        self,
+        settings: BusSettings,
+        config: ExecutorConfig,
+        name: str,
+        worker_class: WorkerClass,
+        link: EngineLink,
+        tick: Tick,
+        receiver: WeightReceiver,
     ) -> None:
+        """`tick`: the first of the engine at the link. Raises TopicMissing or BusError."""
         self._config = config
         self._name = name
-        self._engine = engine
+        self._class = worker_class
+        self._link = link
         self._receiver = receiver
         self._log = structlog.get_logger("executor").bind(worker=name)
-        load = engine.load()
-        self._token_budget = load.kv_bytes_total // load.kv_bytes_per_token
+        self._tick = tick
+        """The engine's newest."""
+        self._token_budget = self._tick.kv_bytes_total // self._tick.kv_bytes_per_token
         self._running: dict[str, Running] = {}
-        self._share = 0.0
-        self._cost = StepCost(base_seconds=0.01, token_seconds=0.0001)
         self._version = -1
         self._swap_seconds = 0.0
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-prepares")
-        self._next_version: tuple[StagedVersion, Future[Prepared]] | None = None
-        """Staged, and being prepared while the old version serves."""
+        self._next: StagedVersion | None = None
+        self._change = Change.PREPARING
+        """Of `_next`."""
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-lays")
+        self._laid: Future[Prepare] | None = None
+        """Of `_next`, while it is copied to where the engine reads it."""
         self._deferred: list[TurnDispatch] = []
-        """Taken on while the engine ran empty for the next version."""
+        """Taken on while the engine changes to the next version."""
         self._sequence = 0
-        self._next_heartbeat = 0.0
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name, group="executor")
         self._incarnation = self._begin()
@@ -111,22 +153,30 @@ class Executor:
         return marks[0] << START_BITS | secrets.randbits(START_BITS)
 
     def run(self, stop: Event) -> None:
-        """Until `stop` is set; what is in the engine then is left to the router, which issues it again."""
+        """Until `stop` is set; what it holds then goes back to the router, with what was sampled of it.
+
+        Raises EngineBroken or BusError.
+        """
         self._log.info("started", incarnation=self._incarnation, slot=self._config.slot, tokens=self._token_budget)
-        while not stop.is_set():
-            self._take_in()
-            self._swap_if_staged()
-            if self._running:
-                self._step()
-            self._writer.poll()
-            self._beat_if_due(ExecutorState.READY if self._version >= 0 else ExecutorState.STARTING)
-        self._beat(ExecutorState.STOPPING)
-        self._helper.shutdown()
-        self._writer.flush()
-        self._reader.close()
+        try:
+            while not stop.is_set():
+                self._take_in()
+                self._hear()
+                self._change_version()
+                self._writer.poll()
+            self._hand_back()
+            self._writer.flush()
+        except EngineBroken:  # its turns are lost: the router need not wait for silence
+            self._beat(ExecutorState.STOPPING, ())
+            self._writer.flush()
+            raise
+        finally:
+            self._helper.shutdown()
+            self._writer.close()
+            self._reader.close()
 
     def _take_in(self) -> None:
-        for item in self._reader.read(INBOX_BATCH, 0.0 if self._running else IDLE_SECONDS):
+        for item in self._reader.read(INBOX_BATCH, BUSY_SECONDS if self._running or self._next else IDLE_SECONDS):
             if isinstance(item, Spoiled):
                 self._writer.dead_letter(item, item.reason)
             elif isinstance(item, Envelope) and isinstance(item.record, TurnDispatch):
@@ -140,79 +190,122 @@ class Executor:
             metrics.TURNS.labels(f"dropped_{answer.reason}").inc()
         elif answer.verdict is Verdict.REFUSE:
             self._refuse(dispatch, answer.reason, answer.refusal)
-        elif self._draining:
+        elif self._changing:
             self._deferred.append(dispatch)
         else:
-            self._add(dispatch)
+            self._order(dispatch)
 
-    def _add(self, dispatch: TurnDispatch) -> None:
+    def _order(self, dispatch: TurnDispatch) -> None:
         """Hand a turn that was taken on to the engine."""
-        request, now = dispatch.request, time.time()
+        request = dispatch.request
         name = "/".join(map(str, request.key))
-        try:
-            context = unpack_tokens(request.context)
-            self._engine.add(name, context, request.sampling, policy_version=self._version)
-        except (EngineRefusal, RecordError) as refusal:
-            self._inbox.release(request.key)
-            self._refuse(dispatch, str(refusal), Refusal.ENGINE)
-        else:
-            self._running[name] = Running(request.key, now, self._share)
+        self._running[name] = Running(request.key, time.time())
+        self._link.order(Take(name, context_of(dispatch), sampling_of(dispatch), self._version))
+
+    def _hear(self, state: ExecutorState = ExecutorState.READY) -> None:
+        """Take in what the engine reports. Of ticks that came together the last one is told on, as `state`."""
+        before = self._tick
+        for report in self._link.reports():
+            self._take_report(report)
+        if self._tick is not before:
+            self._beat(state if self._version >= 0 else ExecutorState.STARTING)
+
+    def _take_report(self, report: Report) -> None:
+        match report:
+            case Done():
+                self._answer(report)
+            case Refused():
+                dispatch = self._inbox.release(self._running.pop(report.name).key)
+                self._refuse(dispatch, report.reason, Refusal.ENGINE)
+            case Prepared():
+                self._change = Change.PREPARED
+            case Serving():
+                self._served(report)
+            case NotTaken():
+                self._not_taken(report)
+            case Tick():
+                self._tick = report
+                metrics.STEPS.inc(report.steps)
+                metrics.STEP_SECONDS.inc(report.step_seconds)
 
     @property
-    def _draining(self) -> bool:
-        """Whether the next version waits for the engine to be empty."""
-        waiting = self._next_version is not None and self._next_version[1].done()
-        return waiting and self._config.drain_before_swap
+    def _changing(self) -> bool:
+        """Whether turns that come are for the next version."""
+        if self._next is None or self._change is Change.PREPARING:
+            return False
+        return self._change is Change.ORDERED or self._config.drain_before_swap
 
-    def _swap_if_staged(self) -> None:
-        if self._next_version is None:
-            newest = self._receiver.staged()
-            if newest is not None:
-                prepared = self._helper.submit(self._engine.prepare, newest.tensors.items())
-                self._next_version = newest, prepared
-            return
-        staged, prepared = self._next_version
-        if not prepared.done() or (self._config.drain_before_swap and self._running):
-            return
-        self._next_version = None
-        try:
-            self._swap_seconds = self._engine.serve(staged.version, prepared.result())
-        except SwapRefused as refusal:
-            metrics.SWAPS_REFUSED.inc()
-            self._log.error("version refused, the old one serves on", version=staged.version, reason=str(refusal))
-            self._receiver.refuse(staged.version, str(refusal))
-            self._resume()
-            return
-        self._version = staged.version
-        metrics.SWAP_SECONDS.observe(self._swap_seconds)
-        metrics.POLICY_VERSION.set(staged.version)
-        self._log.info("serving", version=staged.version, swap_seconds=round(self._swap_seconds, 4))
+    def _change_version(self) -> None:
+        if self._next is None:
+            self._next = self._receiver.staged()
+            if self._next is not None:
+                self._change = Change.PREPARING
+                self._laid = self._helper.submit(self._link.lay, self._next.version, self._next.tensors)
+        elif self._laid is not None:
+            if self._laid.done():
+                laid, self._laid = self._laid, None
+                self._link.order(laid.result())
+        elif self._change is Change.PREPARED and not (self._config.drain_before_swap and self._running):
+            self._change = Change.ORDERED
+            self._link.order(Serve(self._next.version))
+
+    def _served(self, report: Serving) -> None:
+        self._version, self._swap_seconds = report.version, report.seconds
+        metrics.SWAP_SECONDS.observe(report.seconds)
+        metrics.POLICY_VERSION.set(report.version)
+        self._log.info("serving", version=report.version, swap_seconds=round(report.seconds, 4))
         self._resume()
-        self._beat(ExecutorState.READY)
+
+    def _not_taken(self, report: NotTaken) -> None:
+        metrics.SWAPS_REFUSED.inc()
+        self._log.error("version refused, the old one serves on", version=report.version, reason=report.reason)
+        self._receiver.refuse(report.version, report.reason)
+        self._resume()
 
     def _resume(self) -> None:
         """The engine takes turns again."""
+        self._next = None
         deferred, self._deferred = self._deferred, []
         for dispatch in deferred:
-            self._add(dispatch)
+            self._order(dispatch)
 
-    def _step(self) -> None:
-        step = self._engine.step()
-        self._share += step.seconds / len(self._running)
-        if step.tokens:
-            self._cost.observe(step.tokens, step.seconds)
-        metrics.STEP_SECONDS.observe(step.seconds)
-        for finished in step.finished:
-            self._answer(finished)
+    def _hand_back(self) -> None:
+        """Give everything back and say goodbye: the heartbeat lists the turns whose answers are on the log by then.
 
-    def _answer(self, finished: Finished) -> None:
-        running = self._running.pop(finished.key)
+        An engine that hangs gives nothing back; the router then issues its turns again from their beginning.
+        """
+        held = set(self._inbox.hashes)
+        for name in self._running:
+            self._link.order(GiveUp(name))
+        deferred, self._deferred = self._deferred, []
+        for dispatch in deferred:
+            self._inbox.release(dispatch.request.key)
+            self._refuse(dispatch, STOPPED, Refusal.ROOM)
+        deadline = time.monotonic() + HAND_BACK_SECONDS
+        while self._running and time.monotonic() < deadline:
+            self._link.wait(BUSY_SECONDS)
+            self._hear(ExecutorState.PAUSED)
+            self._writer.poll()
+        self._writer.flush()
+        self._beat(ExecutorState.STOPPING, held.difference(self._inbox.hashes))
+
+    def _answer(self, done: Done) -> None:
+        running = self._running.pop(done.name)
         dispatch = self._inbox.release(running.key)
         request = dispatch.request
-        metrics.TURNS.labels("completed").inc()
-        metrics.TOKENS.labels("sampled").inc(len(finished.tokens))
-        metrics.TOKENS.labels("cached").inc(finished.cached_tokens)
-        metrics.TURN_SECONDS.observe(finished.finished_at - running.received_at)
+        given_up = done.finish_reason == ABORTED
+        outcome = TurnOutcome.PREEMPTED if given_up else TurnOutcome.COMPLETED
+        metrics.TURNS.labels(outcome.value).inc()
+        metrics.TOKENS.labels("sampled").inc(count(done.tokens))
+        metrics.TOKENS.labels("cached").inc(done.cached_tokens)
+        metrics.TURN_SECONDS.observe(done.finished_at - running.received_at)
+        sampled = Part(
+            tokens=done.tokens,
+            logprobs=done.logprobs,
+            spans=done.spans,
+            device_seconds={self._class.value: done.device_seconds},
+        )
+        whole = joined(dispatch.begun, sampled)
         self._send(
             TurnResult(
                 trajectory_id=request.trajectory_id,
@@ -220,25 +313,26 @@ class Executor:
                 home=request.home,
                 turn=request.turn,
                 attempt=request.attempt,
-                outcome=TurnOutcome.COMPLETED,
+                outcome=outcome,
+                reason=STOPPED if given_up else "",
                 worker=self._name,
                 incarnation=self._incarnation,
-                tokens=pack_tokens(finished.tokens),
-                logprobs=pack_logprobs(finished.logprobs),
-                finish_reason=finished.finish_reason,
-                spans=finished.spans,
-                context_tokens=finished.context_tokens,
-                cached_tokens=finished.cached_tokens,
+                tokens=whole.tokens,
+                logprobs=whole.logprobs,
+                finish_reason="" if given_up else done.finish_reason,
+                spans=whole.spans,
+                context_tokens=done.context_tokens,
+                cached_tokens=done.cached_tokens,
                 times=TurnTimes(
                     requested_at=request.requested_at,
                     queued_at=dispatch.queued_at,
                     dispatched_at=dispatch.dispatched_at,
                     received_at=running.received_at,
-                    scheduled_at=finished.scheduled_at,
-                    first_token_at=finished.first_token_at,
-                    finished_at=finished.finished_at,
+                    scheduled_at=done.scheduled_at,
+                    first_token_at=done.first_token_at,
+                    finished_at=done.finished_at,
                 ),
-                device_seconds={WorkerClass.DEDICATED.value: self._share - running.share_before},
+                device_seconds=whole.device_seconds,
             )
         )
 
@@ -274,37 +368,33 @@ class Executor:
             COMPLETED, result, key=result.trajectory_id, partition=result.home, trajectory_id=result.trajectory_id
         )
 
-    def _beat_if_due(self, state: ExecutorState) -> None:
-        if time.monotonic() >= self._next_heartbeat:
-            self._beat(state)
-
-    def _beat(self, state: ExecutorState) -> None:
-        self._next_heartbeat = time.monotonic() + self._config.heartbeat_seconds
-        load = self._engine.load()
+    def _beat(self, state: ExecutorState, turns: Collection[int] | None = None) -> None:
+        """`turns`: by hash, those that it lists; left out, those that it holds."""
+        tick = self._tick
         refused_version, refused_reason = self._receiver.refused_newest or (-1, "")
         metrics.HELD_TURNS.set(len(self._inbox))
-        metrics.KV_FREE_BYTES.set(load.kv_bytes_free)
+        metrics.KV_FREE_BYTES.set(tick.kv_bytes_free)
         beat = SlackHeartbeat(
             worker=self._name,
             incarnation=self._incarnation,
             slot=self._config.slot,
             sequence=self._sequence,
-            worker_class=WorkerClass.DEDICATED,
+            worker_class=self._class,
             state=state,
             policy_version=self._version,
             hardware=Hardware(
-                device=load.device,
-                prefill_tokens_per_second=self._cost.prefill_tokens_per_second,
-                decode_tokens_per_second=self._cost.decode_tokens_per_second(load.running),
+                device=tick.device,
+                prefill_tokens_per_second=tick.prefill_tokens_per_second,
+                decode_tokens_per_second=tick.decode_tokens_per_second,
             ),
-            kv_bytes_total=load.kv_bytes_total,
-            kv_bytes_free=load.kv_bytes_free,
-            kv_bytes_per_token=load.kv_bytes_per_token,
-            rollout=Tenant(running=load.running, waiting=load.waiting),
+            kv_bytes_total=tick.kv_bytes_total,
+            kv_bytes_free=tick.kv_bytes_free,
+            kv_bytes_per_token=tick.kv_bytes_per_token,
+            rollout=Tenant(running=tick.running, waiting=tick.waiting),
             max_turns=self._config.max_turns,
             token_budget=self._token_budget,
             ttl_seconds=TTL_SECONDS,
-            holds=b"" if state is ExecutorState.STOPPING else self._inbox.holds,
+            holds=packed_hashes(self._inbox.hashes if turns is None else turns),
             refused_version=refused_version,
             refused_reason=refused_reason[:MOST_CHARACTERS],
             sent_at=time.time(),

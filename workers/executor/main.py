@@ -1,22 +1,32 @@
 """The executor as a program."""
 
+from collections.abc import Mapping, Sequence
 from threading import Event
 
+from schemas.slack import WorkerClass
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
+from workers.executor.link import EngineLink
 from workers.weights.config import WeightsConfig
 
 
 def run_executor(
-    settings: BusSettings, config: ExecutorConfig, name: str, stop: Event, *, weights: WeightsConfig | None = None
+    settings: BusSettings,
+    config: ExecutorConfig,
+    name: str,
+    link: EngineLink,
+    shapes: Mapping[str, Sequence[int]],
+    stop: Event,
+    worker_class: WorkerClass = WorkerClass.DEDICATED,
+    *,
+    weights: WeightsConfig | None = None,
 ) -> None:
-    """Run turns of the inbox `config.slot` until `stop` is set.
+    """Run turns of the inbox `config.slot` on the engine at the link until `stop` is set.
 
-    Raises RoseError: a broken model folder, key file or store, an unreachable broker, a missing topic.
+    `shapes`: of the tensors of its model. Raises RoseError: a setting that no engine can be made from, an engine that
+    broke or is gone, a broken key file or store, an unreachable broker, a missing topic.
     """
     from workers.executor.loop import Executor
-    from workers.executor.vllm.engine import Engine
-    from workers.executor.vllm.types import EngineConfig
     from workers.weights.anchor_store import store_of
     from workers.weights.receive import WeightReceiver
     from workers.weights.signing import trust_of
@@ -24,22 +34,13 @@ def run_executor(
     weights = weights or WeightsConfig()
     trust = trust_of(settings, config.model_id, weights)
     store = store_of(weights)
-    engine = Engine(
-        EngineConfig(
-            model_folder=config.model_folder,
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            max_running=config.max_turns,
-            kv_cache_bytes=config.kv_cache_bytes,
-            step_tokens=config.step_tokens,
-        )
-    )
     receiver = WeightReceiver(
-        settings, trust, shapes=engine.shapes, store=store, engine_dtype=config.dtype, client_id=f"{name}-weights"
+        settings, trust, shapes=shapes, store=store, engine_dtype=config.dtype, client_id=f"{name}-weights"
     )
     receiver.start()
     try:
-        Executor(settings, config, name, engine, receiver).run(stop)
+        tick = link.first_tick(stop)
+        if tick is not None:
+            Executor(settings, config, name, worker_class, link, tick, receiver).run(stop)
     finally:
         receiver.stop()
-        engine.close()

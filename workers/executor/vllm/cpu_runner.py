@@ -1,4 +1,4 @@
-"""vLLM's model runner on a CPU, made cheaper for small models, and safe for seeded turns.
+"""vLLM's model runner on a CPU, made cheaper for small models.
 
 Keeps true: the same functions of the same inputs, and for this model only; another engine in the process is untouched.
 
@@ -24,7 +24,6 @@ def fit_cpu_runner(runner: Any) -> None:
     """Fit one model runner. Does nothing where vLLM does not run on a CPU."""
     if not current_platform.is_cpu():
         return
-    runner.sample_tokens = _sparing_generators(runner)
     if isinstance(runner.sampler, Sampler):
         runner.sampler.gather_logprobs = sampled_logprobs
     for layer in runner.get_model().modules():
@@ -32,26 +31,6 @@ def fit_cpu_runner(runner: Any) -> None:
             layer._forward_method = _silu_and_mul
         elif isinstance(layer, RMSNorm) and layer.has_weight and layer.variance_size_override is None:
             layer._forward_method = _norm_of(layer)
-
-
-def _sparing_generators(runner: Any) -> Any:
-    """The runner's `sample_tokens`, where a turn whose prefill is not done yet does not draw from its own generator.
-
-    vLLM lets it draw, throws the token away and turns the generator back by an offset, which a CPU generator has not:
-    one seeded turn whose prefill is cut would end the engine.
-    """
-    sample_tokens = runner.sample_tokens
-
-    def sample(grammar_output: Any) -> Any:
-        generators = runner.input_batch.generators
-        unfinished = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
-        spared = {row: generators.pop(row) for row in unfinished if row in generators}
-        try:
-            return sample_tokens(grammar_output)
-        finally:
-            generators.update(spared)
-
-    return sample
 
 
 def sampled_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:

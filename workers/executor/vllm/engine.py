@@ -13,7 +13,7 @@ serving process.
 import gc
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from schemas.prompts import Sampling
 from schemas.turns import VersionSpan
 from workers.executor.vllm.folder import check_folder
-from workers.executor.vllm.start import start_core, worker_of
+from workers.executor.vllm.start import release, start_core, worker_of
 from workers.executor.vllm.types import (
     EngineBroken,
     EngineConfig,
@@ -105,6 +105,7 @@ class Engine:
         self._scheduler = self._core.scheduler
         self._weights = PolicyWeights(worker_of(self._core), config.model_folder, self.shapes)
         self._swaps = 0
+        self._prepared: Prepared | None = None
         self._turns: dict[str, _Turn] = {}
         self._unscheduled: deque[_Turn] = deque()
         kv = self._scheduler.kv_cache_config
@@ -212,8 +213,31 @@ class Engine:
         served is lost. Raises SwapRefused.
         """
         version = self._weights.check(tensors)
-        self._weights.prepare(version)
+        for _ in self._weights.preparing(version):
+            pass
         return Prepared(version)
+
+    def preparing(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
+        """`prepare` in bounded pieces, one layer at most, between which the engine may step; `serve_prepared` follows.
+
+        Raises SwapRefused.
+        """
+        self._prepared = None
+        version = self._weights.check(tensors)
+        yield
+        yield from self._weights.preparing(version)
+        self._prepared = Prepared(version)
+
+    def hold_spare(self) -> None:
+        """Take the memory for a second version now, not in the first piece of the first one."""
+        self._weights.hold_spare()
+
+    def serve_prepared(self, version: int) -> float:
+        """`serve` for what `preparing` prepared."""
+        if self._prepared is None:
+            raise SwapRefused("nothing is prepared")
+        prepared, self._prepared = self._prepared, None
+        return self.serve(version, prepared)
 
     def serve(self, version: int, prepared: Prepared) -> float:
         """Serve what was prepared last, as `version`, from the next step on; returns the seconds that this took.
@@ -251,8 +275,8 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Give the memory back. Not vLLM's own shutdown: that also ends process groups that another engine may use."""
-        self._core.model_executor.shutdown()
+        """Give the memory back."""
+        release(self._core)
         del self._core, self._scheduler, self._weights
         self._turns.clear()
         self._unscheduled.clear()

@@ -14,6 +14,7 @@ parameter model take up to 1.4 times as long. The price is that a CPU holds weig
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +87,21 @@ class PolicyWeights:
         if not tensor.is_floating_point() or torch.promote_types(tensor.dtype, self._dtype) != self._dtype:
             raise SwapRefused(f"{name} is {tensor.dtype}: the engine's {self._dtype} cannot hold that exactly")
 
-    def prepare(self, version: dict[str, Tensor]) -> None:
-        """Do for a checked version what can be done while the old one computes; on any thread, one version at a time.
+    def hold_spare(self) -> None:
+        """Take the memory that `preparing` takes when it is first asked for."""
+        if self._spare is None and current_platform.is_cpu():
+            self._spare = spare_of(self._worker.get_model())
 
-        Raises SwapRefused.
+    def preparing(self, version: dict[str, Tensor]) -> Iterator[None]:
+        """Do for a checked version what can be done while the old one computes: one layer a piece, on any thread.
+
+        One version at a time: another one's pieces may only follow when these are no longer asked for. Raises
+        SwapRefused.
         """
-        if not current_platform.is_cpu():
-            return
         try:
-            if self._spare is None:
-                self._spare = spare_of(self._worker.get_model())
-            _write(self._spare, version)
+            self.hold_spare()
+            if self._spare is not None:
+                yield from _writing(self._spare, version)
         except Exception as error:  # whatever a loader or a kernel raises, the old version serves on
             raise SwapRefused(f"it could not be prepared: {error}") from error
 
@@ -131,10 +136,21 @@ class PolicyWeights:
         self._worker.reload_weights(weights_iterator=iter(sorted(version.items())))
 
 
-def _write(model: Any, version: Mapping[str, Tensor]) -> None:
-    """By the model's own loader, then packed again."""
-    with torch.no_grad():
-        model.load_weights(sorted(version.items()))  # a loader wants the tensors of one layer together
-        for layer in model.modules():
-            if hasattr(layer, PACKED):
+def _writing(model: Any, version: Mapping[str, Tensor]) -> Iterator[None]:
+    """By the model's own loader, then packed again; between two pieces others may compute."""
+    for _, tensors in groupby(sorted(version.items()), key=lambda named: _layer_of(named[0])):
+        with torch.no_grad():
+            model.load_weights(list(tensors))
+        yield
+    for layer in model.modules():
+        if hasattr(layer, PACKED):
+            with torch.no_grad():
                 layer_utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+            yield
+
+
+def _layer_of(name: str) -> str:
+    """Of `model.layers.3.mlp.up_proj.weight`: `model.layers.3`. A loader wants the tensors of one layer together."""
+    parts = name.split(".")
+    ends = next((place + 1 for place, part in enumerate(parts) if part.isdecimal()), len(parts))
+    return ".".join(parts[:ends])

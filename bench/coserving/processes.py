@@ -1,0 +1,63 @@
+"""The benchmark's side of a client process. Keeps true: a client never outlives the block that it was started in."""
+
+import select
+import subprocess
+import sys
+from typing import TypeVar
+
+import msgspec
+
+from schemas.errors import RoseError
+
+READY_SECONDS = 60.0
+
+Measured = TypeVar("Measured")
+
+
+class ClientError(RoseError):
+    """A client that ended without a result."""
+
+
+class Client:
+    """A client process from its orders to its result; use it as a context."""
+
+    def __init__(self, kind: str, orders: msgspec.Struct) -> None:
+        self._kind = kind
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.coserving.clients", kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self.say(msgspec.json.encode(orders))
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def say(self, line: bytes) -> None:
+        """Raises ClientError."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise ClientError(f"a process of {self._kind} ended before its time") from error
+
+    def wait_until_ready(self) -> None:
+        """Raises ClientError."""
+        self._line(READY_SECONDS)
+
+    def result(self, measured: type[Measured], *, seconds: float) -> Measured:
+        """What it measured, waited for this long. Raises ClientError."""
+        return msgspec.json.decode(self._line(seconds), type=measured)
+
+    def _line(self, seconds: float) -> bytes:
+        assert self._process.stdout is not None
+        # A client prints two lines, each at once, and reads something in between: none is left in a buffer.
+        if not select.select([self._process.stdout], [], [], seconds)[0]:
+            raise ClientError(f"a process of {self._kind} said nothing for {seconds:g} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise ClientError(f"a process of {self._kind} ended with status {self._process.wait()}")
+        return line

@@ -1,0 +1,183 @@
+"""What a run amounts to: each arm's figures over its windows, beside serving alone.
+
+Keeps true
+- Only windows that count are in a figure; an arm without any has no figures.
+- A ratio is that of the medians, alone's under it; what alone again differs from alone by is its resolution.
+
+Pure.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.check import Check
+from bench.coserving.arms import AGAIN, ALONE, Arm, Promise
+from bench.coserving.figures import Ratio, Summary, harvest, latency, percentile, ratio, summary
+from bench.coserving.stream import Answer
+from bench.coserving.windows import Budgets, Window, figures
+
+COMPARED = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "gap_p99_ms", "prefix_hit_rate")
+"""Figures whose ratio over alone is given."""
+
+ENOUGH_REQUESTS = 2000
+"""Of each arm, in all its windows together: fewer say little about one in a hundred."""
+
+BATCH_GATEWAY = {
+    "llm-d: alone": {"ttft_p99_ms": 44, "gap_p99_ms": 12},
+    "llm-d: no gateway": {"ttft_p99_ms": 492, "gap_p99_ms": 63},
+    "llm-d: priorities": {"ttft_p99_ms": 337, "gap_p99_ms": 39},
+    "llm-d: cap": {"ttft_p99_ms": 95, "gap_p99_ms": 29},
+}
+"""What llm-d published of its batch gateway (llm-d-batch-gateway#491): gpt-oss-120b, 90 s at 15 requests a second and
+90 s at 1 in turn. Another machine and model, so only its ratios stand beside ours."""
+
+WORST_REQUESTS = 5
+"""Shown of each arm's worst window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One arm's figures."""
+
+    arm: str
+    windows: int
+    requests: int
+    """In all windows together."""
+    summaries: Mapping[str, Summary]
+    ratios: Mapping[str, Ratio]
+    pooled_ttft_p99_ms: float
+    """Of all requests of all windows together."""
+    harvest: float
+    """NaN where there are no guests, or they were not measured alone."""
+
+    def value(self, figure: str) -> float:
+        """A figure's median, `harvest`, or with `_ratio` behind it the figure over alone's."""
+        if figure == "harvest":
+            return self.harvest
+        compared = figure.removesuffix("_ratio")
+        return self.summaries[figure].median if compared == figure else self.ratios[compared].value
+
+
+def standings(arms: Sequence[Arm], windows: Sequence[Window], budgets: Budgets) -> dict[str, Standing]:
+    """By arm; those without a window that counts are left out."""
+    counted = {arm.name: [each for each in windows if each.arm == arm.name and not each.thrown] for arm in arms}
+    medians = {name: _summaries(found, budgets) for name, found in counted.items() if found}
+    return {
+        arm.name: Standing(
+            arm=arm.name,
+            windows=len(counted[arm.name]),
+            requests=sum(len(window.answers) for window in counted[arm.name]),
+            summaries=medians[arm.name],
+            ratios=_ratios(arm, medians),
+            pooled_ttft_p99_ms=_pooled(counted[arm.name]),
+            harvest=_harvest(arm, medians),
+        )
+        for arm in arms
+        if arm.name in medians
+    }
+
+
+def peers() -> dict[str, dict[str, float]]:
+    """By way of llm-d's, its published figures over those that it published of serving alone."""
+    alone, *others = BATCH_GATEWAY
+    return {
+        name: {figure: BATCH_GATEWAY[name][figure] / value for figure, value in BATCH_GATEWAY[alone].items()}
+        for name in others
+    }
+
+
+def _summaries(windows: Sequence[Window], budgets: Budgets) -> dict[str, Summary]:
+    found = [figures(window, budgets) for window in windows]
+    return {name: summary([each[name] for each in found]) for name in found[0]}
+
+
+def _ratios(arm: Arm, medians: Mapping[str, Mapping[str, Summary]]) -> dict[str, Ratio]:
+    if not arm.users or arm.name == ALONE or ALONE not in medians:
+        return {}
+    alone, own = medians[ALONE], medians[arm.name]
+    again = medians.get(AGAIN)
+    return {
+        name: ratio(own[name].median, alone[name].median, again[name].median if again else math.nan)
+        for name in COMPARED
+    }
+
+
+def _pooled(windows: Sequence[Window]) -> float:
+    answers = [answer for window in windows for answer in window.answers if not answer.error]
+    return 1000 * percentile([latency(each.due, each.moments, each.counts).ttft for each in answers], 99)
+
+
+def _harvest(arm: Arm, medians: Mapping[str, Mapping[str, Summary]]) -> float:
+    if arm.guests_alone not in medians or ALONE not in medians:
+        return math.nan
+    rate = "guest_tokens_per_second"
+    return harvest(
+        medians[arm.name][rate].median, medians[arm.guests_alone][rate].median, medians[ALONE]["busy"].median
+    )
+
+
+def checks(arms: Sequence[Arm], found: Mapping[str, Standing]) -> list[Check]:
+    """Whether enough was asked of each arm, and every promise of those that were measured."""
+    kept = [_check(promise, found[arm.name]) for arm in arms if arm.name in found for promise in arm.promises]
+    return [_enough(arms, found), *kept]
+
+
+def _enough(arms: Sequence[Arm], found: Mapping[str, Standing]) -> Check:
+    asked = {arm.name: found[arm.name].requests if arm.name in found else 0 for arm in arms if arm.users}
+    fewest = min(asked, key=asked.__getitem__, default=None)
+    return Check(
+        name="requests",
+        value=asked[fewest] if fewest is not None else 0,
+        unit="requests",
+        bound=ENOUGH_REQUESTS,
+        direction="min",
+        against="of the arm with the fewest, in windows that count",
+        details={"arm": fewest},
+    )
+
+
+def _check(promise: Promise, standing: Standing) -> Check:
+    details: dict[str, float | str] = {"arm": standing.arm, "windows": standing.windows}
+    known = standing.ratios.get(promise.figure.removesuffix("_ratio"))
+    if known is not None and promise.figure.endswith("_ratio"):
+        details |= {"resolution": round(known.resolution, 4), "margin": "resolved" if known.resolved else "unresolved"}
+    value = round(standing.value(promise.figure), 4)
+    return Check(promise.check, value, "", promise.bound, promise.direction, promise.against, details)
+
+
+def worst(windows: Sequence[Window]) -> list[dict[str, float | str]]:
+    """What serving waited for: the slowest first tokens of the window in which an arm's p99 was the highest."""
+    rows: list[dict[str, float | str]] = []
+    for arm in dict.fromkeys(window.arm for window in windows if window.answers):
+        own = [window for window in windows if window.arm == arm and not window.thrown]
+        if own:
+            slowest = max(own, key=lambda window: _pooled([window]))
+            rows += _slowest_requests(slowest)
+    return rows
+
+
+def _slowest_requests(window: Window) -> list[dict[str, float | str]]:
+    answered = [answer for answer in window.answers if not answer.error]
+    chosen = sorted(answered, key=lambda each: each.due - each.moments[0])[:WORST_REQUESTS]
+    return [_wait(window, each, answered) for each in sorted(chosen, key=lambda each: each.due)]
+
+
+def _wait(window: Window, answer: Answer, answered: Sequence[Answer]) -> dict[str, float | str]:
+    """One first token's wait, by where it was spent, in milliseconds."""
+    first = answer.moments[0]
+    rolled = zip(window.rolled.moments, window.rolled.counts, strict=True)
+    return {
+        "arm": window.arm,
+        "round": window.round,
+        "second": answer.due - window.start,
+        "ttft": 1000 * (first - answer.due),
+        "client": 1000 * (answer.sent - answer.due),
+        "outside": 1000 * answer.outside_seconds,
+        "queue": 1000 * answer.queue_seconds,
+        "prefill": 1000 * answer.prefill_seconds,
+        "prompt": answer.prompt_tokens,
+        "cached": answer.cached_tokens,
+        "before_it": sum(each.due < answer.due and each.moments[-1] > answer.due for each in answered),
+        "guest_tokens": sum(count for moment, count in rolled if answer.due <= moment < first),
+    }

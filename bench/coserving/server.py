@@ -1,0 +1,183 @@
+"""vLLM's own OpenAI server on this machine, and the small model that it serves.
+
+Keeps true
+- The server is `python -m vllm.entrypoints.openai.api_server` and nothing else; an arm adds flags and environment.
+- What runs on is ended with the benchmark: the server has a process group of its own, which is stopped as one.
+- A server that does not come up, or dies, is a ServerError with the last thing that it said.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from schemas.errors import RoseError
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
+MODEL_NAME = "serving"
+VOCABULARY = 99
+LONGEST_TOKENS = 2048
+MAX_RUNNING = 32
+"""Requests in a batch: a client with this many on their way keeps the engine full."""
+
+FLAGS = {
+    "--host": "127.0.0.1",
+    "--served-model-name": MODEL_NAME,
+    "--dtype": "float32",
+    "--block-size": "32",
+    "--kv-cache-memory-bytes": str(64 << 20),
+    "--max-model-len": str(LONGEST_TOKENS),
+    "--max-num-seqs": str(MAX_RUNNING),
+    "--max-num-batched-tokens": "512",
+}
+SWITCHES = ("--enforce-eager", "--enable-prompt-tokens-details", "--enable-per-request-metrics")
+"""The last two make the server tell of each request what came from the cache and how long it queued."""
+
+READY_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 600.0, 30.0, 30.0
+
+COUNTERS = (
+    "vllm:prompt_tokens",
+    "vllm:generation_tokens",
+    "vllm:prefix_cache_queries",
+    "vllm:prefix_cache_hits",
+    "vllm:num_preemptions",
+)
+
+
+class ServerError(RoseError):
+    """A server that is not there or not alone."""
+
+
+def make_model(folder: Path) -> Path:
+    """A Qwen3 of 0.4M parameters with random weights, and the demo's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=LONGEST_TOKENS,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    with as_file(files("workers") / "models" / "calculator") as calculator:
+        AutoTokenizer.from_pretrained(calculator).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a server is started with beyond what all are; arms of equal launches share a server."""
+
+    flags: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    """Names and values."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that runs."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def check(self) -> None:
+        """Raises ServerError when it has ended."""
+        if self.process.poll() is not None:
+            raise ServerError(f"the server ended with status {self.process.returncode}: {last_line(self.log)}")
+
+    def counters(self) -> dict[str, float]:
+        """COUNTERS as its /metrics says them now. Raises ServerError."""
+        self.check()
+        try:
+            with urlopen(f"{self.url}/metrics", timeout=ANSWER_SECONDS) as answer:
+                text = answer.read().decode()
+        except (URLError, TimeoutError) as error:
+            raise ServerError(f"the server's /metrics does not answer: {error}") from error
+        found = dict.fromkeys(COUNTERS, 0.0)
+        for family in text_string_to_metric_families(text):
+            if family.name in found:
+                found[family.name] = sum(each.value for each in family.samples if each.name.endswith("_total"))
+        return found
+
+
+@contextlib.contextmanager
+def serve(launch: Launch, model: Path, log: Path) -> Iterator[Server]:
+    """A server that answers; stopped in the end. Raises ServerError."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = [part for pair in FLAGS.items() for part in pair]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *flags, *SWITCHES, *launch.flags],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, **dict(launch.environment)},
+            start_new_session=True,
+        )
+    server = Server(f"http://127.0.0.1:{port}", process, log)
+    try:
+        _wait_until_ready(server)
+        yield server
+    finally:
+        _stop(process)
+
+
+def _wait_until_ready(server: Server) -> None:
+    end = time.monotonic() + READY_SECONDS
+    while time.monotonic() < end:
+        server.check()
+        with contextlib.suppress(URLError, TimeoutError, ConnectionError), urlopen(f"{server.url}/health", timeout=5):
+            return
+        time.sleep(0.5)
+    raise ServerError(f"the server was not ready after {READY_SECONDS:g} s: {last_line(server.log)}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    with contextlib.suppress(ProcessLookupError):  # what it left behind
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def last_line(log: Path) -> str:
+    """The last thing that a log says."""
+    lines = log.read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")

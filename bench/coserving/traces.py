@@ -1,0 +1,143 @@
+"""Serving traces: when real users asked, how much they sent and how much they got.
+
+Keeps true
+- `at` is in seconds since the first arrival that was read and never falls; arrivals come in the order of their moments.
+- Lengths are those of the trace, in its own tokens: nothing is compressed here.
+- `blocks` names what a prompt begins with: two prompts share exactly as many leading tokens as they share leading
+  blocks, BLOCK_TOKENS each. It is empty where the trace does not say; such prompts share nothing.
+- A line that is not what the format says is a TraceError with the file and the line. Nothing is skipped.
+
+`read_trace` takes a file of the Azure LLM inference traces (CSV), one of Mooncake's (JSON lines), or
+`square:HIGH,LOW,SECONDS`: HIGH requests a second for SECONDS, then LOW for as long, in turn.
+"""
+
+import csv
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from schemas.errors import UsageError
+
+BLOCK_TOKENS = 512
+"""Of the trace, in each of Mooncake's blocks."""
+
+SQUARE = "square:"
+SQUARE_PROMPT_TOKENS, SQUARE_OUTPUT_TOKENS = 1024, 64
+"""Of every request of a square wave."""
+
+AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+
+
+class TraceError(UsageError):
+    """A trace that cannot be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One request of a trace."""
+
+    at: float
+    """Seconds since the first."""
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    """The ids of the prompt's blocks, from its first token on; the last may be partial."""
+
+
+class _MooncakeRow(msgspec.Struct):
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    """Milliseconds."""
+    input_length: Annotated[int, msgspec.Meta(gt=0)]
+    output_length: Annotated[int, msgspec.Meta(gt=0)]
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
+
+
+def read_trace(source: str, *, first: int, count: int) -> list[Arrival]:
+    """`count` arrivals of a trace, from its row `first` on (0 is its first). Raises TraceError."""
+    rows = square(source) if source.startswith(SQUARE) else _rows_of(Path(source))
+    try:
+        taken = list(islice(rows, first, first + count))
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"cannot read the trace {source}: {error}") from error
+    if len(taken) < count:
+        raise TraceError(f"{source} has {first + len(taken)} requests: there are no {count} from number {first} on")
+    start = taken[0].at
+    for one, other in pairwise(taken):
+        if other.at < one.at:
+            raise TraceError(f"{source} goes back in time, from {one.at:.3f} s to {other.at:.3f} s")
+    if taken[-1].at == start:
+        raise TraceError(f"all {count} requests of {source} come at one moment: take more of them")
+    return [replace(arrival, at=arrival.at - start) for arrival in taken]
+
+
+def _rows_of(path: Path) -> Iterator[Arrival]:
+    with path.open(encoding="utf-8", newline="") as lines:
+        head = lines.readline()
+        if head.strip().split(",") == AZURE_COLUMNS:
+            yield from _azure(path, lines)
+        elif head.startswith("{"):
+            lines.seek(0)
+            yield from _mooncake(path, lines)
+        else:
+            raise TraceError(
+                f"{path} is no trace that is known: its first line is neither {','.join(AZURE_COLUMNS)} nor an object"
+            )
+
+
+def _azure(path: Path, lines: Iterator[str]) -> Iterator[Arrival]:
+    begin: datetime | None = None
+    for number, row in enumerate(csv.reader(lines), start=2):
+        try:
+            stamp, prompt, output = row
+            moment, prompt_tokens, output_tokens = datetime.fromisoformat(stamp), int(prompt), int(output)
+        except ValueError as error:
+            raise TraceError(f"{path}, line {number}: {error}") from error
+        if prompt_tokens < 1 or output_tokens < 1:
+            raise TraceError(f"{path}, line {number}: a request has at least one token in and one out")
+        begin = begin or moment
+        at = (moment - begin).total_seconds()
+        yield Arrival(at=at, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+
+
+def _mooncake(path: Path, lines: Iterator[str]) -> Iterator[Arrival]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = msgspec.json.decode(line, type=_MooncakeRow)
+        except msgspec.DecodeError as error:
+            raise TraceError(f"{path}, line {number}: {error}") from error
+        if len(row.hash_ids) != -(-row.input_length // BLOCK_TOKENS):
+            raise TraceError(
+                f"{path}, line {number}: {row.input_length} tokens are not {len(row.hash_ids)} blocks of {BLOCK_TOKENS}"
+            )
+        yield Arrival(
+            at=row.timestamp / 1000,
+            prompt_tokens=row.input_length,
+            output_tokens=row.output_length,
+            blocks=tuple(row.hash_ids),
+        )
+
+
+def square(source: str) -> Iterator[Arrival]:
+    """Poisson arrivals without end at two rates in turn, the same ones each time. Raises TraceError."""
+    try:
+        high, low, seconds = (float(part) for part in source.removeprefix(SQUARE).split(","))
+    except ValueError as error:
+        raise TraceError(f"{source} is not {SQUARE}HIGH,LOW,SECONDS: three numbers") from error
+    if not (0 < low <= high < float("inf") and 0 < seconds < float("inf")):
+        raise TraceError(f"{source}: the rates must be above 0, the high one no lower, and the seconds above 0")
+    draw = random.Random(0)
+    at, end, rate = 0.0, seconds, high
+    while True:
+        # Waiting times have no memory: one that reaches over the end of a phase is drawn again from there.
+        wait = draw.expovariate(rate)
+        if at + wait >= end:
+            at, end, rate = end, end + seconds, low if rate == high else high
+            continue
+        at += wait
+        yield Arrival(at=at, prompt_tokens=SQUARE_PROMPT_TOKENS, output_tokens=SQUARE_OUTPUT_TOKENS)

@@ -1,0 +1,177 @@
+"""One window: the users' requests from first to last, what ran beside them, and what both got.
+
+Keeps true
+- Users begin when the guests have settled; guests are counted from the window's beginning to its last arrival.
+- What serving did is told by the clients' clocks and, per request, by the server; never by a counter that mixes
+  users and rollouts.
+- A window in which a client was late, or somebody else asked the server, says so in `thrown` and counts for nothing.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from bench.coserving.arms import Arm
+from bench.coserving.clients import REQUEST_SECONDS, Rolled, Used, UserOrders
+from bench.coserving.figures import attainment, covered, latency, percentile
+from bench.coserving.processes import Client
+from bench.coserving.requests import Slice
+from bench.coserving.server import MODEL_NAME, Server
+from bench.coserving.stream import Answer
+
+SETTLE_SECONDS = 2.0
+"""Guests run so long before users come."""
+
+LEAD_SECONDS = 0.2
+"""From the word to the clients to the beginning of a window."""
+
+CLIENTS = 2
+"""Processes that the users of a window are dealt out to."""
+
+GUESTS_ALONE_SECONDS = 20.0
+"""A window without users is this long at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """The latency promise, in seconds."""
+
+    ttft: float
+    tpot: float
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What one window measured."""
+
+    arm: str
+    round: int
+    start: float
+    """On time.monotonic(), as all moments."""
+    seconds: float
+    """To the last arrival."""
+    answers: Sequence[Answer]
+    """In the order in which they were due."""
+    ticks: Sequence[float]
+    """Seconds that the clients' timers were behind, tick by tick."""
+    rolled: Rolled
+    server: Mapping[str, float]
+    """How far the server's counters went, users and rollouts together where both ask it."""
+    thrown: str = ""
+    """Why it counts for nothing; empty where it counts."""
+
+
+def run_window(arm: Arm, server: Server, work: Slice, *, number: int, most_late: float) -> Window:
+    """Run one window; `most_late` is how far behind clients may be in one of a hundred cases. Raises RoseError."""
+    rolled = Rolled([], [], [])
+    with ExitStack() as stack:
+        salt = f"window-{time.monotonic()}"
+        users = [_user(stack, server, part, salt) for part in (_dealt(work) if arm.users else [])]
+        if arm.guests is not None:
+            rolled = stack.enter_context(arm.guests.beside(server))
+            time.sleep(SETTLE_SECONDS)
+        before = server.counters()
+        start = time.monotonic() + LEAD_SECONDS
+        for user in users:
+            user.say(repr(start).encode())
+        seconds = work.seconds if arm.users else min(work.seconds, GUESTS_ALONE_SECONDS)
+        used = [user.result(Used, seconds=seconds + REQUEST_SECONDS + LEAD_SECONDS) for user in users]
+        time.sleep(max(0.0, start + seconds - time.monotonic()))
+        after = server.counters()
+    answers = sorted((answer for each in used for answer in each.answers), key=lambda answer: answer.due)
+    ticks = [behind for each in used for behind in each.ticks]
+    told = {name: value - before[name] for name, value in after.items()}
+    window = Window(arm.name, number, start, seconds, answers, ticks, rolled, told)
+    return replace(window, thrown=flaw(window, guests=arm.guests is not None, most_late=most_late))
+
+
+def _dealt(work: Slice) -> list[Slice]:
+    return [Slice(work.requests[first::CLIENTS], 0) for first in range(CLIENTS)]
+
+
+def _user(stack: ExitStack, server: Server, part: Slice, salt: str) -> Client:
+    user = stack.enter_context(Client("users", UserOrders(server.url, MODEL_NAME, salt, part.requests)))
+    user.wait_until_ready()
+    return user
+
+
+def flaw(window: Window, *, guests: bool, most_late: float) -> str:
+    """Why a window counts for nothing; empty where it counts."""
+    return _too_late(window, most_late) or (_guests_failed(window) if guests else _not_alone(window))
+
+
+def _too_late(window: Window, most: float) -> str:
+    worst = late(window)
+    if worst <= most:
+        return ""
+    return f"one in a hundred times its clients were {1000 * worst:.1f} ms late or more; {1000 * most:g} ms is borne"
+
+
+def _guests_failed(window: Window) -> str:
+    return f"a rollout failed: {window.rolled.errors[0]}" if window.rolled.errors else ""
+
+
+def _not_alone(window: Window) -> str:
+    tokens, made = sum(answer.tokens for answer in window.answers), window.server["vllm:generation_tokens"]
+    if tokens == made or any(answer.error for answer in window.answers):
+        return ""
+    return f"the server made {made:.0f} tokens, its clients got {tokens}: somebody else asked it"
+
+
+def late(window: Window) -> float:
+    """Seconds that requests, or the timer, were behind in one of a hundred cases; 0 where nobody asked."""
+    behind = ([answer.sent - answer.due for answer in window.answers], window.ticks)
+    return max((percentile(values, 99) for values in behind if values), default=0.0)
+
+
+def figures(window: Window, budgets: Budgets) -> dict[str, float]:
+    """What a window amounts to; latencies in milliseconds, NaN where nothing was asked."""
+    answered = [answer for answer in window.answers if not answer.error]
+    failed = len(window.answers) - len(answered)
+    latencies = [latency(answer.due, answer.moments, answer.counts) for answer in answered]
+    waits = {
+        "ttft": [each.ttft for each in latencies],
+        "tpot": [each.tpot for each in latencies if each.tpot is not None],
+        "gap": [later - one for each in answered for one, later in pairwise(each.moments)],
+        "outside": [answer.outside_seconds for answer in answered],
+        "queue": [answer.queue_seconds for answer in answered],
+    }
+    end = max([window.start + window.seconds, *(answer.moments[-1] for answer in answered)])
+    prompt = sum(answer.prompt_tokens for answer in answered)
+    asked = bool(window.answers)
+    return {
+        "requests": len(window.answers),
+        "failed": failed,
+        **{
+            f"{name}_p{percent}_ms": 1000 * percentile(values, percent)
+            for name, values in waits.items()
+            for percent in (50, 99)
+        },
+        "ttft_attainment": attainment(waits["ttft"], budgets.ttft, failed=failed) if asked else math.nan,
+        "tpot_attainment": attainment(waits["tpot"], budgets.tpot, failed=failed) if asked else math.nan,
+        "serving_tokens_per_second": sum(answer.tokens for answer in answered) / (end - window.start),
+        "guest_tokens_per_second": guest_tokens(window) / window.seconds,
+        "busy": busy(window),
+        "prefix_hit_rate": sum(answer.cached_tokens for answer in answered) / prompt if prompt else math.nan,
+        "preemptions": window.server["vllm:num_preemptions"],
+        "late_p99_ms": 1000 * late(window),
+    }
+
+
+def busy(window: Window) -> float:
+    """Share of the window in which the engine held a request of serving's, waiting or running.
+
+    By the server's own durations, each ending where its last token came: time in HTTP is not the engine's.
+    """
+    held = [(each.moments[-1] - each.engine_seconds, each.moments[-1]) for each in window.answers if each.moments]
+    return covered(held, window.start, window.start + window.seconds)
+
+
+def guest_tokens(window: Window) -> int:
+    """Tokens that guests got from the window's beginning to its last arrival."""
+    end = window.start + window.seconds
+    pairs = zip(window.rolled.moments, window.rolled.counts, strict=True)
+    return sum(count for moment, count in pairs if window.start <= moment < end)

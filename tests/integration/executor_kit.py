@@ -1,0 +1,148 @@
+"""Executors as their users start them, forked from a nursery that a test file shares."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from pipeline.command.nursery import Forked, Nursery
+from schemas.arrays import pack_tokens
+from schemas.prompts import Sampling
+from schemas.slack import SlackHeartbeat
+from schemas.turns import PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, held_hash
+from tests.brokers import flags
+from tests.integration.policies import new_policy, save_policy, tensors_of
+from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
+from topics.reader import Reader
+from topics.records import Envelope
+from topics.settings import BusSettings
+from topics.writer import Writer
+from workers.weights.config import DEFAULT_RUN
+from workers.weights.manifests import signed
+from workers.weights.publish import WeightPublisher
+
+SLOT = 1
+WAIT_SECONDS = 120.0
+"""What has not come by then has been lost."""
+
+
+class Process(Protocol):
+    """What runs the executor."""
+
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+        ...
+
+
+@dataclass
+class Router:
+    """The executor's other side: publishes versions, dispatches turns, hears results and heartbeats."""
+
+    settings: BusSettings
+    executor: "Process | None" = None
+    """Whose end is the end of waiting."""
+
+    def __post_init__(self) -> None:
+        self.writer = Writer(self.settings, "test")
+        self.publisher = WeightPublisher(self.settings, "policy")
+        self.reader = Reader(self.settings, "test", group="test")
+        self.reader.assign({(HEARTBEATS, 0): 0, (COMPLETED, 0): 0, (COMPLETED, 1): 0})
+        self.beats: list[SlackHeartbeat] = []
+        self.results: list[TurnResult] = []
+
+    def publish(self, model: Any, version: int, *, digest: bytes | None = None) -> None:
+        self.publish_tensors(tensors_of(model), version, digest=digest)
+
+    def publish_tensors(self, tensors: Mapping[str, Any], version: int, *, digest: bytes | None = None) -> None:
+        snapshot = self.publisher.snapshot(tensors.items())
+        manifest = self.publisher.put(snapshot, version, step=version, published_at=time.time())
+        if digest is not None:
+            manifest = msgspec.structs.replace(manifest, digest=digest)
+            self.publisher = WeightPublisher(self.settings, "policy")  # the next one builds on nothing that was forged
+        signed(manifest, None).write(self.writer)
+        self.writer.flush()
+
+    def dispatch(
+        self,
+        name: str,
+        context: list[int],
+        *,
+        incarnation: int | None = None,
+        max_tokens: int = 8,
+        claim: int = 0,
+        stop: tuple[int, ...] = (0,),
+    ) -> TurnKey:
+        request = TurnRequest(
+            trajectory_id=name,
+            group_id="g",
+            home=1,
+            turn=0,
+            context=pack_tokens(context),
+            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=stop),
+            requested_at=time.time(),
+            patience_seconds=600.0,
+        )
+        record = TurnDispatch(
+            request=request,
+            worker="executor-1",
+            slot=SLOT,
+            incarnation=self.beats[-1].incarnation if incarnation is None else incarnation,
+            claim=claim,
+            dispatched_at=time.time(),
+            cost=PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0),
+        )
+        self.writer.write(DISPATCHED, record, key=name, partition=SLOT)
+        self.writer.flush()
+        return request.key
+
+    def lists(self, key: TurnKey) -> bool:
+        """Whether the newest heartbeat says that it holds the turn."""
+        execution = held_hash(key).to_bytes(8, "little")
+        holds = self.beats[-1].holds
+        return execution in {holds[at : at + 8] for at in range(0, len(holds), 8)}
+
+    def until(self, met: Callable[[], bool]) -> None:
+        """Listen until it is so."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not met():
+            assert self.executor is None or self.executor.poll() is None, "the executor has ended"
+            assert time.monotonic() < deadline, (self.beats[-1:], self.results[-1:])
+            for item in self.reader.read(100, 0.5):
+                assert isinstance(item, Envelope)
+                if isinstance(item.record, SlackHeartbeat):
+                    self.beats.append(item.record)
+                elif isinstance(item.record, TurnResult):
+                    assert item.partition == item.record.home == 1
+                    self.results.append(item.record)
+
+    def serves(self, version: int) -> bool:
+        return bool(self.beats) and self.beats[-1].policy_version == version
+
+    def result(self, name: str) -> TurnResult:
+        self.until(lambda: any(result.trajectory_id == name for result in self.results))
+        return next(result for result in self.results if result.trajectory_id == name)
+
+
+def start_executor(
+    nursery: Nursery, settings: BusSettings, folder: Path, *, slot: int, most_tokens: int, kv_cache_bytes: int
+) -> Forked:
+    """`rose executor`, with a policy of its own, and its log, in the folder; `most_tokens` of one turn."""
+    wanted = {
+        "run.name": DEFAULT_RUN,
+        "model.folder": save_policy(folder / f"model-{slot}", new_policy(0, tied=True)),
+        "executor.max_model_len": most_tokens,
+        "environment.max_context_tokens": most_tokens,
+        "executor.kv_cache_bytes": kv_cache_bytes,
+    }
+    said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
+    arguments = ("executor", f"--slot={slot}", *flags(settings), *said)
+    return nursery.start(arguments, name=f"executor-{slot}", log=folder / f"executor-{slot}.log")
+
+
+def engine_of(executor: Forked) -> int:
+    """The process that its engine lives in."""
+    (child,) = Path(f"/proc/{executor.pid}/task/{executor.pid}/children").read_text().split()
+    return int(child)

@@ -1,0 +1,77 @@
+"""A scheduler for a serving engine, that notes at each step what the process looks like to it."""
+
+import gc
+import hashlib
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.integration.lender_kit import NOTES
+from workers.lender.vllm.apart import NAMES
+
+
+class Witness(Scheduler):  # type: ignore[misc]
+    """Stands in a server by `--scheduler-cls`; a note: when, whether a guest is being built, a digest of what is seen.
+
+    What is seen for the first time is in the note itself.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._notes = Path(os.environ[NOTES]).open("w", buffering=1)  # noqa: SIM115
+        self._known: set[str] = set()
+        self._log_levels = {name: logging.getLogger(name).level for name in logging.root.manager.loggerDict}
+        self.note("start")
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self.note("step")
+        return super().schedule(throttle_prefills)
+
+    def note(self, when: str) -> None:
+        state = self._state()
+        digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
+        building = any(thread.name == "rose-guest-build" for thread in threading.enumerate())
+        note: dict[str, Any] = {"when": when, "building": building, "seen": digest}
+        if digest not in self._known:
+            self._known.add(digest)
+            note["state"] = state
+        self._notes.write(json.dumps(note) + "\n")
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "environment": dict(os.environ),
+            "default dtype": str(torch.get_default_dtype()),
+            "threads": torch.get_num_threads(),
+            "gradients": torch.is_grad_enabled(),
+            "names": [id(getattr(module, name)) for module, name in NAMES],
+            "generators": [
+                hashlib.sha256(state).hexdigest()[:16]
+                for state in (
+                    repr(random.getstate()).encode(),
+                    np.random.get_state()[1].tobytes(),  # type: ignore[index]
+                    torch.get_rng_state().numpy().tobytes(),
+                )
+            ],
+            "log levels": {name: logging.getLogger(name).level for name in self._log_levels},
+            "root log level": logging.getLogger().level,
+            "root hash": getattr(kv_cache_utils, "NONE_HASH", b"").hex(),
+            "warnings": len(warnings.filters),
+            "signals": [repr(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)],
+            "garbage": [*gc.get_threshold(), gc.isenabled()],
+            "switching": sys.getswitchinterval(),
+            "folder": str(Path.cwd()),
+            "profile": sys.getprofile() is None,
+        }

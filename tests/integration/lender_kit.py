@@ -1,0 +1,227 @@
+"""A vLLM server in whose engine process a guest may run, and the process beside it, played by the test."""
+
+import http.client
+import json
+import os
+import select
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import psutil
+
+from schemas.arrays import pack_tokens
+from schemas.prompts import Sampling
+from workers.executor.line import Line
+from workers.executor.words import REPORTS, Done, Order, Outbox, Report, Take, Tick
+from workers.lender.config import LendConfig
+from workers.lender.link import knock
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "workers/models/calculator"
+VOCABULARY = 99
+NOTES = "LEND_WITNESS"
+"""The environment variable that names the witness's file of notes: one JSON object a line."""
+
+WAIT_SECONDS = 120.0
+"""What has not come by then has been lost."""
+
+SERVING = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with `uni`: the model computes in the engine-core process, as on a GPU
+    "VLLM_LOGGING_LEVEL": "INFO",  # an engine of the test's own process has set another
+    "OMP_NUM_THREADS": "1",
+}
+
+Wanted = TypeVar("Wanted", bound=Report)
+
+
+@dataclass
+class Server:
+    """One, with what it was given."""
+
+    process: "subprocess.Popen[bytes]"
+    port: int
+    config: LendConfig
+    log: Path
+    notes: Path
+
+    @property
+    def core(self) -> psutil.Process:
+        """The engine-core process."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child for child in children if child.name().startswith("VLLM::Engin"))
+
+    def said(self, text: str) -> bool:
+        return text in self.log.read_text()
+
+    def noted(self) -> list[dict[str, Any]]:
+        """What the witness saw, step by step."""
+        return [json.loads(line) for line in self.notes.read_text().splitlines()]
+
+    def complete(self, prompt: Sequence[int], tokens: int = 16) -> "Answer":
+        """One greedy, streamed completion."""
+        body = {
+            "model": "serving",
+            "prompt": list(prompt),
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_SECONDS)
+        began = time.perf_counter()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        answer = Answer()
+        for line in response:
+            if line.startswith(b"data: {"):
+                answer.at.append(time.perf_counter() - began)
+                answer.text += json.loads(line[6:])["choices"][0]["text"]
+        connection.close()
+        return answer
+
+
+@dataclass
+class Answer:
+    text: str = ""
+    at: list[float] = field(default_factory=list)
+    """Seconds after the request, of each piece of the text."""
+
+    @property
+    def first_token(self) -> float:
+        return self.at[0]
+
+    @property
+    def between_tokens(self) -> float:
+        return statistics.mean(b - a for a, b in zip(self.at, self.at[1:], strict=False))
+
+
+class Beside:
+    """The process beside: knocks, orders turns, hears reports."""
+
+    def __init__(self, config: LendConfig) -> None:
+        wait_for(lambda: Path(config.socket).is_socket())
+        self.end = knock(Path(config.socket))
+        self.orders = Line(self.end.wires.orders)
+        self.reports = Line(self.end.wires.reports)
+        self.heard: list[Report] = []
+
+    def order(self, word: Order) -> None:
+        Outbox(self.orders).say(word)
+        self.end.wires.ring()
+
+    @property
+    def ended(self) -> bool:
+        return bool(select.select([self.end.connection], [], [], 0)[0])
+
+    def take(self, name: str, context: Sequence[int], sampling: Sampling, version: int = -1) -> None:
+        self.order(Take(name, pack_tokens(context), sampling, version))
+
+    def hear(self, kind: type[Wanted], count: int = 1) -> list[Wanted]:
+        """Wait until that many reports of a kind have come since the last `forget`."""
+        wait_for(lambda: len(self._of(kind)) >= count)
+        return self._of(kind)
+
+    def done(self, count: int) -> dict[str, Done]:
+        return {turn.name: turn for turn in self.hear(Done, count)}
+
+    def forget(self) -> None:
+        self._read()
+        self.heard.clear()
+
+    def silent_for(self) -> float:
+        """Seconds until the next report of how the engine stands."""
+        self.forget()
+        began = time.monotonic()
+        self.hear(Tick)
+        return time.monotonic() - began
+
+    def _of(self, kind: type[Wanted]) -> list[Wanted]:
+        self._read()
+        return [report for report in self.heard if isinstance(report, kind)]
+
+    def _read(self) -> None:
+        self.heard += [REPORTS.decode(message) for message in self.reports.read()]
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def server_flags(port: int) -> list[str]:
+    """vLLM's, of a small server on a CPU."""
+    where = ["--served-model-name", "serving", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    memory = ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(32 << 20), "--seed", "0"]
+    sizes = ["--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "512"]
+    return [*where, *memory, *sizes, "--distributed-executor-backend", "uni", "--no-async-scheduling"]
+
+
+@contextmanager
+def lending_server(folder: Path, *flags: str, lends: bool = True) -> Iterator[Server]:
+    """With the shipped policy as serving's model and as the guest's."""
+    config = LendConfig(
+        model_folder=str(MODEL),
+        socket=str(folder / "lend.sock"),
+        dtype="bfloat16",
+        max_turns=8,
+        max_model_len=256,
+        kv_cache_bytes=8 << 20,
+        step_tokens=64,
+    )
+    (folder / "lend.json").write_bytes(msgspec.json.encode(config))
+    port = free_port()
+    environment = os.environ | SERVING | {NOTES: str(folder / "notes.jsonl")}
+    environment.pop("ROSE_LEND", None)
+    if lends:
+        environment["ROSE_LEND"] = str(folder / "lend.json")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
+    command += [*server_flags(port), *flags]
+    log = folder / "server.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+    server = Server(process, port, config, log, folder / "notes.jsonl")
+    try:
+        wait_for(lambda: healthy(port) or process.poll() is not None, 2 * WAIT_SECONDS)
+        assert process.poll() is None, log.read_text()[-4000:]
+        yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+            process.wait()
+
+
+def healthy(port: int) -> bool:
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False

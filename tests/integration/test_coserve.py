@@ -1,0 +1,103 @@
+"""A short window of the co-serving benchmark against vLLM's own server."""
+
+import random
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from bench.coserving.arms import PRIORITIES, Arm, Requesters
+from bench.coserving.pace import first_guess, unloaded
+from bench.coserving.requests import Shape, Slice, compress
+from bench.coserving.server import VOCABULARY, Server, make_model, serve
+from bench.coserving.traces import BLOCK_TOKENS, Arrival
+from bench.coserving.windows import Budgets, Window, figures, guest_tokens, run_window
+
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ANY = float("inf")
+"""However late: the machine may be busy with other tests."""
+
+BUDGETS = Budgets(ttft=ANY, tpot=ANY)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One that knows priorities can host every arm."""
+    folder = tmp_path_factory.mktemp("coserve")
+    with serve(PRIORITIES, make_model(folder / "model"), folder / "server.log") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def work() -> Slice:
+    """Thirty requests in two seconds: ten conversations of three turns, each turn longer than the one before."""
+    draw = random.Random(0)
+    moments = sorted(draw.uniform(0, 2) for _ in range(30))
+    arrivals = [
+        Arrival(
+            at=at,
+            prompt_tokens=BLOCK_TOKENS * (turn + 1),
+            output_tokens=draw.randint(1, 8),
+            blocks=tuple(100 * talk + block for block in range(turn + 1)),
+        )
+        for at, (turn, talk) in zip(moments, ((turn, talk) for turn in range(3) for talk in range(10)), strict=True)
+    ]
+    return compress(arrivals, Shape(prompt_divisor=8, output_divisor=1, longest=512, vocabulary=VOCABULARY))
+
+
+def well(window: Window, work: Slice) -> None:
+    """Every request was answered whole, in the order of things."""
+    assert window.thrown == ""
+    assert [answer.error for answer in window.answers] == [""] * len(work.requests)
+    assert [answer.due - window.start for answer in window.answers] == pytest.approx([r.at for r in work.requests])
+    for answer, request in zip(window.answers, work.requests, strict=True):
+        assert answer.tokens == sum(answer.counts) == request.tokens
+        assert answer.due <= answer.sent < answer.moments[0] <= answer.moments[-1]
+        assert answer.moments == sorted(answer.moments)
+        assert 0 < answer.engine_seconds < answer.moments[-1] - answer.sent
+
+
+def test_serving_alone_is_told_alike_by_clients_and_server(server: Server, work: Slice) -> None:
+    hits = []
+    for number in range(2):
+        window = run_window(Arm("alone"), server, work, number=number, most_late=ANY)
+        well(window, work)
+        cached = sum(answer.cached_tokens for answer in window.answers)
+        assert cached == window.server["vllm:prefix_cache_hits"] > 0
+        assert sum(answer.prompt_tokens for answer in window.answers) == window.server["vllm:prompt_tokens"]
+        found = figures(window, BUDGETS)
+        assert 0 < found["busy"] <= 1
+        assert found["ttft_attainment"] == 1.0
+        assert found["guest_tokens_per_second"] == 0
+        hits.append(found["prefix_hit_rate"])
+    assert max(hits) < 0.7, "a window finds nothing in the cache that another left"
+
+
+def test_rollouts_beside_serving_are_counted_apart(server: Server, work: Slice) -> None:
+    window = run_window(Arm("priority", guests=Requesters(8, priority=10)), server, work, number=0, most_late=ANY)
+    well(window, work)
+    assert 0 < guest_tokens(window) < sum(window.rolled.counts)
+    assert window.server["vllm:generation_tokens"] > sum(answer.tokens for answer in window.answers)
+
+
+def test_rollouts_alone_have_a_window_without_users(server: Server, work: Slice) -> None:
+    window = run_window(Arm("rollouts", users=False, guests=Requesters(8)), server, work, number=0, most_late=ANY)
+    assert window.thrown == ""
+    assert not window.answers
+    assert guest_tokens(window) > 0
+
+
+def test_a_rollout_that_is_refused_is_told(server: Server, work: Slice) -> None:
+    with Requesters(1, priority=2**70).beside(server) as rolled:
+        time.sleep(1)
+    assert rolled.errors
+    assert rolled.errors[0].startswith("status 400")
+
+
+def test_the_first_guess_of_a_pace_comes_from_requests_one_by_one(server: Server, work: Slice) -> None:
+    answers = unloaded(server, work)
+    assert not any(answer.error for answer in answers)
+    assert all(later.sent >= one.moments[-1] for one, later in pairwise(answers))
+    assert first_guess(answers, work) > 0

@@ -1,0 +1,149 @@
+"""An executor that stops in the midst of turns hands them back, and another ends them: a router and two engines."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.command.nursery import Forked, Nursery
+from schemas.arrays import count, pack_tokens, unpack_logprobs, unpack_tokens
+from schemas.prompts import Sampling
+from schemas.slack import ExecutorState, SlackHeartbeat
+from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from tests.brokers import AnyBroker
+from tests.integration.executor_kit import start_executor
+from tests.integration.policies import new_policy, tensors_of
+from tests.integration.router_kit import router_process
+from topics.admin import create_topics
+from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions
+from topics.reader import Reader
+from topics.records import Envelope
+from topics.settings import BusSettings
+from topics.writer import Writer
+from workers.weights.manifests import signed
+from workers.weights.publish import WeightPublisher
+
+pytestmark = pytest.mark.slow
+
+WAIT_SECONDS = 240.0
+TURNS, CONTEXT_TOKENS, MOST_TOKENS = 4, 40, 600
+
+
+@contextmanager
+def executor(nursery: Nursery, settings: BusSettings, folder: Path, slot: int) -> Iterator[Forked]:
+    executor = start_executor(nursery, settings, folder, slot=slot, most_tokens=1024, kv_cache_bytes=32 << 20)
+    try:
+        yield executor
+    finally:
+        executor.send_signal(signal.SIGKILL)
+        executor.wait()
+
+
+class Log:
+    """What the topics hold, as far as it was read, and the environment worker's side of it."""
+
+    def __init__(self, settings: BusSettings) -> None:
+        self.writer = Writer(settings, "test")
+        self.reader = Reader(settings, "test", group="test")
+        self.reader.assign({(COMPLETED, 0): 0, (HEARTBEATS, 0): 0, (DISPATCHED, 0): 0, (DISPATCHED, 1): 0})
+        self.results: list[TurnResult] = []
+        self.dispatches: list[TurnDispatch] = []
+        self.beats: dict[int, SlackHeartbeat] = {}
+        """The newest, by slot."""
+
+    def of(self, outcome: TurnOutcome) -> dict[str, TurnResult]:
+        """By trajectory; there is one of each."""
+        found = [each for each in self.results if each.outcome is outcome]
+        assert len({each.trajectory_id for each in found}) == len(found)
+        return {each.trajectory_id: each for each in found}
+
+    def until(self, met: Callable[[], bool]) -> None:
+        """Read on until it is so."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not met():
+            assert time.monotonic() < deadline, (self.beats, len(self.results), len(self.dispatches))
+            for item in self.reader.read(100, 0.1):
+                match item.record if isinstance(item, Envelope) else None:
+                    case TurnResult() as result:
+                        self.results.append(result)
+                    case TurnDispatch() as dispatch:
+                        self.dispatches.append(dispatch)
+                    case SlackHeartbeat() as beat:
+                        self.beats[beat.slot] = beat
+
+    def ready(self) -> bool:
+        return [self.beats[slot].state for slot in sorted(self.beats)] == [ExecutorState.READY] * 2
+
+    def ask(self, group: str) -> None:
+        """One turn in each of TURNS groups; what is drawn depends on the number of the group alone."""
+        for number in range(TURNS):
+            request = TurnRequest(
+                trajectory_id=f"{group}{number}:0",
+                group_id=f"{group}{number}",
+                home=0,
+                turn=0,
+                context=pack_tokens([1 + (number + place) % 40 for place in range(CONTEXT_TOKENS)]),
+                sampling=Sampling(max_tokens=MOST_TOKENS, seed=number),
+                requested_at=time.time(),
+                patience_seconds=600.0,
+            )
+            self.writer.write(REQUESTED, request, key=request.trajectory_id, partition=0)
+        self.writer.flush()
+
+
+@pytest.mark.timeout(900)  # vLLM starts twice
+def test_turns_of_an_executor_that_stops_end_on_another_as_if_nobody_had_stopped(
+    broker: AnyBroker, namespace: str, nursery: Nursery, tmp_path: Path
+) -> None:
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=1, slots=2, samples=1, chunks=2))
+    model = new_policy(0, tied=True)
+    log = Log(settings)
+    publisher = WeightPublisher(settings, "policy")
+    manifest = publisher.put(publisher.snapshot(tensors_of(model).items()), 0, step=0, published_at=time.time())
+    signed(manifest, None).write(log.writer)
+    log.writer.flush()
+    with (
+        executor(nursery, settings, tmp_path, 0) as first,
+        executor(nursery, settings, tmp_path, 1) as second,
+        router_process(settings),
+    ):
+        log.until(log.ready)
+        log.ask("whole")
+        log.until(lambda: len(log.of(TurnOutcome.COMPLETED)) == TURNS)
+        log.until(lambda: not any(beat.holds for beat in log.beats.values()))
+        log.ask("broken")
+        log.until(lambda: any(beat.holds for beat in log.beats.values()))
+        slot = next(slot for slot, beat in log.beats.items() if beat.holds)
+        stopping = (first, second)[slot]
+        stopping.send_signal(signal.SIGTERM)
+        log.until(lambda: len(log.of(TurnOutcome.COMPLETED)) == 2 * TURNS)
+        assert stopping.wait(WAIT_SECONDS) == 0
+    check(log, f"executor-{slot}", f"executor-{1 - slot}")
+
+
+def check(log: Log, stopped: str, other: str) -> None:
+    """What lies on the log: one COMPLETED result for each turn, and nothing sampled twice."""
+    done, parts = log.of(TurnOutcome.COMPLETED), log.of(TurnOutcome.PREEMPTED)
+    begun = [name for name, part in parts.items() if part.tokens]
+    assert begun, "the executor stopped between the turns"
+    for number in range(TURNS):
+        whole, broken = done[f"whole{number}:0"], done[f"broken{number}:0"]
+        assert broken.tokens == whole.tokens and count(whole.tokens) == MOST_TOKENS
+        assert np.abs(unpack_logprobs(broken.logprobs) - unpack_logprobs(whole.logprobs)).max() < 1e-4
+        assert broken.spans == (VersionSpan(0, MOST_TOKENS, 0),)
+    assert not any(each.failures for each in log.dispatches)
+    for name in begun:
+        part, end = parts[name], done[name]
+        assert (part.worker, end.worker, end.attempt) == (stopped, other, 1)
+        assert 0 < count(part.tokens) < MOST_TOKENS
+        first, second = [each for each in log.dispatches if each.request.trajectory_id == name]
+        assert (first.begun, second.begun) == (None, part.part)
+        assert end.context_tokens == CONTEXT_TOKENS + count(part.tokens), "the rest alone was sampled"
+        assert unpack_tokens(end.tokens)[: count(part.tokens)] == unpack_tokens(part.tokens)
+        assert end.device_seconds["dedicated"] > part.device_seconds["dedicated"] > 0
+    assert {each.request.attempt for each in log.dispatches if each.request.trajectory_id not in parts} == {0}

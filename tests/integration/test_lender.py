@@ -1,0 +1,343 @@
+"""A guest in a real vLLM server: what it computes, and what serving sees of it, which is nothing.
+
+All tests share one server, in which the model computes in the engine-core process, as it does on a GPU. They run in
+the order in which they stand here.
+"""
+
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from vllm.v1.engine.core import EngineCoreProc
+
+from schemas.arrays import pack_logprobs, pack_tokens
+from schemas.prompts import Sampling
+from tests.integration.lender_kit import (
+    MODEL,
+    VOCABULARY,
+    WAIT_SECONDS,
+    Answer,
+    Beside,
+    Server,
+    lending_server,
+    wait_for,
+)
+from workers.executor.slabs import lay
+from workers.executor.vllm.engine import Engine
+from workers.executor.words import Gone, Prepare, Prepared, Refused, Serve, Serving, Tick
+from workers.lender.vllm import touched
+from workers.lender.vllm.guest import engine_of
+from workers.lender.vllm.refusals import why_not
+
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
+
+PROMPTS = [[3 + (7 * prompt + place) % (VOCABULARY - 3) for place in range(10 + prompt)] for prompt in range(6)]
+SHORT = ([3, 4, 5], Sampling(max_tokens=4, temperature=0.0))
+"""A first turn so short that torch asks the kernel for no AMX tiles, which vLLM's bfloat16 attention then uses."""
+
+TURNS = [
+    SHORT,
+    *((prompt * 4, Sampling(max_tokens=12, temperature=0.0)) for prompt in PROMPTS[:3]),
+    (PROMPTS[5], Sampling(max_tokens=12, seed=7)),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    witness = ("--scheduler-cls", "tests.integration.lend_witness.Witness")
+    with lending_server(tmp_path_factory.mktemp("lend"), *witness) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alone(server: Server) -> list[Answer]:
+    """Serving's answers before anybody has knocked; the first of each warms up."""
+    for prompt in PROMPTS:
+        server.complete(prompt)
+    return [server.complete(prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def beside(server: Server, alone: list[Answer]) -> Beside:
+    return Beside(server.config)
+
+
+@pytest.fixture(scope="module")
+def standalone(server: Server) -> Iterator[Engine]:
+    """The same engine as the guest, with no host."""
+    engine = engine_of(server.config)
+    yield engine
+    engine.close()
+
+
+@contextmanager
+def traffic(server: Server, pause_seconds: float = 0.05) -> Iterator[list[tuple[int, Answer]]]:
+    """Requests one after another, meanwhile: which prompt, and what was answered."""
+    answers: list[tuple[int, Answer]] = []
+    stop = threading.Event()
+    troubles: list[BaseException] = []
+
+    def ask() -> None:
+        number = 0
+        try:
+            while not stop.wait(pause_seconds):
+                answers.append((number % len(PROMPTS), server.complete(PROMPTS[number % len(PROMPTS)])))
+                number += 1
+        except BaseException as trouble:
+            troubles.append(trouble)
+            raise
+
+    client = threading.Thread(target=ask)
+    client.start()
+    try:
+        yield answers
+    finally:
+        stop.set()
+        client.join()
+    assert not troubles
+
+
+def same(answers: Sequence[tuple[int, Answer]], alone: Sequence[Answer]) -> bool:
+    return all(answer.text == alone[prompt].text for prompt, answer in answers)
+
+
+def run_guest(beside: Beside, version: int = -1) -> list[tuple[bytes, bytes]]:
+    """TURNS one after another: tokens and logprobs."""
+    made = []
+    for number, (context, sampling) in enumerate(TURNS):
+        beside.forget()
+        beside.take(f"turn {number}", context, sampling, version)
+        done = beside.done(1)[f"turn {number}"]
+        made.append((done.tokens, done.logprobs))
+    return made
+
+
+def run_standalone(engine: Engine) -> list[tuple[bytes, bytes]]:
+    made = []
+    for number, (context, sampling) in enumerate(TURNS):
+        engine.add(str(number), context, sampling, policy_version=engine.version)
+        finished = []
+        while len(engine):
+            finished += engine.step().finished
+        made.append((pack_tokens(finished[0].tokens), pack_logprobs(finished[0].logprobs)))
+    return made
+
+
+def test_serving_answers_the_same_while_a_guest_is_built_and_runs(
+    server: Server, alone: list[Answer], beside: Beside
+) -> None:
+    with traffic(server) as answers:
+        run_guest(beside)
+        built = len(answers)
+        deadline = time.monotonic() + 5.0
+        while time.monotonic() < deadline:
+            beside.forget()
+            for number, (context, sampling) in enumerate(TURNS):
+                beside.take(f"more {number}", context, replace_tokens(sampling, 100), -1)
+            beside.done(len(TURNS))
+    assert len(answers) > built > 0
+    assert same(answers, alone)
+    tell("alone", alone)
+    tell("beside a guest, strict", [answer for _, answer in answers[built:]])
+    print(*(line for line in server.log.read_text().splitlines() if "the guest is built" in line), file=sys.__stderr__)
+
+
+def replace_tokens(sampling: Sampling, tokens: int) -> Sampling:
+    return Sampling(max_tokens=tokens, temperature=sampling.temperature, seed=sampling.seed)
+
+
+def tell(what: str, answers: Sequence[Answer]) -> None:
+    """A direction, not a measurement: one client, one window."""
+    first, between = ([1000 * value for value in values] for values in zip(*map(times, answers), strict=True))
+    print(
+        f"{what}: {len(answers)} requests, TTFT p50 {statistics.median(first):.1f} max {max(first):.1f} ms, "
+        f"between tokens p50 {statistics.median(between):.1f} max {max(between):.1f} ms",
+        file=sys.__stderr__,
+    )
+
+
+def times(answer: Answer) -> tuple[float, float]:
+    return answer.first_token, answer.between_tokens
+
+
+def test_the_process_looked_the_same_to_every_step_of_serving(server: Server, alone: list[Answer]) -> None:
+    start, *steps = server.noted()
+    states = [note["state"] for note in steps if "state" in note]
+    differences = [
+        (name, before, after)
+        for name in states[0]
+        for before, after in [(states[0][name], state[name]) for state in states[1:]]
+        if before != after
+    ]
+    assert differences == []
+    assert any(note["building"] for note in steps), "no step of serving fell into the building of the guest"
+    assert any(not note["building"] for note in steps[-20:])
+    changed = {name for name in start["state"] if start["state"][name] != states[0][name]}
+    assert changed <= {"environment", "root hash", "garbage"}, "the plugin changed the process when it was attached"
+    before, after = start["state"]["environment"], states[0]["environment"]
+    names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert names <= {"VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME"}, "vLLM names it, after the scheduler is made"
+
+
+def test_the_guest_computes_what_an_engine_of_its_own_does(server: Server, beside: Beside, standalone: Engine) -> None:
+    with traffic(server):
+        made = run_guest(beside)
+    assert made == run_standalone(standalone)
+
+
+def test_a_turn_that_the_engine_cannot_run_is_refused(beside: Beside) -> None:
+    beside.forget()
+    beside.take("unknown token", [VOCABULARY + 1], Sampling(max_tokens=2))
+    assert "vocabulary" in beside.hear(Refused)[0].reason
+
+
+def test_a_version_is_prepared_in_pieces_and_served_from_one_step_on(
+    server: Server, alone: list[Answer], beside: Beside, standalone: Engine
+) -> None:
+    torch.manual_seed(5)
+    version = {
+        name: tensor + 0.05 * torch.randn_like(tensor)
+        for name, tensor in load_file(MODEL / "model.safetensors").items()
+    }
+    layout = lay(beside.end.wires.slabs[1], version)
+    before = run_guest(beside)
+    beside.forget()
+    with traffic(server) as answers:
+        beside.order(Prepare(1, 1, layout))
+        beside.hear(Prepared)
+        assert run_guest(beside) == before, "the old version serves on"
+        beside.forget()
+        beside.order(Serve(1))
+        assert beside.hear(Serving)[0].version == 1
+        made = run_guest(beside, version=1)
+    standalone.swap(1, version.items())
+    assert made == run_standalone(standalone) != before
+    assert same(answers, alone)
+
+
+def test_an_idle_guest_is_heard_and_takes_no_time(server: Server, beside: Beside) -> None:
+    assert beside.silent_for() < 1.0
+    core, began = server.core, time.monotonic()
+    before = core.cpu_times()
+    time.sleep(3.0)
+    after = core.cpu_times()
+    used = (after.user + after.system - before.user - before.system) / (time.monotonic() - began)
+    assert used < 0.2
+    beside.forget()
+    assert beside.silent_for() < 1.0
+
+
+def test_the_process_beside_comes_back_to_the_guest_that_it_left(server: Server, beside: Beside) -> None:
+    for number in range(20):
+        beside.take(f"left {number}", PROMPTS[0], Sampling(max_tokens=200), 1)
+    beside.end.close()
+    other = Beside(server.config)
+    beside.end, beside.orders, beside.reports, beside.heard = other.end, other.orders, other.reports, other.heard
+    assert beside.hear(Tick)[0].version == 1
+    wait_for(lambda: beside.hear(Tick)[-1].running == 0 or beside.forget() is not None)  # type: ignore[func-returns-value]
+    first = run_guest(beside, version=1)
+    assert first == run_guest(beside, version=1)
+    assert server.log.read_text().count("the guest is built") == 1
+
+
+def test_a_guest_that_fails_is_dropped_told_and_built_again(
+    server: Server, alone: list[Answer], beside: Beside
+) -> None:
+    threads = server.core.num_threads()
+    with traffic(server) as answers:
+        for _ in range(3):
+            beside.forget()
+            beside.orders.write(b"\xc1 is no word")
+            beside.end.wires.ring()
+            assert "DecodeError" in beside.hear(Gone)[0].reason
+            beside.forget()
+            beside.hear(Tick)
+            run_guest(beside)
+    assert same(answers, alone)
+    assert server.core.num_threads() <= threads + 1
+    assert server.log.read_text().count("the guest is dropped, serving goes on") == 3
+
+
+def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
+    parallel = SimpleNamespace(
+        data_parallel_size=1,
+        world_size=1,
+        distributed_executor_backend="uni",
+        enable_fault_tolerance=False,
+        enable_elastic_ep=False,
+    )
+    model = SimpleNamespace(
+        enable_sleep_mode=False, runner_type="generate", is_multimodal_model=False, is_diffusion=False
+    )
+    config = SimpleNamespace(
+        parallel_config=parallel,
+        model_config=model,
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        speculative_config=None,
+        kv_transfer_config=None,
+        ec_transfer_config=None,
+        weight_transfer_config=None,
+        lora_config=None,
+    )
+    core: Any = object.__new__(EngineCoreProc)
+    core.vllm_config = config
+    assert why_not(core) == ""
+    for place, name, value, said in [
+        (config, "speculative_config", object(), "speculative decoding"),
+        (config, "kv_transfer_config", object(), "prefill and decode apart"),
+        (config.scheduler_config, "async_scheduling", True, "--no-async-scheduling"),
+        (parallel, "world_size", 2, "tensor"),
+        (parallel, "distributed_executor_backend", "ray", "ray"),
+        (model, "enable_sleep_mode", True, "sleep mode"),
+    ]:
+        usual = getattr(place, name)
+        setattr(place, name, value)
+        assert said in why_not(core)
+        setattr(place, name, usual)
+
+
+def test_nothing_that_the_lender_touches_has_moved() -> None:
+    """Fails where another vLLM is installed: read there what has become of it, mend the lender, then the table."""
+    assert touched.moved() == ""
+
+
+@pytest.mark.parametrize("part", touched.TOUCHED, ids=lambda part: f"{part.module}.{part.name}")
+def test_a_part_of_vllm_that_moved_is_named(part: touched.Touched, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = replace(part, name=part.name + "_gone")
+    monkeypatch.setattr(touched, "TOUCHED", (gone,))
+    assert part.name in touched.moved()
+    if part.digest:
+        monkeypatch.setattr(touched, "TOUCHED", (replace(part, digest="another"),))
+        assert "has another" in touched.moved()
+
+
+def test_another_minor_version_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(touched, "__version_tuple__", (0, 33, 0))
+    assert "0.33" in touched.moved()
+
+
+def test_the_servers_log_holds_no_error_of_its_own(server: Server, beside: Beside) -> None:
+    errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
+    assert all("the guest is dropped" in line for line in errors), errors
+
+
+def test_a_guest_with_turns_in_it_holds_up_no_server_that_ends(server: Server, beside: Beside) -> None:
+    """The last test. How vLLM ends, with what lines in its log, is chance with and without a guest."""
+    for number in range(8):
+        beside.take(f"last {number}", PROMPTS[0], Sampling(max_tokens=200))
+    core = server.core
+    server.process.terminate()
+    server.process.wait(WAIT_SECONDS)
+    psutil.wait_procs([core], timeout=WAIT_SECONDS)
+    assert not core.is_running()
+    wait_for(lambda: beside.ended)

@@ -1,0 +1,47 @@
+"""Words between an executor's processes: none is lost or overtaken, however little room the line has."""
+
+import os
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.prompts import Sampling
+from schemas.turns import VersionSpan
+from workers.executor.line import Line, memory
+from workers.executor.slabs import Laid
+from workers.executor.words import ORDERS, REPORTS, Done, Outbox, Prepare, Serve, Serving, Take
+
+
+def test_every_word_is_read_as_it_was_said() -> None:
+    orders = [
+        Take("g:0/0/0", b"\x01\x00\x00\x00", Sampling(max_tokens=3, seed=7, stop_token_ids=(1, 2)), 4),
+        Prepare(5, 1, (Laid("w", "bfloat16", (2, 3), 64),)),
+        Serve(5),
+    ]
+    reports = [Done("g:0/0/0", b"", b"", "stop", (VersionSpan(0, 3, 4),), 1, 0, 1.0, 2.0, 3.0, 0.5), Serving(5, 0.25)]
+    descriptor = memory(1 << 12, "test")
+    outbox, line = Outbox(Line(descriptor)), Line(descriptor)
+    for word in (*orders, *reports):
+        outbox.say(word)
+    said = list(line.read())
+    assert [ORDERS.decode(each) for each in said[:3]] == orders
+    assert [REPORTS.decode(each) for each in said[3:]] == reports
+    os.close(descriptor)
+
+
+@given(st.lists(st.booleans(), max_size=200))
+def test_what_finds_no_room_is_sent_later_and_in_order(deeds: list[bool]) -> None:
+    """True: a word is said; False: the reader reads."""
+    descriptor = memory(40, "test")
+    outbox, line = Outbox(Line(descriptor)), Line(descriptor)
+    said, heard = 0, list[int]()
+    for deed in [*deeds, *[False] * len(deeds)]:
+        if deed:
+            outbox.say(Serve(said))
+            said += 1
+        else:
+            heard += [order.version for order in map(ORDERS.decode, line.read()) if isinstance(order, Serve)]
+            outbox.flush()
+    heard += [order.version for order in map(ORDERS.decode, line.read()) if isinstance(order, Serve)]
+    assert heard == list(range(said)) and not len(outbox)
+    os.close(descriptor)

@@ -1,0 +1,152 @@
+"""Who knocks at a server: taken in with what it brings, or sent away, and gone when its connection is."""
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from schemas.errors import UsageError
+from workers.executor.line import Line
+from workers.executor.wires import Wires
+from workers.lender.config import LendConfig, read_config
+from workers.lender.feeder import Feeder
+from workers.lender.link import PROTOCOL, End, Hello, knock, listen
+
+BEAT_SECONDS = 0.05
+WAIT_SECONDS = 30.0
+
+
+class Host:
+    """A loop that is woken."""
+
+    def __init__(self, path: Path) -> None:
+        self.woken = threading.Semaphore(0)
+        self.feeder = Feeder(path, self.woken.release, beat_seconds=BEAT_SECONDS, log=logging.getLogger("test"))
+
+    def wait(self) -> None:
+        assert self.woken.acquire(timeout=WAIT_SECONDS)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "lend.sock"
+
+
+@pytest.fixture
+def host(path: Path) -> Host:
+    return Host(path)
+
+
+@pytest.fixture
+def beside(host: Host, path: Path) -> Iterator[End]:
+    with closing(knock(path)) as end:
+        host.wait()
+        yield end
+
+
+def order(end: End, message: bytes) -> None:
+    Line(end.wires.orders).write(message)
+    end.wires.ring()
+
+
+def ended(end: End) -> bool:
+    """Whether the other end is gone."""
+    return bool(select.select([end.connection], [], [], 0)[0])
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_orders_and_reports_cross_the_link(host: Host, beside: End) -> None:
+    assert host.feeder.link is not None
+    order(beside, b"order")
+    Line(host.feeder.link.wires.reports).write(b"report")
+    assert list(Line(host.feeder.link.wires.orders).read()) == [b"order"]
+    assert list(Line(beside.wires.reports).read()) == [b"report"]
+    assert not ended(beside)
+
+
+def test_an_order_wakes_the_loop_only_while_it_sleeps_also_if_it_came_before(host: Host, beside: End) -> None:
+    order(beside, b"order")
+    assert not host.woken.acquire(timeout=4 * BEAT_SECONDS)
+    host.feeder.arm()
+    host.wait()
+    host.feeder.arm()
+    order(beside, b"another")
+    host.wait()
+
+
+def test_a_loop_that_sleeps_is_woken_for_its_heartbeat(host: Host, beside: End) -> None:
+    host.feeder.arm()
+    began = time.monotonic()
+    host.wait()
+    assert time.monotonic() - began > BEAT_SECONDS / 2
+
+
+def test_a_process_beside_that_ends_is_seen_and_another_may_come(host: Host, path: Path) -> None:
+    for _ in range(3):
+        end = knock(path)
+        until(lambda: host.feeder.link is not None)
+        end.close()
+        until(lambda: host.feeder.link is None)
+    assert len(host.feeder.ended) == 3
+
+
+def test_who_comes_last_has_the_link(host: Host, path: Path, beside: End) -> None:
+    first = host.feeder.link
+    with closing(knock(path)) as second:
+        until(lambda: host.feeder.link is not first and host.feeder.link is not None)
+        assert host.feeder.ended == [first]
+        first.close()  # type: ignore[union-attr]
+        until(lambda: ended(beside))
+        assert not ended(second)
+
+
+@pytest.mark.parametrize("wrong", ["protocol", "count", "unsealed"])
+def test_who_brings_something_else_is_sent_away(
+    host: Host, path: Path, wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
+        connection.connect(str(path))
+        wires = Wires.new()
+        if wrong == "unsealed":
+            wires = replace(wires, slab_1=os.memfd_create("a"))
+        hello = Hello(PROTOCOL + (wrong == "protocol"))
+        brought = wires.descriptors[: 4 if wrong == "count" else 5]
+        socket.send_fds(connection, [msgspec.msgpack.encode(hello)], brought)
+        connection.settimeout(WAIT_SECONDS)
+        assert connection.recv(1) == b""
+        wires.close()
+    assert host.feeder.link is None
+    until(lambda: "sent away" in caplog.text)
+    knock(path).close()
+
+
+def test_what_a_killed_server_left_is_replaced_and_only_its_user_may_knock(path: Path) -> None:
+    listen(path).close()
+    with closing(listen(path)):
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_configuration_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "lend.json"
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_config(file)
+    file.write_text('{"model_folder": "m", "socket": "s", "speed": 9}')
+    with pytest.raises(UsageError, match="speed"):
+        read_config(file)
+    file.write_bytes(msgspec.json.encode(LendConfig(model_folder="m", socket="s")))
+    assert read_config(file).socket == "s"

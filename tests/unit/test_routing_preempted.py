@@ -1,0 +1,173 @@
+"""A turn that its executor gives up goes on from what was generated, wherever that is read."""
+
+import msgspec
+import pytest
+
+from pipeline.routing.router import Router
+from schemas.arrays import pack_logprobs
+from schemas.slack import ExecutorState
+from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from schemas.wire import decode, encode
+from tests.unit.routing_steps import settle, step
+from tests.unit.routing_world import CONFIG, TTL_SECONDS, World, begun_tokens, dispatched, heartbeat, request, result
+
+
+def preempted(dispatch: TurnDispatch, tokens: int = 5) -> TurnResult:
+    return result(dispatch, TurnOutcome.PREEMPTED, tokens)
+
+
+def restored(requests: list[TurnRequest], dispatches: list[TurnDispatch], results: list[TurnResult]) -> TurnDispatch:
+    """What a router that read this back dispatches once another executor is heard."""
+    router = Router(CONFIG)
+    assert router.restore(requests, dispatches, results, lambda: 0.0) == []
+    (again,) = router.on(heartbeat(9), 0.1)
+    assert isinstance(again, TurnDispatch)
+    return again
+
+
+def test_each_dispatch_carries_all_that_was_generated_before_it() -> None:
+    world = World()
+    world.beat(0)
+    world.ask(request("g0:0", max_tokens=100))
+    for attempt in range(3):
+        dispatch = world.held["g0:0"]
+        assert (dispatch.request.attempt, begun_tokens(dispatch), dispatch.failures) == (attempt, 5 * attempt, 0)
+        assert decode(TurnDispatch, encode(dispatch)) == dispatch
+        world.reject(dispatch, TurnOutcome.PREEMPTED)
+        world.beat(attempt + 1)
+    settle(world)
+    assert world.ended == 1 and world.router.counters.finished == 1
+
+
+def test_the_executor_that_gave_it_up_is_believed_to_have_all_of_it_in_cache() -> None:
+    world = World()
+    world.beat(0)
+    world.beat(1)
+    world.ask(request("g0:0", context=200, max_tokens=100))
+    first = world.held["g0:0"]
+    world.reject(first, TurnOutcome.PREEMPTED)
+    assert world.held["g0:0"].worker != first.worker, "the other one has room at once"
+    world.reject(world.held["g0:0"], TurnOutcome.PREEMPTED)
+    for worker in (0, 1):
+        world.beat(worker)
+    again = world.held["g0:0"]
+    assert (again.cost.cached_tokens, begun_tokens(again)) == (209, 10), "the last token is computed in any case"
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        {"logprobs": b""},
+        {"spans": (VersionSpan(0, 4, 0),)},
+        {"logprobs": pack_logprobs([float("nan")] * 5)},
+        {"tokens": bytes(400), "logprobs": bytes(400), "spans": (VersionSpan(0, 100, 0),)},
+    ],
+    ids=["no logprobs", "short spans", "nan", "nothing left to sample"],
+)
+def test_what_nobody_can_go_on_from_is_sampled_anew(spoiled: dict[str, object]) -> None:
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    (sent,) = router.on(request("g0:0", max_tokens=100), 0.0)
+    assert isinstance(sent, TurnDispatch)
+    router.on(msgspec.structs.replace(preempted(sent), **spoiled), 0.1)
+    (again,) = router.on(heartbeat(0), 0.2)
+    assert isinstance(again, TurnDispatch) and again.begun is None and again.request.attempt == 1
+
+
+def test_a_later_part_that_is_shorter_takes_nothing_away() -> None:
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    (sent,) = router.on(request("g0:0", max_tokens=100), 0.0)
+    assert isinstance(sent, TurnDispatch)
+    router.on(preempted(sent, 40), 0.1)
+    (again,) = router.on(heartbeat(1), 0.2)
+    assert isinstance(again, TurnDispatch)
+    router.on(result(msgspec.structs.replace(again, begun=None), TurnOutcome.PREEMPTED, 7), 0.3)
+    (third,) = router.on(heartbeat(2), 0.4)
+    assert isinstance(third, TurnDispatch) and begun_tokens(third) == 40
+
+
+def test_a_restored_router_goes_on_from_a_result_that_nobody_has_acted_on() -> None:
+    asked = request("g0:0", max_tokens=100)
+    again = restored([asked], [dispatched(asked)], [preempted(dispatched(asked))])
+    assert (begun_tokens(again), again.request.attempt, again.failures) == (5, 1, 0)
+
+
+def test_a_restored_router_goes_on_from_what_the_newest_dispatch_carries() -> None:
+    asked = request("g0:0", max_tokens=100)
+    part = preempted(dispatched(asked)).part
+    second = dispatched(msgspec.structs.replace(asked, attempt=1), 1, begun=part)
+    for results in ([], [preempted(dispatched(asked))]):
+        router = Router(CONFIG)
+        router.restore([asked], [dispatched(asked), second], results, lambda: 0.0)
+        assert router.turns["g0:0"].worker == "w1" and router.turns["g0:0"].begun == part
+        assert router.on(result(second), 0.1) == [] and router.counters.finished == 1
+    again = restored([asked], [dispatched(asked), second], [preempted(second)])
+    assert (begun_tokens(again), again.request.attempt) == (10, 2)
+
+
+def test_a_restored_router_charges_nobody_whose_executor_handed_back_and_started_anew() -> None:
+    asked, other = request("g0:0", max_tokens=100), request("g1:0")
+    dispatches = [dispatched(asked), dispatched(other, incarnation=2)]
+    again = restored([asked, other], dispatches, [preempted(dispatches[0]), result(dispatches[1])])
+    assert (begun_tokens(again), again.failures) == (5, 0)
+
+
+def test_the_turns_of_an_executor_that_stops_wait_for_what_it_has_handed_back() -> None:
+    world = World()
+    world.beat(0)
+    world.ask(request("g0:0", max_tokens=100))
+    world.beat(1)
+    world.hand_back(0)
+    assert world.held["g0:0"].worker == "w0", "its result is on the log, and about to be read"
+    world.read_on()
+    again = world.held["g0:0"]
+    assert (again.worker, begun_tokens(again), again.failures, again.request.attempt) == ("w1", 5, 0, 1)
+    settle(world)
+
+
+def test_a_turn_of_which_nothing_was_handed_back_after_all_is_issued_again() -> None:
+    world = World()
+    world.beat(0)
+    world.ask(request("g0:0"))
+    world.hand_back(0)
+    world.unread.clear()
+    step(world, "beats_of", {1}, int(TTL_SECONDS / 0.2) + 2)
+    assert world.held["g0:0"].worker == "w1" and world.held["g0:0"].begun is None
+    settle(world)
+
+
+def test_what_a_stopping_executor_does_not_name_is_issued_again_at_once() -> None:
+    world = World()
+    world.beat(0)
+    world.loses = True
+    world.ask(request("g0:0"))
+    world.beat(1)
+    world.beat(0, state=ExecutorState.STOPPING)
+    assert (world.held["g0:0"].worker, world.held["g0:0"].failures) == ("w1", 0)
+
+
+def test_what_an_attempt_hands_back_that_nobody_waits_for_is_kept_all_the_same() -> None:
+    world = World()
+    world.beat(0)
+    world.ask(request("g0:0", max_tokens=100))
+    first = world.held["g0:0"]
+    step(world, "beats_of", {1}, 20)
+    assert world.held["g0:0"].worker == "w1", "w0 was silent"
+    world.feed(preempted(first, 40))
+    step(world, "beats_of", {2}, 20)
+    assert (world.held["g0:0"].worker, begun_tokens(world.held["g0:0"])) == ("w2", 40)
+
+
+def test_its_prefix_is_believed_to_be_of_the_version_that_the_attempt_began_with() -> None:
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    (sent,) = router.on(request("g0:0", max_tokens=100), 0.0)
+    assert isinstance(sent, TurnDispatch)
+    router.on(preempted(sent, 40), 0.1)
+    (again,) = router.on(heartbeat(1, policy_version=1), 0.2)
+    assert isinstance(again, TurnDispatch) and again.worker == "w1"
+    spans = (VersionSpan(0, 40, 0), VersionSpan(40, 50, 1))
+    router.on(msgspec.structs.replace(preempted(again, 10), spans=spans), 0.3)
+    (third,) = router.on(heartbeat(1, policy_version=1), 0.4)
+    assert isinstance(third, TurnDispatch) and third.cost.cached_tokens == 69

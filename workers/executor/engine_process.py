@@ -1,0 +1,94 @@
+"""A dedicated executor's engine, in a process of its own.
+
+Keeps true
+- It lives no longer than the process that forked it, however that one ends; that one learns at once when it is gone.
+- It is forked before its parent has a bus, and never uses one: librdkafka's threads are not forked with it.
+- Signals that ask a role to stop are for its parent.
+"""
+
+import os
+import select
+import signal
+import sys
+import traceback
+from types import TracebackType
+from typing import NoReturn, Self
+
+from schemas.errors import RoseError, UsageError
+from topics.processes import end_with, show_as
+from workers.executor.config import ExecutorConfig
+from workers.executor.line import Line
+from workers.executor.link import EngineLink
+from workers.executor.vllm.folder import check_folder
+from workers.executor.wires import Wires
+from workers.executor.words import Failed, Outbox
+
+
+class EngineProcess:
+    """An engine that is being made, then runs turns: a context manager that ends it."""
+
+    def __init__(self, config: ExecutorConfig) -> None:
+        """Returns at once; call it before this process has a client of a broker. Raises ModelFolderError."""
+        self.shapes, _ = check_folder(config.model_folder)
+        wires, parent = Wires.new(), os.getpid()
+        end = end_with(parent, signal.SIGKILL)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            end()
+            _live(config, wires)
+        self._life = os.pidfd_open(self.pid)
+        self.link = EngineLink(wires, self._life)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Ends it. What it holds is in no memory but its own and the slabs', so nothing is left behind."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self._life)
+
+
+def _live(config: ExecutorConfig, wires: Wires) -> NoReturn:
+    """The forked process's program."""
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        show_as(f"engine-{config.slot}")
+        run_engine(config, wires)
+    except RoseError as error:
+        Outbox(Line(wires.reports)).say(Failed(str(error), isinstance(error, UsageError)))
+    except Exception:  # noqa: BLE001 - whatever it was, nobody else will tell
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # what was registered to run at exit is the parent's
+
+
+def run_engine(config: ExecutorConfig, wires: Wires) -> None:
+    """Make the engine, and tick it for ever. Raises EngineStartError or EngineBroken."""
+    import workers.executor.vllm.alone  # noqa: F401
+    from workers.executor.host import EngineHost
+    from workers.executor.vllm.engine import Engine
+    from workers.executor.vllm.types import EngineConfig
+
+    engine = Engine(
+        EngineConfig(
+            model_folder=config.model_folder,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            max_running=config.max_turns,
+            kv_cache_bytes=config.kv_cache_bytes,
+            step_tokens=config.step_tokens,
+        )
+    )
+    host = EngineHost(engine, wires, tick_seconds=config.heartbeat_seconds)
+    bell = select.poll()
+    bell.register(wires.bell, select.POLLIN)
+    while True:
+        host.tick()
+        if not host.busy and bell.poll(1000 * host.rest_seconds):
+            os.eventfd_read(wires.bell)

@@ -1,0 +1,176 @@
+"""The engine's side of an executor: it is ticked, and does one bounded piece of work a tick.
+
+Keeps true
+- A tick takes orders in, does at most one piece of preparing a version and at most one engine step, and reports.
+  Nothing else runs in this process for it: no bus, no records, no thread.
+- A policy version is swapped in between two steps, whole or not at all.
+- Reports never wait for their reader: what does not fit on the line is kept and sent later, in order.
+- Ticks make the heartbeats: an engine that hangs says nothing.
+"""
+
+import time
+from collections.abc import Iterator
+
+from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
+from schemas.errors import RecordError
+from workers.executor.line import Line
+from workers.executor.slabs import lying
+from workers.executor.step_cost import StepCost
+from workers.executor.vllm.engine import Engine
+from workers.executor.vllm.types import EngineRefusal, Finished, SwapRefused
+from workers.executor.wires import Wires
+from workers.executor.words import (
+    ORDERS,
+    Done,
+    GiveUp,
+    NotTaken,
+    Order,
+    Outbox,
+    Prepare,
+    Prepared,
+    Refused,
+    Serve,
+    Serving,
+    Take,
+    Tick,
+)
+
+
+class EngineHost:
+    """One engine at its wires. Whoever owns the thread calls `tick`."""
+
+    def __init__(self, engine: Engine, wires: Wires, *, tick_seconds: float) -> None:
+        """`tick_seconds`: between two `Tick`s."""
+        self._engine = engine
+        self._wires = wires
+        self._orders = Line(wires.orders)
+        self._reports = Outbox(Line(wires.reports))
+        self._tick_seconds = tick_seconds
+        self._cost = StepCost(base_seconds=0.01, token_seconds=0.0001)
+        self._share = 0.0
+        """Running sum of seconds a turn."""
+        self._share_before: dict[str, float] = {}
+        """By turn, what that sum was when it came."""
+        self._preparing: tuple[int, Iterator[None]] | None = None
+        self._steps, self._step_seconds = 0, 0.0
+        self._next_tick = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a tick has something to do."""
+        return bool(self._orders) or self._preparing is not None or len(self._engine) > 0
+
+    @property
+    def rest_seconds(self) -> float:
+        """Until it must be ticked although it is not busy."""
+        return max(0.0, self._next_tick - time.monotonic())
+
+    def tick(self) -> None:
+        """One bounded piece of work. Raises EngineBroken."""
+        self._reports.flush()
+        for order in self._orders.read():
+            self._obey(ORDERS.decode(order))
+        if self._preparing is not None:
+            self._prepare_on()
+        if len(self._engine):
+            self._step()
+        self.beat()
+
+    def beat(self) -> None:
+        """Say how the engine stands, if it is time for that: all that may be done where a step may not."""
+        if time.monotonic() >= self._next_tick:
+            self._tell_load()
+
+    def leave(self) -> None:
+        """Whoever gave the orders is gone: let go of the turns; the engine may have another host."""
+        for name in self._share_before:
+            self._engine.abort(name)
+
+    def _obey(self, order: Order) -> None:
+        match order:
+            case Take():
+                self._take(order)
+            case GiveUp():
+                finished = self._engine.abort(order.name)
+                if finished is not None:
+                    self._reports.say(self._done(finished))
+            case Prepare():
+                tensors = lying(self._wires.slabs[order.slab], order.layout)
+                self._preparing = order.version, self._engine.preparing(tensors)
+            case Serve():
+                self._serve(order.version)
+
+    def _take(self, order: Take) -> None:
+        try:
+            context = unpack_tokens(order.context)
+            self._engine.add(order.name, context, order.sampling, policy_version=order.version)
+        except (EngineRefusal, RecordError) as refusal:
+            self._reports.say(Refused(order.name, str(refusal)))
+        else:
+            self._share_before[order.name] = self._share
+
+    def _prepare_on(self) -> None:
+        assert self._preparing is not None
+        version, pieces = self._preparing
+        try:
+            next(pieces)
+        except StopIteration:
+            self._preparing = None
+            self._reports.say(Prepared(version))
+        except SwapRefused as refusal:
+            self._preparing = None
+            self._reports.say(NotTaken(version, str(refusal)))
+
+    def _serve(self, version: int) -> None:
+        try:
+            seconds = self._engine.serve_prepared(version)
+        except SwapRefused as refusal:
+            self._reports.say(NotTaken(version, str(refusal)))
+        else:
+            self._reports.say(Serving(version, seconds))
+            self._tell_load()
+
+    def _step(self) -> None:
+        step = self._engine.step()
+        self._share += step.seconds / max(1, len(self._share_before))
+        self._steps += 1
+        self._step_seconds += step.seconds
+        if step.tokens:
+            self._cost.observe(step.tokens, step.seconds)
+        for finished in step.finished:
+            self._reports.say(self._done(finished))
+
+    def _done(self, finished: Finished) -> Done:
+        return Done(
+            name=finished.key,
+            tokens=pack_tokens(finished.tokens),
+            logprobs=pack_logprobs(finished.logprobs),
+            finish_reason=finished.finish_reason,
+            spans=finished.spans,
+            context_tokens=finished.context_tokens,
+            cached_tokens=finished.cached_tokens,
+            scheduled_at=finished.scheduled_at,
+            first_token_at=finished.first_token_at,
+            finished_at=finished.finished_at,
+            device_seconds=self._share - self._share_before.pop(finished.key),
+        )
+
+    def _tell_load(self) -> None:
+        self._next_tick = time.monotonic() + self._tick_seconds
+        load = self._engine.load()
+        self._reports.say(
+            Tick(
+                version=self._engine.version,
+                device=load.device,
+                running=load.running,
+                waiting=load.waiting,
+                kv_bytes_total=load.kv_bytes_total,
+                kv_bytes_free=load.kv_bytes_free,
+                kv_bytes_per_token=load.kv_bytes_per_token,
+                prefill_tokens_per_second=self._cost.prefill_tokens_per_second,
+                decode_tokens_per_second=self._cost.decode_tokens_per_second(load.running),
+                steps=self._steps,
+                step_seconds=self._step_seconds,
+            )
+        )
+        self._steps, self._step_seconds = 0, 0.0

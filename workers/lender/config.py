@@ -1,0 +1,42 @@
+"""What a server lends: the file that `ROSE_LEND` names."""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from schemas.errors import UsageError
+
+
+class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A JSON object. Sizes are the guest's own: serving's are the server's flags."""
+
+    model_folder: str
+    """Hugging Face folder of the rollout policy: its architecture; weights come from the process beside."""
+    socket: str
+    """Path of the unix socket where the process beside the server knocks; for the server's user alone."""
+    dtype: str = "float32"
+    """What the guest computes in."""
+    max_turns: Annotated[int, Meta(ge=1)] = 64
+    """Turns of the guest in one step; more wait."""
+    max_model_len: Annotated[int, Meta(ge=2)] = 1024
+    """Longest context and output of one turn, in tokens."""
+    kv_cache_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
+    """Memory of the guest's KV cache."""
+    step_tokens: Annotated[int, Meta(ge=1)] = 256
+    """Most tokens of one guest step, at least `max_turns`: this bounds how long serving waits for a guest."""
+    piece_seconds: Annotated[float, Meta(gt=0)] = 0.002
+    """How long a piece of building the guest runs before serving is asked for again."""
+    heartbeat_seconds: Annotated[float, Meta(ge=0.01, le=0.2)] = 0.1
+    """Time between two reports of how the guest stands, at most 0.2."""
+
+
+def read_config(file: Path) -> LendConfig:
+    """Raises UsageError."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=LendConfig)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{file} is no configuration of a lender: {error}") from None

@@ -1,0 +1,118 @@
+"""What belongs to the process and has two values: the host's, and the guest's while the guest computes.
+
+Keeps true: outside `building` and `stepping` everything listed here is as the host left it.
+
+While a guest is built, vLLM seeds the process's generators, sets its default dtype and current configuration, writes
+environment variables and swaps names in modules. A step draws from torch's generator and sets nothing else.
+"""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import vllm.config.vllm as vllm_config
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.triton_utils import dispatcher
+from vllm.v1.engine import core
+from vllm.v1.worker import gpu_worker, workspace
+
+NAMES: tuple[tuple[ModuleType, str], ...] = (
+    (vllm_config, "_current_vllm_config"),
+    (vllm_config, "_current_prefix"),
+    (workspace, "_manager"),
+    (torch, "Event"),
+    (torch, "set_num_threads"),
+    (torch.cuda, "Stream"),
+    (torch.accelerator, "synchronize"),
+    (torch.accelerator, "empty_cache"),
+    (layer_utils, "dispatch_cpu_unquantized_gemm"),
+    (dispatcher, "sys"),
+    (core, "freeze_gc_heap"),
+    (core, "init_none_hash"),
+    (gpu_worker, "freeze_gc_heap"),
+)
+"""Names in modules, that vLLM or the building of a guest gives another value."""
+
+
+class Apart:
+    """The guest's values of what is the process's. They begin as the host's."""
+
+    def __init__(self) -> None:
+        self._names = _names()
+        self._generators = _generators()
+        self._build = _build_state()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """While the guest steps."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """While a piece of the guest is built."""
+        self._exchange_build()
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+            self._exchange_build()
+
+    def set(self, module: ModuleType, name: str, value: Any) -> None:
+        """Give the guest a value of its own for one of NAMES."""
+        self._names[NAMES.index((module, name))] = value
+
+    def _exchange(self) -> None:
+        now = _names()
+        for (module, name), value, mine in zip(NAMES, now, self._names, strict=True):
+            if mine is not value:
+                setattr(module, name, mine)
+        if self._names[0] is not now[0]:
+            vllm_config.get_cached_compilation_config.cache_clear()
+        self._names = now
+        self._generators = _set_generators(self._generators)
+
+    def _exchange_build(self) -> None:
+        now = _build_state()
+        environment, dtype, python, numpy = self._build
+        for name in now[0].keys() - environment.keys():
+            del os.environ[name]
+        for name, value in environment.items():
+            if now[0].get(name) != value:
+                os.environ[name] = value
+        torch.set_default_dtype(dtype)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        self._build = now
+
+
+def _names() -> list[Any]:
+    return [getattr(module, name) for module, name in NAMES]
+
+
+def _build_state() -> tuple[dict[str, str], torch.dtype, Any, Any]:
+    return dict(os.environ), torch.get_default_dtype(), random.getstate(), np.random.get_state()
+
+
+def _generators() -> list[torch.Tensor]:
+    """The states of torch's generators: the CPU's, then each device's in use."""
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *devices]
+
+
+def _set_generators(states: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns what they were."""
+    before = _generators()
+    torch.set_rng_state(states[0])
+    for device, state in enumerate(states[1:]):
+        torch.cuda.set_rng_state(state, device)
+    return before

@@ -1,0 +1,53 @@
+"""The lender in the serving engine's process: how a guest gets its turn.
+
+Keeps true
+- Serving's outputs have left before a guest's turn, and a guest has a turn only while serving has no request and
+  nothing has arrived: a request waits for at most one bounded piece of the guest's work. This is the policy *strict*.
+- The loop never spins: with nothing to do for either it sleeps where vLLM sleeps.
+- A server that no guest was tried in is left as it is, and the log says why in a sentence.
+
+Three methods of `EngineCoreProc` are wrapped (`touched` has the table), two of them in an engine that lends alone.
+`has_work` is left as it is, so vLLM's shutdown is its own.
+"""
+
+import logging
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from schemas.errors import UsageError
+from workers.lender.config import LendConfig, read_config
+
+LOG = logging.getLogger("vllm.rose")
+
+
+def register_lender(configuration: str) -> None:
+    """Have every engine core of this process offer itself when its loop begins. Raises nothing."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    run_busy_loop = EngineCoreProc.run_busy_loop
+
+    @wraps(run_busy_loop)
+    def run_lending(core: Any) -> None:
+        try:
+            _attach(core, read_config(Path(configuration)))
+        except UsageError as refusal:
+            LOG.error("rose: this server does not lend: %s", refusal)
+        except Exception:  # serving begins whatever is wrong here
+            LOG.exception("rose: this server does not lend")
+        run_busy_loop(core)
+
+    EngineCoreProc.run_busy_loop = run_lending
+
+
+def _attach(core: Any, config: LendConfig) -> None:
+    """Raises UsageError."""
+    from workers.lender.vllm.refusals import why_not
+    from workers.lender.vllm.touched import moved
+
+    if reason := moved() or why_not(core):
+        raise UsageError(reason)
+    from workers.lender.vllm.turns import lend
+
+    lend(core, config, LOG)
+    LOG.info("rose: this server lends to who knocks at %s", config.socket)

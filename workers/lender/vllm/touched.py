@@ -1,0 +1,111 @@
+"""What of vLLM's private parts the lender relies on, and whether the vLLM that is installed still has it.
+
+Keeps true: a guest enters a server only where every part below is as it was when the lender was written.
+
+The wrapped methods of the engine-core process, and the names that a guest has its own value of (`apart`); what the
+rollout engine itself uses of vLLM is in `workers.executor.vllm`, and its tests tell.
+"""
+
+import hashlib
+import importlib
+import inspect
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from vllm.version import __version_tuple__
+
+VERSION = (0, 32)
+"""Of vLLM, major and minor."""
+
+CORE = "vllm.v1.engine.core"
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """One part of vLLM."""
+
+    module: str
+    name: str
+    why: str
+    digest: str = ""
+    """Of its source; empty where only its being there matters."""
+
+
+TOUCHED = (
+    Touched(
+        CORE, "EngineCore.__init__", "loads the plugin; what it sets in the process is kept apart", "a828c07af25a054a"
+    ),
+    Touched(
+        CORE,
+        "EngineCoreProc.run_busy_loop",
+        "wrapped: the guest's thread begins, and ends, with the loop",
+        "c1f483fe17861424",
+    ),
+    Touched(
+        CORE,
+        "EngineCoreProc._process_input_queue",
+        "wrapped: it may not block while the guest wants to run",
+        "215a7d373e636f98",
+    ),
+    Touched(
+        CORE, "EngineCoreProc._process_engine_step", "wrapped: the guest's turn comes after it", "b894c3b32cc020f7"
+    ),
+    Touched(
+        CORE,
+        "EngineCoreProc._handle_client_request",
+        "an empty WAKEUP on the input queue ends its wait",
+        "b2026637e79970b6",
+    ),
+    Touched(CORE, "EngineCoreProc.is_running", "no guest runs while the server shuts down", "25fdbecbf47bdd89"),
+    Touched("vllm.v1.engine", "EngineCoreRequestType.WAKEUP", "put on the input queue by the guest's thread"),
+    Touched(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.has_requests",
+        "whether serving has anything to do",
+        "6529a9d59f78d9c0",
+    ),
+    Touched(
+        "vllm.v1.core.kv_cache_utils",
+        "init_none_hash",
+        "the root of serving's block hashes is not replaced",
+        "5113ef26e70d956b",
+    ),
+    Touched("vllm.utils.gc_utils", "freeze_gc_heap", "not called for a guest", "68b68a7e135fe7f6"),
+    Touched("vllm.config.vllm", "_current_vllm_config", "kept apart"),
+    Touched("vllm.config.vllm", "_current_prefix", "kept apart"),
+    Touched("vllm.config.vllm", "get_cached_compilation_config.cache_clear", "forgotten when the config changes"),
+    Touched("vllm.v1.worker.workspace", "_manager", "kept apart"),
+    Touched("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "wrapped while a guest is built"),
+    Touched("vllm.triton_utils.dispatcher", "sys", "swapped while a guest is built"),
+    Touched(CORE, "freeze_gc_heap", "swapped while a guest is built"),
+    Touched(CORE, "init_none_hash", "swapped while a guest is built"),
+    Touched("vllm.v1.worker.gpu_worker", "freeze_gc_heap", "swapped while a guest is built"),
+)
+
+
+def moved() -> str:
+    """What is not as it was, in a sentence; empty if everything is."""
+    if __version_tuple__[:2] != VERSION:
+        installed, tried = (".".join(map(str, version[:2])) for version in (__version_tuple__, VERSION))
+        return f"vLLM {installed} is installed, and guests were tried in {tried} alone"
+    for part in TOUCHED:
+        try:
+            found = _found(part)
+        except (ImportError, AttributeError):
+            return f"this vLLM has no {part.module}.{part.name} ({part.why})"
+        if part.digest and digest(found) != part.digest:
+            return f"this vLLM has another {part.module}.{part.name} ({part.why})"
+    return ""
+
+
+def _found(part: Touched) -> Any:
+    return reduce(getattr, part.name.split("."), importlib.import_module(part.module))
+
+
+def digest(function: Any) -> str:
+    """Of a function's source, and of what it decorates."""
+    function = inspect.unwrap(function)
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    sources = [inspect.getsource(one) for one in (function, *filter(inspect.isfunction, cells))]
+    return hashlib.sha256("".join(sources).encode()).hexdigest()[:16]
