@@ -150,3 +150,15 @@ def test_a_configuration_that_is_none_is_one_sentence(tmp_path: Path) -> None:
         read_config(file)
     file.write_bytes(msgspec.json.encode(LendConfig(model_folder="m", socket="s")))
     assert read_config(file).socket == "s"
+
+
+def test_a_knock_that_fails_leaves_nothing_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        raise BrokenPipeError
+
+    with closing(listen(path)):
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        monkeypatch.setattr(socket, "send_fds", refused)
+        with pytest.raises(BrokenPipeError):
+            knock(path)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before

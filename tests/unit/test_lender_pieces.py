@@ -83,3 +83,18 @@ def test_it_is_not_waited_for_inside_a_call_that_cannot_be_cut() -> None:
     assert not pieces.go_on(PIECE_SECONDS)
     assert time.monotonic() - began < 0.25
     assert finish(pieces) == 1
+
+
+def test_one_that_ends_while_nobody_waits_is_done() -> None:
+    go = threading.Event()
+
+    def wait() -> int:
+        go.wait(WAIT_SECONDS)
+        return 7
+
+    pieces = Pieces(wait, "waiting")
+    assert not pieces.go_on(PIECE_SECONDS)
+    go.set()
+    for _ in range(3):
+        finish(pieces)
+    assert finish(pieces) == 7
