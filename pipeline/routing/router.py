@@ -143,8 +143,6 @@ class Router:
             return self._drain(now)
         if result.outcome is TurnOutcome.PREEMPTED:
             turn.keep(result.part)
-        elif result.refusal is Refusal.ENGINE:
-            turn.begun = None  # it may be what was sampled before that no engine takes
         if not present:
             self.counters.late += 1
             return self._drain(now)

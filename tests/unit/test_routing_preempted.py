@@ -6,7 +6,7 @@ import pytest
 from pipeline.routing.router import Router
 from schemas.arrays import pack_logprobs
 from schemas.slack import ExecutorState
-from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
 from schemas.wire import decode, encode
 from tests.unit.routing_steps import settle, step
 from tests.unit.routing_world import CONFIG, TTL_SECONDS, World, begun_tokens, dispatched, heartbeat, request, result
@@ -171,18 +171,3 @@ def test_its_prefix_is_believed_to_be_of_the_version_that_the_attempt_began_with
     router.on(msgspec.structs.replace(preempted(again, 10), spans=spans), 0.3)
     (third,) = router.on(heartbeat(1, policy_version=1), 0.4)
     assert isinstance(third, TurnDispatch) and third.cost.cached_tokens == 69
-
-
-def test_what_an_engine_will_not_go_on_from_is_sampled_anew() -> None:
-    """As where a smaller engine, or another vocabulary, is what is left: else each attempt would be refused."""
-    router = Router(CONFIG)
-    router.on(heartbeat(0), 0.0)
-    (sent,) = router.on(request("g0:0", max_tokens=100), 0.0)
-    assert isinstance(sent, TurnDispatch)
-    router.on(preempted(sent), 0.1)
-    (again,) = router.on(heartbeat(0), 0.2)
-    assert isinstance(again, TurnDispatch) and again.begun is not None
-    refused = msgspec.structs.replace(result(again, TurnOutcome.REFUSED, 0), refusal=Refusal.ENGINE)
-    router.on(refused, 0.3)
-    (anew,) = router.on(heartbeat(0), 0.4)
-    assert isinstance(anew, TurnDispatch) and anew.begun is None and anew.failures == 1
