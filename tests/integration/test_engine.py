@@ -129,9 +129,10 @@ def test_a_failed_later_swap_leaves_the_version_before_it_serving(rig: Rig, monk
 def test_a_version_that_is_being_prepared_changes_nothing_until_it_serves(rig: Rig) -> None:
     rig.swap()
     later = new_policy(97, tied=rig.tied)
-    prepared = rig.engine.prepare(tensors_of(later).items())
+    for _ in rig.engine.preparing(tensors_of(later).items()):
+        pass
     assert rig.check(5) < TOLERANCE
-    rig.engine.serve(rig.engine.version + 1, prepared)
+    rig.engine.serve(rig.engine.version + 1)
     rig.model = later
     assert rig.check(5) < TOLERANCE
     rig.swap()

@@ -123,7 +123,7 @@ class EngineHost:
 
     def _serve(self, version: int) -> None:
         try:
-            seconds = self._engine.serve_prepared(version)
+            seconds = self._engine.serve(version)
         except SwapRefused as refusal:
             self._reports.say(NotTaken(version, str(refusal)))
         else:

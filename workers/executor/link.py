@@ -32,8 +32,6 @@ class EngineLink:
         self._life = select.poll()
         self._life.register(life, select.POLLIN)
         self._serving_slab = 1
-        self._laid: dict[int, int] = {}
-        """By version, its slab."""
 
     def order(self, order: Order) -> None:
         """Never waits."""
@@ -45,7 +43,6 @@ class EngineLink:
         caller's to give. The one before must have been served or refused.
         """
         slab = 1 - self._serving_slab
-        self._laid = {version: slab}
         return Prepare(version, slab, lay(self._wires.slabs[slab], tensors))
 
     def reports(self) -> Iterator[Report]:
@@ -59,7 +56,7 @@ class EngineLink:
             if isinstance(report, Gone):
                 raise EngineBroken(f"{report.reason}; the server builds another guest in {report.seconds:.0f} s")
             if isinstance(report, Serving):
-                self._serving_slab = self._laid.pop(report.version)
+                self._serving_slab = 1 - self._serving_slab
             yield report
         if gone:
             raise EngineBroken("the engine's process has ended: its last words, if any, are in the log before this")

@@ -25,17 +25,18 @@ import structlog
 
 from schemas.arrays import count
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
-from schemas.turns import CLAIM_KEY, Part, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, TurnTimes
+from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
 from topics.reader import Reader
 from topics.records import Envelope, Spoiled
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.executor import metrics
+from workers.executor.answers import MOST_CHARACTERS, Start, ended, refused
 from workers.executor.config import ExecutorConfig
 from workers.executor.inbox import Inbox, Verdict, packed_hashes
 from workers.executor.link import EngineLink
-from workers.executor.parts import context_of, joined, sampling_of
+from workers.executor.parts import context_of, sampling_of
 from workers.executor.vllm.types import EngineBroken
 from workers.executor.words import (
     ABORTED,
@@ -70,9 +71,6 @@ HAND_BACK_SECONDS = 5.0
 
 STOPPED = "it stops"
 """Why it gives everything back in the end."""
-
-MOST_CHARACTERS = 4_096
-"""Of a reason in a record."""
 
 START_BITS = 16
 """Random bits of an incarnation, below the offset: a broker that lost its newest records may give an offset twice."""
@@ -113,7 +111,6 @@ class Executor:
         """`tick`: the first of the engine at the link. Raises TopicMissing or BusError."""
         self._config = config
         self._name = name
-        self._class = worker_class
         self._link = link
         self._receiver = receiver
         self._log = structlog.get_logger("executor").bind(worker=name)
@@ -134,8 +131,8 @@ class Executor:
         self._sequence = 0
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name, group="executor")
-        self._incarnation = self._begin()
-        self._inbox = Inbox(self._incarnation, max_turns=config.max_turns, token_budget=self._token_budget)
+        self._start = Start(name, worker_class, self._begin())
+        self._inbox = Inbox(self._start.incarnation, max_turns=config.max_turns, token_budget=self._token_budget)
 
     def _begin(self) -> int:
         """Mark this start in the inbox and read on from there: what is dispatched after a heartbeat is read.
@@ -157,7 +154,9 @@ class Executor:
 
         Raises EngineBroken or BusError.
         """
-        self._log.info("started", incarnation=self._incarnation, slot=self._config.slot, tokens=self._token_budget)
+        self._log.info(
+            "started", incarnation=self._start.incarnation, slot=self._config.slot, tokens=self._token_budget
+        )
         try:
             while not stop.is_set():
                 self._take_in()
@@ -292,76 +291,20 @@ class Executor:
     def _answer(self, done: Done) -> None:
         running = self._running.pop(done.name)
         dispatch = self._inbox.release(running.key)
-        request = dispatch.request
         given_up = done.finish_reason == ABORTED
         outcome = TurnOutcome.PREEMPTED if given_up else TurnOutcome.COMPLETED
         metrics.TURNS.labels(outcome.value).inc()
         metrics.TOKENS.labels("sampled").inc(count(done.tokens))
         metrics.TOKENS.labels("cached").inc(done.cached_tokens)
         metrics.TURN_SECONDS.observe(done.finished_at - running.received_at)
-        sampled = Part(
-            tokens=done.tokens,
-            logprobs=done.logprobs,
-            spans=done.spans,
-            device_seconds={self._class.value: done.device_seconds},
-        )
-        whole = joined(dispatch.begun, sampled)
-        self._send(
-            TurnResult(
-                trajectory_id=request.trajectory_id,
-                group_id=request.group_id,
-                home=request.home,
-                turn=request.turn,
-                attempt=request.attempt,
-                outcome=outcome,
-                reason=STOPPED if given_up else "",
-                worker=self._name,
-                incarnation=self._incarnation,
-                tokens=whole.tokens,
-                logprobs=whole.logprobs,
-                finish_reason="" if given_up else done.finish_reason,
-                spans=whole.spans,
-                context_tokens=done.context_tokens,
-                cached_tokens=done.cached_tokens,
-                times=TurnTimes(
-                    requested_at=request.requested_at,
-                    queued_at=dispatch.queued_at,
-                    dispatched_at=dispatch.dispatched_at,
-                    received_at=running.received_at,
-                    scheduled_at=done.scheduled_at,
-                    first_token_at=done.first_token_at,
-                    finished_at=done.finished_at,
-                ),
-                device_seconds=whole.device_seconds,
-            )
-        )
+        reason = STOPPED if given_up else ""
+        self._send(ended(self._start, dispatch, done, outcome, reason, received_at=running.received_at))
 
     def _refuse(self, dispatch: TurnDispatch, reason: str, refusal: Refusal | None) -> None:
-        request, now = dispatch.request, time.time()
+        request = dispatch.request
         metrics.TURNS.labels("refused").inc()
         self._log.info("refused", trajectory=request.trajectory_id, turn=request.turn, reason=reason)
-        times = TurnTimes(
-            requested_at=request.requested_at,
-            queued_at=dispatch.queued_at,
-            dispatched_at=dispatch.dispatched_at,
-            received_at=now,
-            finished_at=now,
-        )
-        self._send(
-            TurnResult(
-                trajectory_id=request.trajectory_id,
-                group_id=request.group_id,
-                home=request.home,
-                turn=request.turn,
-                attempt=request.attempt,
-                outcome=TurnOutcome.REFUSED,
-                reason=reason[:MOST_CHARACTERS],
-                refusal=refusal,
-                worker=self._name,
-                incarnation=self._incarnation,
-                times=times,
-            )
-        )
+        self._send(refused(self._start, dispatch, reason, refusal, now=time.time()))
 
     def _send(self, result: TurnResult) -> None:
         self._writer.write(
@@ -376,10 +319,10 @@ class Executor:
         metrics.KV_FREE_BYTES.set(tick.kv_bytes_free)
         beat = SlackHeartbeat(
             worker=self._name,
-            incarnation=self._incarnation,
+            incarnation=self._start.incarnation,
             slot=self._config.slot,
             sequence=self._sequence,
-            worker_class=self._class,
+            worker_class=self._start.worker_class,
             state=state,
             policy_version=self._version,
             hardware=Hardware(

@@ -81,13 +81,6 @@ class _Turn:
             self.spans.append(VersionSpan(start, len(self.logprobs), version))
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A version that an engine can serve at once."""
-
-    tensors: dict[str, torch.Tensor]
-
-
 class Engine:
     """One model, the turns in it, and the policy version that it serves.
 
@@ -105,7 +98,8 @@ class Engine:
         self._scheduler = self._core.scheduler
         self._weights = PolicyWeights(worker_of(self._core), config.model_folder, self.shapes)
         self._swaps = 0
-        self._prepared: Prepared | None = None
+        self._prepared: dict[str, torch.Tensor] | None = None
+        """A version that can be served at once."""
         self._turns: dict[str, _Turn] = {}
         self._unscheduled: deque[_Turn] = deque()
         kv = self._scheduler.kv_cache_config
@@ -202,50 +196,39 @@ class Engine:
         Raises SwapRefused when the old version serves on, EngineBroken when none does.
         """
         began = time.perf_counter()
-        self.serve(version, self.prepare(tensors))
+        for _ in self.preparing(tensors):
+            pass
+        self.serve(version)
         return time.perf_counter() - began
 
-    def prepare(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Prepared:
-        """Check a version, and do what can be done while the old one serves; may run on another thread than the steps.
+    def preparing(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
+        """Check a version, and do what can be done while the old one serves: in pieces, one layer at most, between
+        which the engine may step.
 
         `tensors` are all tensors of the model by Hugging Face name, on any device, in the engine's element type or one
         that it holds exactly. They are kept: do not write to them afterwards. What was prepared before and is not
         served is lost. Raises SwapRefused.
         """
-        version = self._weights.check(tensors)
-        for _ in self._weights.preparing(version):
-            pass
-        return Prepared(version)
-
-    def preparing(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
-        """`prepare` in bounded pieces, one layer at most, between which the engine may step; `serve_prepared` follows.
-
-        Raises SwapRefused.
-        """
         self._prepared = None
         version = self._weights.check(tensors)
         yield
         yield from self._weights.preparing(version)
-        self._prepared = Prepared(version)
+        self._prepared = version
 
     def hold_spare(self) -> None:
         """Take the memory for a second version now, not in the first piece of the first one."""
         self._weights.hold_spare()
 
-    def serve_prepared(self, version: int) -> float:
-        """`serve` for what `preparing` prepared."""
-        if self._prepared is None:
-            raise SwapRefused("nothing is prepared")
-        prepared, self._prepared = self._prepared, None
-        return self.serve(version, prepared)
-
-    def serve(self, version: int, prepared: Prepared) -> float:
+    def serve(self, version: int) -> float:
         """Serve what was prepared last, as `version`, from the next step on; returns the seconds that this took.
 
         Raises SwapRefused when the old version serves on, EngineBroken when none does.
         """
+        if self._prepared is None:
+            raise SwapRefused("nothing is prepared")
         began = time.perf_counter()
-        self._weights.apply(prepared.tensors)
+        prepared, self._prepared = self._prepared, None
+        self._weights.apply(prepared)
         for turn in self._turns.values():
             turn.close_span(self.version)
         self.version = version
