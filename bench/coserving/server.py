@@ -9,7 +9,6 @@ Keeps true
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from urllib.request import urlopen
 from prometheus_client.parser import text_string_to_metric_families
 
 from schemas.errors import RoseError
+from topics.broker import free_ports
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -52,6 +52,8 @@ SWITCHES = ("--enforce-eager", "--enable-prompt-tokens-details", "--enable-per-r
 """The last two make the server tell of each request what came from the cache and how long it queued."""
 
 READY_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 600.0, 30.0, 30.0
+LOOK_SECONDS = 0.5
+"""Between two looks at a server that comes up: nothing else tells that it answers."""
 
 COUNTERS = (
     "vllm:prompt_tokens",
@@ -135,9 +137,7 @@ class Server:
 @contextlib.contextmanager
 def serve(launch: Launch, model: Path, log: Path) -> Iterator[Server]:
     """A server that answers; stopped in the end. Raises ServerError."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports(1)
     flags = [part for pair in FLAGS.items() for part in pair]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     with log.open("wb") as output:
@@ -162,7 +162,7 @@ def _wait_until_ready(server: Server) -> None:
         server.check()
         with contextlib.suppress(URLError, TimeoutError, ConnectionError), urlopen(f"{server.url}/health", timeout=5):
             return
-        time.sleep(0.5)
+        time.sleep(LOOK_SECONDS)
     raise ServerError(f"the server was not ready after {READY_SECONDS:g} s: {last_line(server.log)}")
 
 

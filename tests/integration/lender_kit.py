@@ -5,12 +5,11 @@ import json
 import os
 import select
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,8 @@ import psutil
 
 from schemas.arrays import pack_tokens
 from schemas.prompts import Sampling
+from tests.waiting import WAIT_SECONDS, until
+from topics.broker import free_ports
 from workers.executor.line import Line
 from workers.executor.words import REPORTS, Done, Order, Outbox, Report, Take, Tick
 from workers.lender.config import LendConfig
@@ -31,9 +32,6 @@ MODEL = ROOT / "workers/models/calculator"
 VOCABULARY = 99
 NOTES = "LEND_WITNESS"
 """The environment variable that names the witness's file of notes: one JSON object a line."""
-
-WAIT_SECONDS = 120.0
-"""What has not come by then has been lost."""
 
 SERVING = {
     "HF_HUB_OFFLINE": "1",
@@ -114,7 +112,7 @@ class Beside:
     """The process beside: knocks, orders turns, hears reports."""
 
     def __init__(self, config: LendConfig) -> None:
-        wait_for(lambda: Path(config.socket).is_socket())
+        until(lambda: Path(config.socket).is_socket())
         self.end = knock(Path(config.socket))
         self.orders = Line(self.end.wires.orders)
         self.reports = Line(self.end.wires.reports)
@@ -133,7 +131,7 @@ class Beside:
 
     def hear(self, kind: type[Wanted], count: int = 1) -> list[Wanted]:
         """Wait until that many reports of a kind have come since the last `forget`."""
-        wait_for(lambda: len(self._of(kind)) >= count)
+        until(lambda: len(self._of(kind)) >= count)
         return self._of(kind)
 
     def done(self, count: int) -> dict[str, Done]:
@@ -158,19 +156,6 @@ class Beside:
         self.heard += [REPORTS.decode(message) for message in self.reports.read()]
 
 
-def wait_for(holds: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def server_flags(port: int) -> list[str]:
     """vLLM's, of a small server on a CPU."""
     where = ["--served-model-name", "serving", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
@@ -192,7 +177,7 @@ def lending_server(folder: Path, *flags: str, lends: bool = True) -> Iterator[Se
         step_tokens=64,
     )
     (folder / "lend.json").write_bytes(msgspec.json.encode(config))
-    port = free_port()
+    [port] = free_ports(1)
     environment = os.environ | SERVING | {NOTES: str(folder / "notes.jsonl")}
     environment.pop("ROSE_LEND", None)
     if lends:
@@ -204,7 +189,7 @@ def lending_server(folder: Path, *flags: str, lends: bool = True) -> Iterator[Se
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
     server = Server(process, port, config, log, folder / "notes.jsonl")
     try:
-        wait_for(lambda: healthy(port) or process.poll() is not None, 2 * WAIT_SECONDS)
+        until(lambda: healthy(port) or process.poll() is not None, 2 * WAIT_SECONDS)
         assert process.poll() is None, log.read_text()[-4000:]
         yield server
     finally:

@@ -5,28 +5,17 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
-from time import monotonic
 
 import pytest
 
 from pipeline.command.nursery import Nursery
 from pipeline.command.supervisor import Role, RoleFailed, Supervisor
 from tests.brokers import AnyBroker, flags
+from tests.waiting import until
 from topics.admin import create_topics
 from topics.catalog import Partitions
-
-PATIENCE_SECONDS = 120.0
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Look until it holds."""
-    deadline, never = monotonic() + PATIENCE_SECONDS, Event()
-    while not holds():
-        assert monotonic() < deadline
-        never.wait(0.05)
 
 
 def alive(process_id: int) -> bool:

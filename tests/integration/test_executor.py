@@ -36,6 +36,8 @@ from topics.settings import BusSettings
 pytestmark = pytest.mark.slow
 
 FREEZE_SECONDS = 5.0
+AWAY_SECONDS = 15.0
+"""Longer than the client's tries to reach a broker again are apart."""
 
 
 def start(nursery: Nursery, settings: BusSettings, folder: Path) -> Forked:
@@ -196,7 +198,7 @@ def freeze_engine(executor: Forked, broker: Broker) -> None:
 
 def cut_off(executor: Forked, broker: Broker) -> None:
     broker.stop()
-    time.sleep(15.0)
+    time.sleep(AWAY_SECONDS)
     broker.restart()
 
 

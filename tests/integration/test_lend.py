@@ -17,8 +17,10 @@ from schemas.slack import ExecutorState, WorkerClass
 from schemas.turns import TurnOutcome, TurnResult
 from tests.brokers import AnyBroker, flags
 from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router
-from tests.integration.lender_kit import MODEL, SERVING, Server, free_port, healthy, server_flags, wait_for
+from tests.integration.lender_kit import MODEL, SERVING, Server, healthy, server_flags
+from tests.waiting import until
 from topics.admin import create_topics
+from topics.broker import free_ports
 from topics.catalog import Partitions
 from topics.settings import BusSettings
 from workers.lender.config import LendConfig
@@ -38,7 +40,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 @pytest.fixture
 def server(settings: BusSettings, tmp_path: Path) -> Iterator[Server]:
-    port, log = free_port(), tmp_path / "server.log"
+    [port], log = free_ports(1), tmp_path / "server.log"
     wanted = {
         "run.name": DEFAULT_RUN,
         "model.folder": MODEL,
@@ -54,7 +56,7 @@ def server(settings: BusSettings, tmp_path: Path) -> Iterator[Server]:
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=os.environ | SERVING, stdout=output, stderr=output)
     try:
-        wait_for(lambda: healthy(port) or process.poll() is not None, 2 * WAIT_SECONDS)
+        until(lambda: healthy(port) or process.poll() is not None, 2 * WAIT_SECONDS)
         assert process.poll() is None, log.read_text()[-4000:]
         children = psutil.Process(process.pid).children(recursive=True)
         yield Server(process, port, LendConfig(model_folder=str(MODEL), socket=""), log, tmp_path / "notes")

@@ -25,19 +25,21 @@ from schemas.prompts import Sampling
 from tests.integration.lender_kit import (
     MODEL,
     VOCABULARY,
-    WAIT_SECONDS,
     Answer,
     Beside,
     Server,
     lending_server,
-    wait_for,
 )
+from tests.waiting import WAIT_SECONDS, until
 from workers.executor.slabs import lay
 from workers.executor.vllm.engine import Engine
 from workers.executor.words import Gone, Prepare, Prepared, Refused, Serve, Serving, Tick
 from workers.lender.vllm import touched
 from workers.lender.vllm.guest import engine_of
 from workers.lender.vllm.refusals import why_not
+
+MEASURED_SECONDS = 3.0
+"""Of an idle guest."""
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -229,7 +231,7 @@ def test_an_idle_guest_is_heard_and_takes_no_time(server: Server, beside: Beside
     assert beside.silent_for() < 1.0
     core, began = server.core, time.monotonic()
     before = core.cpu_times()
-    time.sleep(3.0)
+    time.sleep(MEASURED_SECONDS)
     after = core.cpu_times()
     used = (after.user + after.system - before.user - before.system) / (time.monotonic() - began)
     assert used < 0.2
@@ -244,7 +246,7 @@ def test_the_process_beside_comes_back_to_the_guest_that_it_left(server: Server,
     other = Beside(server.config)
     beside.end, beside.orders, beside.reports, beside.heard = other.end, other.orders, other.reports, other.heard
     assert beside.hear(Tick)[0].version == 1
-    wait_for(lambda: beside.hear(Tick)[-1].running == 0 or beside.forget() is not None)  # type: ignore[func-returns-value]
+    until(lambda: beside.hear(Tick)[-1].running == 0 or beside.forget() is not None)  # type: ignore[func-returns-value]
     first = run_guest(beside, version=1)
     assert first == run_guest(beside, version=1)
     assert server.log.read_text().count("the guest is built") == 1
@@ -340,4 +342,4 @@ def test_a_guest_with_turns_in_it_holds_up_no_server_that_ends(server: Server, b
     server.process.wait(WAIT_SECONDS)
     psutil.wait_procs([core], timeout=WAIT_SECONDS)
     assert not core.is_running()
-    wait_for(lambda: beside.ended)
+    until(lambda: beside.ended)

@@ -6,7 +6,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from schemas.errors import UsageError
+from tests.waiting import WAIT_SECONDS, until
 from workers.executor.line import Line
 from workers.executor.wires import Wires
 from workers.lender.config import LendConfig, read_config
@@ -22,7 +23,6 @@ from workers.lender.feeder import Feeder
 from workers.lender.link import PROTOCOL, End, Hello, knock, listen
 
 BEAT_SECONDS = 0.05
-WAIT_SECONDS = 30.0
 
 
 class Host:
@@ -61,13 +61,6 @@ def order(end: End, message: bytes) -> None:
 def ended(end: End) -> bool:
     """Whether the other end is gone."""
     return bool(select.select([end.connection], [], [], 0)[0])
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_orders_and_reports_cross_the_link(host: Host, beside: End) -> None:
