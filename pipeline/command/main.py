@@ -130,11 +130,14 @@ def lend(
     slot: Annotated[
         int | None, typer.Option("--slot", metavar="N", help="Its inbox; no two executors share one.")
     ] = None,
+    observe: Annotated[
+        bool, typer.Option("--observe", help="Lend nothing: log and export what could be lent. Needs no broker.")
+    ] = False,
 ) -> None:
     """A vLLM server that runs rollout turns while it has nothing to serve."""
     from pipeline.command.roles import run_lender_role
 
-    run_lender_role(common.saying(slot=("executor.slot", slot)), model, flags or [])
+    run_lender_role(common.saying(slot=("executor.slot", slot)), model, flags or [], observe=observe)
 
 
 @app.command(rich_help_panel=ROLES)
@@ -167,6 +170,26 @@ def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="where the pr
 
     public = make_keys(file)
     sys.stdout.write(f"weights.signing_key = {file}\nweights.trusted_key = {public}\n")
+
+
+@app.command(rich_help_panel=RUNNING)
+@with_common
+def grant(
+    common: Common,
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `rose status` names it.")],
+    lend: Annotated[bool, typer.Option("--lend/--no-lend", help="Lend, or park.")] = True,
+    kv_bytes: Annotated[
+        int, typer.Option("--kv-bytes", metavar="N", min=0, help="KV cache that turns may hold; 0: no limit.")
+    ] = 0,
+    token_budget: Annotated[
+        int, typer.Option("--token-budget", metavar="N", min=0, help="Tokens that turns may hold; 0: no limit.")
+    ] = 0,
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
+) -> None:
+    """Have a lending server lend, or park: its newest grant counts."""
+    from pipeline.command.granting import send_grant
+
+    send_grant(common, worker, lend=lend, kv_bytes=kv_bytes, token_budget=token_budget, reason=reason)
 
 
 @app.command(rich_help_panel=LOOKING)

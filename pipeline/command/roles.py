@@ -33,12 +33,21 @@ def run_executor_role(common: Common) -> None:
         run_executor(settings, wanted, name, engine.link, engine.shapes, stop, weights=config.weights)
 
 
-def run_lender_role(common: Common, serving: Path, flags: Sequence[str]) -> None:
-    """A vLLM server that lends to inbox `executor.slot`; it takes the place of this process."""
-    from workers.lender.beside import lend
+def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, observe: bool) -> None:
+    """A vLLM server that lends to inbox `executor.slot`, or is observed; it takes the place of this process."""
+    from workers.lender.beside import Plan, lend
 
     config = load(common)
-    lend(config.bus(), config.settings.executor, serving, flags, config.weights)
+    lender, metrics, slot = config.settings.lender, config.settings.metrics, config.settings.executor.slot
+    plan = Plan(
+        settings=None if observe else config.bus(),
+        executor=config.settings.executor,
+        weights=config.weights,
+        stop_file=(lender.stop_file or config.run_folder / f"executor-{slot}.stop").absolute(),
+        hang_seconds=lender.hang_seconds,
+        serve_metrics=lambda: serve_metrics(metrics.host, metrics.executor + slot if metrics.executor else 0),
+    )
+    lend(plan, serving, flags)
 
 
 def run_router_role(common: Common, number: int) -> None:

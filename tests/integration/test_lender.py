@@ -116,6 +116,7 @@ def same(answers: Sequence[tuple[int, Answer]], alone: Sequence[Answer]) -> bool
 def run_guest(beside: Beside, version: int = -1) -> list[tuple[bytes, bytes]]:
     """TURNS one after another: tokens and logprobs."""
     made = []
+    beside.awake()
     for number, (context, sampling) in enumerate(TURNS):
         beside.forget()
         beside.take(f"turn {number}", context, sampling, version)
@@ -263,7 +264,6 @@ def test_a_guest_that_fails_is_dropped_told_and_built_again(
             beside.end.wires.ring()
             assert "DecodeError" in beside.hear(Gone)[0].reason
             beside.forget()
-            beside.hear(Tick)
             run_guest(beside)
     assert same(answers, alone)
     assert server.core.num_threads() <= threads + 1

@@ -85,7 +85,7 @@ def run_engine(config: ExecutorConfig, wires: Wires) -> None:
             step_tokens=config.step_tokens,
         )
     )
-    host = EngineHost(engine, wires, tick_seconds=config.heartbeat_seconds)
+    host = EngineHost(engine, wires, Outbox(Line(wires.reports)), tick_seconds=config.heartbeat_seconds)
     bell = select.poll()
     bell.register(wires.bell, select.POLLIN)
     while True:

@@ -1,5 +1,6 @@
-"""What a server lends: the file that `ROSE_LEND` names."""
+"""What a server lends: the file that `ROSE_LEND` names, and what `rose lend` is told besides."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,22 @@ class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How long a piece of building the guest runs before serving is asked for again."""
     heartbeat_seconds: Annotated[float, Meta(ge=0.01, le=0.2)] = 0.1
     """Time between two reports of how the guest stands, at most 0.2."""
+    pulse: str = ""
+    """Path of the page that is shared with the keeper (`workers.lender.pulse`); empty: nobody watches for a hang."""
+    observe: bool = False
+    """Whether there is no guest, and what could be lent is measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LenderConfig:
+    """A server that lends."""
+
+    stop_file: Path | None = None
+    """While this file is there, nothing is lent: it stops within a second. Who ends a guest that hangs writes it, so
+    put it where it outlives the server. Left out, `executor-<slot>.stop` in the run's folder."""
+    hang_seconds: float = 30.0
+    """A guest that has had the serving thread for so long hangs, and its engine core is ended; longer than what may be
+    compiled in a first step."""
 
 
 def read_config(file: Path) -> LendConfig:

@@ -47,6 +47,12 @@ def _attach(core: Any, config: LendConfig) -> None:
 
     if reason := moved() or why_not(core):
         raise UsageError(reason)
+    if config.observe:
+        from workers.lender.vllm.observing import observe
+
+        observe(core, config, LOG)
+        LOG.info("rose: this server is observed, and lends nothing")
+        return
     from workers.lender.vllm.turns import lend
 
     lend(core, config, LOG)

@@ -8,6 +8,7 @@ from vllm.v1.engine import EngineCoreRequestType
 
 from workers.lender.config import LendConfig
 from workers.lender.feeder import Feeder
+from workers.lender.pulse import Pulse
 from workers.lender.vllm.guest import Guest
 
 
@@ -22,7 +23,7 @@ def lend(core: Any, config: LendConfig, log: Logger) -> None:
         core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
 
     feeder = Feeder(Path(config.socket), wake, beat_seconds=config.heartbeat_seconds, log=log)
-    guest = Guest(config, feeder, log)
+    guest = Guest(config, feeder, Pulse.of_core(config.pulse), log)
 
     def take_input() -> None:
         core.process_input_queue_block = idle = not guest.busy
@@ -34,8 +35,9 @@ def lend(core: Any, config: LendConfig, log: Logger) -> None:
 
     def step() -> bool:
         executed: bool = process_engine_step()
-        if arrived or core.scheduler.has_requests() or not core.is_running() or not guest.busy:
-            guest.beat()
+        held = bool(arrived) or core.scheduler.has_requests() or not core.is_running()
+        if held or not guest.busy:
+            guest.beat(held=held)
         else:
             guest.tick()
         return executed
