@@ -33,6 +33,9 @@ VOCABULARY = 99
 NOTES = "LEND_WITNESS"
 """The environment variable that names the witness's file of notes: one JSON object a line."""
 
+HANG = "LEND_HANG"
+"""The environment variable that names the file for as long as which a guest hangs (`lend_hang`)."""
+
 SERVING = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",

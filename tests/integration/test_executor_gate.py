@@ -1,6 +1,6 @@
 """An executor whose engine the test plays: what it does when a grant, a guest or a server says that it may not run."""
 
-import select
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
+import torch
 
 from pipeline.command.granting import send_grant
 from pipeline.command.options import Common
@@ -60,7 +61,7 @@ class OneVersion:
     refused_newest = None
 
     def __init__(self) -> None:
-        self._staged: StagedVersion | None = StagedVersion(3, {}, 0, None, 0.0)  # type: ignore[arg-type]
+        self._staged: StagedVersion | None = StagedVersion(3, {"w": torch.zeros(4)}, 16, None, 0.0)  # type: ignore[arg-type]
 
     def staged(self) -> StagedVersion | None:
         staged, self._staged = self._staged, None
@@ -141,14 +142,13 @@ def running(settings: BusSettings, granted: Granted | None) -> Iterator[tuple[En
     """An executor, its engine, and the router that it talks to."""
     wires, stop = Wires.new(), threading.Event()
     engine = Engine(wires)
-    life, _ = select.select([], [], [], 0), None
-    link = EngineLink(wires, wires.bell_of_nobody())  # type: ignore[attr-defined]
+    life = os.pidfd_open(os.getpid())
     executor = Executor(
         settings,
         ExecutorConfig(model_folder=Path(), slot=SLOT),
         NAME,
         WorkerClass.SERVING,
-        link,
+        EngineLink(wires, life),
         TICK,
         OneVersion(),  # type: ignore[arg-type]
         granted,
@@ -162,3 +162,83 @@ def running(settings: BusSettings, granted: Granted | None) -> Iterator[tuple[En
         thread.join()
         engine.close()
         wires.close()
+        os.close(life)
+
+
+def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings: BusSettings, grants: Grants) -> None:
+    grant(settings, lend=False)
+    grant(settings, lend=True, worker="another")
+    until(lambda: grants.newest is not None)
+    with running(settings, lambda: grants.newest) as (engine, router):
+        engine.hear(Park)
+        router.until(lambda: bool(router.beats) and "night" in router.beats[-1].paused_reason)
+        assert router.beats[-1].state is ExecutorState.PAUSED
+        grant(settings, lend=True, token_budget=500)
+        engine.hear(Wake)
+        engine.serve()
+        router.until(lambda: router.beats[-1].state is ExecutorState.READY)
+        assert (router.beats[-1].token_budget, router.beats[-1].paused_reason) == (500, "")
+
+        router.dispatch("held", [3, 4, 5])
+        taken = engine.hear(Take)
+        began = time.monotonic()
+        grant(settings, lend=False)
+        assert engine.hear(GiveUp).name == taken.name
+        engine.hear(Park)
+        assert time.monotonic() - began < 5.0, "a second, on a machine with nothing else to do"
+        engine.give_up(taken.name, [7, 8])
+        engine.say(parked="nobody has woken it", version=-1, kv_bytes_total=0)
+        back = router.result("held")
+        assert (back.outcome, back.reason, len(back.tokens)) == (TurnOutcome.PREEMPTED, "a grant parked it: night", 8)
+        router.until(lambda: router.beats[-1].policy_version == -1)
+        assert (router.beats[-1].state, router.beats[-1].token_budget) == (ExecutorState.PAUSED, 0)
+        router.dispatch("late", [3, 4, 5])
+        assert router.result("late").refusal is not None
+
+        grant(settings, lend=True)
+        engine.hear(Wake)
+        assert not any(isinstance(order, Prepare) for order in engine.heard), "it is not there yet"
+        engine.say(parked="", kv_bytes_total=10_000)
+        engine.serve()
+        router.until(lambda: router.beats[-1].state is ExecutorState.READY)
+        assert router.beats[-1].policy_version == 3
+
+
+def test_a_server_that_is_never_idle_gives_its_turns_back_until_it_was(settings: BusSettings) -> None:
+    with running(settings, lambda: None) as (engine, router):
+        engine.serve()
+        router.until(lambda: router.serves(3))
+        router.dispatch("held", [3, 4, 5])
+        taken = engine.hear(Take)
+        engine.say(held_seconds=4.9)
+        router.until(lambda: bool(router.beats[-1].holds))
+        assert not any(isinstance(order, GiveUp) for order in engine.heard)
+        engine.say(held_seconds=5.1)
+        assert engine.hear(GiveUp).name == taken.name
+        engine.give_up(taken.name, [])
+        back = router.result("held")
+        assert back.outcome is TurnOutcome.PREEMPTED and "no moment" in back.reason
+        router.dispatch("refused", [3, 4, 5])
+        assert router.result("refused").refusal is Refusal.ROOM
+        assert router.beats[-1].state is ExecutorState.PAUSED
+        engine.say(held_seconds=0.0)
+        router.until(lambda: router.beats[-1].state is ExecutorState.READY)
+
+
+def test_a_goodbye_lists_what_was_answered_just_before(settings: BusSettings) -> None:
+    with running(settings, None) as (engine, router):
+        engine.serve()
+        router.until(lambda: router.serves(3))
+        keys = [router.dispatch(name, [3, 4, 5]) for name in ("before", "with")]
+        for key in keys[:1]:
+            engine.give_up(engine.hear(Take).name, [7])
+            router.result(key.trajectory_id)
+        engine.hear(Take)
+    # the last one is never answered: its engine hangs, and the router issues it again
+    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+    assert router.beats[-1].holds == held_hash(keys[0]).to_bytes(8, "little")
+
+
+def test_a_grant_that_cannot_be_is_one_sentence(settings: BusSettings) -> None:
+    with pytest.raises(UsageError, match="no such grant"):
+        grant(settings, lend=True, worker="no worker")

@@ -37,7 +37,7 @@ from topics.writer import Writer
 from workers.executor import metrics
 from workers.executor.answers import MOST_CHARACTERS, Start, ended, refused
 from workers.executor.config import ExecutorConfig
-from workers.executor.gate import Granted, budget_tokens, why_closed
+from workers.executor.gate import Gate, Granted
 from workers.executor.inbox import Inbox, Verdict, packed_hashes
 from workers.executor.link import EngineLink
 from workers.executor.parts import context_of, sampling_of
@@ -47,7 +47,6 @@ from workers.executor.words import (
     Done,
     GiveUp,
     NotTaken,
-    Park,
     Prepare,
     Prepared,
     Refused,
@@ -56,7 +55,6 @@ from workers.executor.words import (
     Serving,
     Take,
     Tick,
-    Wake,
 )
 from workers.weights.receive import StagedVersion, WeightReceiver
 
@@ -126,11 +124,7 @@ class Executor:
         self._log = structlog.get_logger("executor").bind(worker=name)
         self._tick = tick
         """The engine's newest."""
-        self._granted = granted
-        self._woken: bool | None = None
-        """Whether the guest was last told to wake, or to park."""
-        self._closed = ""
-        """Why no turns are taken; empty where they are."""
+        self._gate = Gate(granted)
         self._running: dict[str, Running] = {}
         self._answered: deque[int] = deque(maxlen=HELD)
         """By `held_hash`, the turns that it answered last."""
@@ -150,7 +144,7 @@ class Executor:
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name, group="executor")
         self._start = Start(name, worker_class, self._begin())
-        self._inbox = Inbox(self._start.incarnation, max_turns=config.max_turns, token_budget=budget_tokens(tick, None))
+        self._inbox = Inbox(self._start.incarnation, max_turns=config.max_turns, token_budget=0)
 
     def _begin(self) -> int:
         """Mark this start in the inbox and read on from there: what is dispatched after a heartbeat is read.
@@ -207,9 +201,9 @@ class Executor:
             metrics.TURNS.labels(f"dropped_{answer.reason}").inc()
         elif answer.verdict is Verdict.REFUSE:
             self._refuse(dispatch, answer.reason, answer.refusal)
-        elif self._closed:
+        elif self._gate.reason:
             self._inbox.release(dispatch.request.key)
-            self._refuse(dispatch, self._closed, Refusal.ROOM)
+            self._refuse(dispatch, self._gate.reason, Refusal.ROOM)
         elif self._changing:
             self._deferred.append(dispatch)
         else:
@@ -232,28 +226,24 @@ class Executor:
 
     @property
     def _state(self) -> ExecutorState:
-        if self._closed:
+        if self._gate.reason:
             return ExecutorState.PAUSED
         return ExecutorState.READY if self._version >= 0 else ExecutorState.STARTING
 
     def _open_or_close(self) -> None:
         """Follow what the grant and the engine say of lending."""
-        grant = self._granted() if self._granted is not None else None
-        lends = grant is None or grant.lend
-        if self._granted is not None and lends is not self._woken:
-            self._woken = lends
-            self._link.order(Wake() if lends else Park())
-        self._inbox.token_budget = budget_tokens(self._tick, grant)
-        closed, before = why_closed(self._tick, grant), self._closed
-        self._closed = closed
-        if closed and not before:
+        before, order = self._gate.reason, self._gate.follow(self._tick)
+        self._inbox.token_budget, reason = self._gate.budget_tokens, self._gate.reason
+        if order is not None:
+            self._link.order(order)
+        if reason and not before:
             self._give_up()
-        if closed != before:
-            self._log.info("takes no turns" if closed else "takes turns", reason=closed)
+        if reason != before:
+            self._log.info("takes no turns" if reason else "takes turns", reason=reason)
             self._beat(self._state)
-        if self._version >= 0 and (self._tick.parked or self._tick.version < 0):
+        if self._tick.parked or self._tick.version < 0 <= self._version:
+            self._kept = self._next or self._kept
             self._version, self._next, self._laid = -1, None, None
-            metrics.POLICY_VERSION.set(-1)
 
     def _give_up(self) -> None:
         """Have everything go back: the engine's with what was sampled of it."""
@@ -262,7 +252,7 @@ class Executor:
         deferred, self._deferred = self._deferred, []
         for dispatch in deferred:
             self._inbox.release(dispatch.request.key)
-            self._refuse(dispatch, self._closed, Refusal.ROOM)
+            self._refuse(dispatch, self._gate.reason, Refusal.ROOM)
 
     def _take_report(self, report: Report) -> None:
         match report:
@@ -309,9 +299,8 @@ class Executor:
         self._version, self._swap_seconds = report.version, report.seconds
         self._tick = msgspec.structs.replace(self._tick, version=report.version)  # it may be older than this report
         metrics.SWAP_SECONDS.observe(report.seconds)
-        metrics.POLICY_VERSION.set(report.version)
         self._log.info("serving", version=report.version, swap_seconds=round(report.seconds, 4))
-        if self._granted is not None:
+        if self._gate.lends:
             self._kept = self._next
         self._resume()
 
@@ -335,7 +324,7 @@ class Executor:
 
         An engine that hangs gives nothing back; the router then issues its turns again from their beginning.
         """
-        self._closed = STOPPED
+        self._gate.reason = STOPPED
         self._give_up()
         deadline = time.monotonic() + HAND_BACK_SECONDS
         while self._running and time.monotonic() < deadline:
@@ -354,7 +343,7 @@ class Executor:
         metrics.TOKENS.labels("sampled").inc(count(done.tokens))
         metrics.TOKENS.labels("cached").inc(done.cached_tokens)
         metrics.TURN_SECONDS.observe(done.finished_at - running.received_at)
-        reason = self._closed or PARKED if given_up else ""
+        reason = self._gate.reason or PARKED if given_up else ""
         self._send(ended(self._start, dispatch, done, outcome, reason, received_at=running.received_at))
 
     def _refuse(self, dispatch: TurnDispatch, reason: str, refusal: Refusal | None) -> None:
@@ -375,6 +364,7 @@ class Executor:
         refused_version, refused_reason = self._receiver.refused_newest or (-1, "")
         metrics.HELD_TURNS.set(len(self._inbox))
         metrics.KV_FREE_BYTES.set(tick.kv_bytes_free)
+        metrics.POLICY_VERSION.set(self._version)
         beat = SlackHeartbeat(
             worker=self._name,
             incarnation=self._start.incarnation,
@@ -398,7 +388,7 @@ class Executor:
             holds=packed_hashes(self._inbox.hashes if turns is None else turns),
             refused_version=refused_version,
             refused_reason=refused_reason[:MOST_CHARACTERS],
-            paused_reason=self._closed[:MOST_CHARACTERS],
+            paused_reason=self._gate.reason[:MOST_CHARACTERS],
             sent_at=time.time(),
             swap_seconds=self._swap_seconds,
         )

@@ -8,7 +8,7 @@ import time
 from workers.executor.line import Line
 from workers.executor.words import ORDERS, Outbox, Park, Take, Tick, Wake, untouched
 
-NOT_WOKEN = "nobody has woken it yet"
+NOT_WOKEN = "it was not told to lend"
 
 
 class Parked:

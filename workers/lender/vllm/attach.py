@@ -45,7 +45,7 @@ def _attach(core: Any, config: LendConfig) -> None:
     from workers.lender.vllm.refusals import why_not
     from workers.lender.vllm.touched import moved
 
-    if reason := moved() or why_not(core):
+    if reason := moved() or (not config.observe and why_not(core)):
         raise UsageError(reason)
     if config.observe:
         from workers.lender.vllm.observing import observe
