@@ -38,7 +38,8 @@ def run_lender_role(common: Common, serving: Path, flags: Sequence[str]) -> None
     from workers.lender.beside import lend
 
     config = load(common)
-    lend(config.bus(), config.settings.executor, serving, flags, config.weights)
+    settings = config.settings
+    lend(config.bus(), settings.executor, settings.lender, serving, flags, config.weights)
 
 
 def run_router_role(common: Common, number: int) -> None:

@@ -1,7 +1,7 @@
 """The engine's side of an executor: it is ticked, and does one bounded piece of work a tick.
 
 Keeps true
-- A tick takes orders in, does at most one piece of preparing a version and at most one engine step, and reports.
+- A tick takes orders in, does one piece of preparing a version or one engine step, in turn, and reports.
   Nothing else runs in this process for it: no bus, no records, no thread.
 - A policy version is swapped in between two steps, whole or not at all.
 - Reports never wait for their reader: what does not fit on the line is kept and sent later, in order.
@@ -9,7 +9,7 @@ Keeps true
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
 from schemas.errors import RecordError
@@ -31,6 +31,7 @@ from workers.executor.words import (
     Refused,
     Serve,
     Serving,
+    Slack,
     Take,
     Tick,
 )
@@ -39,19 +40,32 @@ from workers.executor.words import (
 class EngineHost:
     """One engine at its wires. Whoever owns the thread calls `tick`."""
 
-    def __init__(self, engine: Engine, wires: Wires, *, tick_seconds: float) -> None:
-        """`tick_seconds`: between two `Tick`s."""
+    def __init__(
+        self,
+        engine: Engine,
+        wires: Wires,
+        cost: StepCost,
+        *,
+        tick_seconds: float,
+        slack: Callable[[], Slack | None] = lambda: None,
+    ) -> None:
+        """`cost` is told of each step; `tick_seconds` lie between two `Tick`s, which say `slack`."""
         self._engine = engine
         self._wires = wires
         self._orders = Line(wires.orders)
         self._reports = Outbox(Line(wires.reports))
         self._tick_seconds = tick_seconds
-        self._cost = StepCost(base_seconds=0.01, token_seconds=0.0001)
+        self._slack = slack
+        self._cost = cost
         self._share = 0.0
         """Running sum of seconds a turn."""
         self._share_before: dict[str, float] = {}
         """By turn, what that sum was when it came."""
         self._preparing: tuple[int, Iterator[None]] | None = None
+        self._piece_seconds = 0.0
+        """The longest piece of preparing so far."""
+        self._stepped = False
+        """Whether the latest piece of work was a step."""
         self._steps, self._step_seconds = 0, 0.0
         self._next_tick = 0.0
 
@@ -65,16 +79,28 @@ class EngineHost:
         """Until it must be ticked although it is not busy."""
         return max(0.0, self._next_tick - time.monotonic())
 
-    def tick(self) -> None:
-        """One bounded piece of work. Raises EngineBroken."""
+    @property
+    def wanted_seconds(self) -> float:
+        """What the next piece of work will take, as predicted."""
+        if self._prepares_next:
+            return self._piece_seconds
+        tokens = self._engine.wanted_tokens
+        return self._cost.cautious_seconds(tokens) if tokens else 0.0
+
+    def tick(self, most_tokens: int | None = None) -> None:
+        """One bounded piece of work, a step of at most `most_tokens` tokens. Raises EngineBroken."""
         self._reports.flush()
         for order in self._orders.read():
             self._obey(ORDERS.decode(order))
-        if self._preparing is not None:
+        if self._prepares_next:
             self._prepare_on()
-        if len(self._engine):
-            self._step()
+        elif len(self._engine):
+            self._step(most_tokens)
         self.beat()
+
+    @property
+    def _prepares_next(self) -> bool:
+        return self._preparing is not None and (self._stepped or not len(self._engine))
 
     def beat(self) -> None:
         """Say how the engine stands, if it is time for that: all that may be done where a step may not."""
@@ -112,8 +138,10 @@ class EngineHost:
     def _prepare_on(self) -> None:
         assert self._preparing is not None
         version, pieces = self._preparing
+        self._stepped, began = False, time.monotonic()
         try:
             next(pieces)
+            self._piece_seconds = max(self._piece_seconds, time.monotonic() - began)
         except StopIteration:
             self._preparing = None
             self._reports.say(Prepared(version))
@@ -130,8 +158,9 @@ class EngineHost:
             self._reports.say(Serving(version, seconds))
             self._tell_load()
 
-    def _step(self) -> None:
-        step = self._engine.step()
+    def _step(self, most_tokens: int | None) -> None:
+        self._stepped = True
+        step = self._engine.step(most_tokens)
         self._share += step.seconds / max(1, len(self._share_before))
         self._steps += 1
         self._step_seconds += step.seconds
@@ -171,6 +200,7 @@ class EngineHost:
                 decode_tokens_per_second=self._cost.decode_tokens_per_second(load.running),
                 steps=self._steps,
                 step_seconds=self._step_seconds,
+                slack=self._slack(),
             )
         )
         self._steps, self._step_seconds = 0, 0.0

@@ -29,7 +29,7 @@ from workers.executor.config import ExecutorConfig
 from workers.executor.link import EngineLink
 from workers.executor.main import run_executor
 from workers.executor.vllm.folder import check_folder
-from workers.lender.config import LendConfig
+from workers.lender.config import LendConfig, LenderConfig
 from workers.lender.link import End, knock
 from workers.lender.vllm import SETTING
 from workers.weights.config import WeightsConfig
@@ -42,7 +42,12 @@ AGAIN_SECONDS = 1.0
 
 
 def lend(
-    settings: BusSettings, config: ExecutorConfig, serving: Path, flags: Sequence[str], weights: WeightsConfig
+    settings: BusSettings,
+    config: ExecutorConfig,
+    lender: LenderConfig,
+    serving: Path,
+    flags: Sequence[str],
+    weights: WeightsConfig,
 ) -> NoReturn:
     """Become a vLLM server of the model folder `serving`, with these flags of vLLM's, and lend to inbox `config.slot`.
 
@@ -52,7 +57,7 @@ def lend(
     shapes, _ = check_folder(config.model_folder)
     folder = Path(tempfile.mkdtemp(prefix="rose-lend-"))
     file = folder / "lend.json"
-    file.write_bytes(msgspec.json.encode(_of(config, folder / "socket")))
+    file.write_bytes(msgspec.json.encode(_of(config, lender, folder / "socket")))
     end = end_with(os.getpid(), signal.SIGTERM)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -63,7 +68,7 @@ def lend(
     os.execve(sys.executable, command, {**os.environ, SETTING: str(file)})
 
 
-def _of(config: ExecutorConfig, path: Path) -> LendConfig:
+def _of(config: ExecutorConfig, lender: LenderConfig, path: Path) -> LendConfig:
     return LendConfig(
         model_folder=str(config.model_folder.resolve()),
         socket=str(path),
@@ -72,6 +77,7 @@ def _of(config: ExecutorConfig, path: Path) -> LendConfig:
         max_model_len=config.max_model_len,
         kv_cache_bytes=config.kv_cache_bytes,
         step_tokens=config.step_tokens,
+        promise=lender.promise,
         heartbeat_seconds=config.heartbeat_seconds,
     )
 

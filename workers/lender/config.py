@@ -1,5 +1,6 @@
 """What a server lends: the file that `ROSE_LEND` names."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,15 @@ import msgspec
 from msgspec import Meta
 
 from schemas.errors import UsageError
+from workers.lender.admission import Promise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LenderConfig:
+    """A server that lends: what is promised to those whom it serves."""
+
+    promise: Promise = field(default_factory=Promise)
+    """The dial from strict to slo, the two budgets, the yield bound."""
 
 
 class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,7 +35,9 @@ class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_cache_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
     """Memory of the guest's KV cache."""
     step_tokens: Annotated[int, Meta(ge=1)] = 256
-    """Most tokens of one guest step, at least `max_turns`: this bounds how long serving waits for a guest."""
+    """Most tokens of one guest step, at least `max_turns`; `promise` makes it less."""
+    promise: Promise = Promise()
+    """What serving is promised while it lends."""
     piece_seconds: Annotated[float, Meta(gt=0)] = 0.002
     """How long a piece of building the guest runs before serving is asked for again."""
     heartbeat_seconds: Annotated[float, Meta(ge=0.01, le=0.2)] = 0.1

@@ -9,6 +9,7 @@ Keeps true
 
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from logging import Logger
 from pathlib import Path
@@ -20,8 +21,9 @@ from vllm.v1.worker import gpu_worker
 
 from workers.executor.host import EngineHost
 from workers.executor.line import Line
+from workers.executor.step_cost import StepCost
 from workers.executor.vllm.engine import Engine, EngineConfig
-from workers.executor.words import Gone, Outbox
+from workers.executor.words import Gone, Outbox, Slack
 from workers.lender.config import LendConfig
 from workers.lender.feeder import Feeder
 from workers.lender.link import End
@@ -36,9 +38,14 @@ MOST_RETRY_SECONDS = 60.0
 class Guest:
     """At most one engine, for at most one process beside."""
 
-    def __init__(self, config: LendConfig, feeder: Feeder, log: Logger) -> None:
+    def __init__(
+        self, config: LendConfig, feeder: Feeder, cost: StepCost, slack: Callable[[], Slack], log: Logger
+    ) -> None:
+        """`cost`: of the guest's steps, which is told of each; `slack`: how serving stands, for those beside."""
         self._config = config
         self._feeder = feeder
+        self._cost = cost
+        self._slack = slack
         self._log = log
         self._apart: Apart | None = None
         self._building: Pieces[Engine] | None = None
@@ -58,17 +65,24 @@ class Guest:
             return self._link is not None and time.monotonic() >= self._retry_at
         return self._host is not None and self._host.busy
 
-    def tick(self) -> None:
-        """One bounded piece of work. Raises nothing."""
+    @property
+    def wanted_seconds(self) -> float:
+        """What the next piece of work will take, as predicted."""
+        if self._engine is None:
+            return self._config.piece_seconds
+        return self._host.wanted_seconds if self._host is not None else 0.0
+
+    def tick(self, *, seconds: float, tokens: int) -> None:
+        """One bounded piece of work, of at most `seconds`, or a step of at most `tokens` tokens. Raises nothing."""
         try:
             if self._feeder.link is not self._link:
                 self._change_link()
             elif self._engine is None:
-                self._build()
+                self._build(min(seconds, self._config.piece_seconds))
             elif self._host is not None:
                 assert self._apart is not None
                 with self._apart.stepping():
-                    self._host.tick()
+                    self._host.tick(tokens)
         except Exception as error:  # noqa: BLE001  whatever a guest does, serving goes on
             self._drop(error)
 
@@ -92,16 +106,17 @@ class Guest:
 
     def _enter(self, engine: Engine) -> None:
         if self._link is not None:
-            self._host = EngineHost(engine, self._link.wires, tick_seconds=self._config.heartbeat_seconds)
+            beat = self._config.heartbeat_seconds
+            self._host = EngineHost(engine, self._link.wires, self._cost, tick_seconds=beat, slack=self._slack)
 
-    def _build(self) -> None:
+    def _build(self, seconds: float) -> None:
         if self._building is None:
             self._began = time.monotonic()
             self._apart = _apart_for_building()
             self._building = Pieces(lambda: engine_of(self._config), "rose-guest-build")
         assert self._apart is not None
         with self._apart.building():
-            if not self._building.go_on(self._config.piece_seconds):
+            if not self._building.go_on(seconds):
                 return
         building, self._building = self._building, None
         self._engine = building.result()
