@@ -26,13 +26,14 @@ from typing import Any
 
 import msgspec
 
-from bench.coserving.arms import ARMS, Arm
+from bench.coserving.arms import ARMS, SWEEP, TRAJECTORIES, Arm, Guest
+from bench.coserving.curve import draw
 from bench.coserving.figures import latency, percentile
 from bench.coserving.pace import first_guess, search, unloaded
 from bench.coserving.report import show
 from bench.coserving.requests import Shape, Slice, compress
 from bench.coserving.results import checks, peers, standings, worst
-from bench.coserving.server import LONGEST_TOKENS, VOCABULARY, Launch, Server, make_model, serve
+from bench.coserving.server import LENT, LONGEST_TOKENS, SERVED, VOCABULARY, Launch, Server, lending, make_model, serve
 from bench.coserving.stream import Answer
 from bench.coserving.traces import SQUARE, read_trace
 from bench.coserving.windows import Budgets, Window, busy, figures, run_window
@@ -102,7 +103,8 @@ def paced(server: Server, work: Slice, answers: Sequence[Answer], given: float |
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The whole run; what --json writes. Raises RoseError."""
-    arms = [arm for arm in ARMS if not arguments.arm or arm.name in arguments.arm]
+    known = (*ARMS, *SWEEP) if arguments.sweep else ARMS
+    arms = [arm for arm in known if not arguments.arm or arm.name in arguments.arm]
     shape = Shape(
         prompt_divisor=arguments.prompt_divisor,
         output_divisor=arguments.output_divisor,
@@ -111,21 +113,26 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     work = compress(read_trace(arguments.trace, first=arguments.first, count=arguments.requests), shape)
     with ExitStack() as stack:
-        model = make_model(folder / "model")
-        servers: dict[Launch, Server] = {}
-        for launch in dict.fromkeys([Launch(), *(arm.launch for arm in arms)]):
-            log = folder / f"server-{len(servers)}.log"
-            servers[launch] = stack.enter_context(serve(launch, model, log))
-        answers = unloaded(servers[Launch()], work)
+        model, lent = make_model(folder / "model", SERVED), make_model(folder / "lent", LENT)
+        plain = stack.enter_context(serve(Launch(), model, folder / "server-0.log"))
+        answers = unloaded(plain, work)
         promised = budgets(answers, arguments.ttft, arguments.tpot)
-        pace, work = paced(servers[Launch()], work, answers, arguments.pace)
+        pace, work = paced(plain, work, answers, arguments.pace)
+        servers: dict[Launch, Server] = {Launch(): plain}
+        for launch in dict.fromkeys(arm.launch for arm in arms if arm.launch != Launch()):
+            name, lends = f"server-{len(servers)}", None
+            if launch.lends is not None:
+                socket = folder / f"{name}.sock"
+                lends = lending(launch.lends, lent, socket, ttft=promised.ttft, tpot=promised.tpot)
+            servers[launch] = stack.enter_context(serve(launch, model, folder / f"{name}.log", lends))
 
         def run(arm: Arm, number: int) -> Window:
             say(f"round {number}: {arm.name}, {work.seconds:.0f} s")
             return run_window(arm, servers[arm.launch], work, number=number, most_late=MOST_LATE)
 
-        for launch in servers:  # a server's first window is its slowest
-            run(Arm("warming up", launch=launch), -1)
+        for launch, server in servers.items():  # a server's first window is its slowest, a guest is built at its first
+            guests = Guest(TRAJECTORIES) if server.lends_at else None
+            run(Arm("warming up", launch=launch, guests=guests), -1)
         windows = run_rounds(arms, arguments.repeats, run, say)
     return result(arguments, arms, windows, promised) | {
         "pace": pace,
@@ -181,8 +188,10 @@ def arguments_of(line: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
     parser.add_argument(
-        "--arm", action="append", choices=[arm.name for arm in ARMS], help="run this one; may be given again"
+        "--arm", action="append", choices=[arm.name for arm in (*ARMS, *SWEEP)], help="run this one; may be given again"
     )
+    parser.add_argument("--sweep", action="store_true", help="the guest at other dials too")
+    parser.add_argument("--plot", metavar="FILE", help="draw guest tokens over what they cost, as HTML")
     parser.add_argument("--repeats", type=number(int, 0), default=5, help="windows of each arm")
     parser.add_argument("--requests", type=number(int, 0), default=400, help="of a window")
     parser.add_argument("--first", type=number(int, -1), default=0, help="row of the trace that a window begins with")
@@ -206,6 +215,8 @@ def main() -> None:
             measured = measure(arguments, Path(folder))
     except RoseError as error:
         sys.exit(str(error))
+    if arguments.plot:
+        draw(measured["arms"], Path(arguments.plot))
     text = msgspec.json.format(msgspec.json.encode(measured), indent=2).decode()
     if arguments.json == "-":
         print(text)

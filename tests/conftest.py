@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from pipeline.command.nursery import Nursery
@@ -23,6 +24,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.register_profile("rose", deadline=None)  # how fast it is says a benchmark
+    hypothesis.settings.load_profile("rose")
     config.addinivalue_line(
         "markers", "embedded_fault(reason): what the embedded broker cannot do; passing there is a failure"
     )

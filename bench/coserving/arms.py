@@ -8,6 +8,13 @@ begin before the users of a window and end after them; their tokens are counted 
     rollouts    rollouts alone, no users: what a guest could make of the whole engine
     priority    stock vLLM's `--scheduling-policy priority`, rollouts at a lower priority, as many as fit in a batch
     cap         rollouts of equal priority, never more than CAP at once
+    guest       a guest alone in a lending server, no users: what it could make of the whole engine
+    unprotected a guest that computes whenever it likes, unless a request waits: no promise holds it back
+    strict      a guest while serving has nothing to do
+    slo         a guest also inside the slack of the two budgets
+    spike       as slo, and every few seconds all trajectories ask at once while a policy version lands
+
+With `--sweep` the guest at other dials as well (SWEEP).
 """
 
 from collections.abc import Iterator
@@ -15,9 +22,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from bench.coserving.clients import Rolled, RolloutOrders
+from bench.coserving.guests import GuestOrders
 from bench.coserving.processes import Client
-from bench.coserving.server import MAX_RUNNING, MODEL_NAME, VOCABULARY, Launch, Server
+from bench.coserving.server import MAX_RUNNING, MODEL_NAME, VOCABULARY, Launch, Lends, Server
+from workers.lender.admission import Promise as Lending
 
 CAP = 4
 """Rollouts at once where a fixed number of them is what protects serving."""
@@ -43,17 +54,41 @@ class Requesters:
     trajectories: int
     priority: int | None = None
 
-    @contextmanager
-    def beside(self, server: Server) -> Iterator[Rolled]:
+    def beside(self, server: Server) -> AbstractContextManager[Rolled]:
         """Raises ClientError."""
-        orders = RolloutOrders(server.url, MODEL_NAME, self.trajectories, self.priority, VOCABULARY)
-        with Client("rollouts", orders) as client:
-            client.wait_until_ready()
-            rolled = Rolled([], [], [])
-            yield rolled
-            client.say(b"stop")
-            measured = client.result(Rolled, seconds=STOP_SECONDS)
-        rolled.moments, rolled.counts, rolled.errors = measured.moments, measured.counts, measured.errors
+        return _rolling("rollouts", RolloutOrders(server.url, MODEL_NAME, self.trajectories, self.priority, VOCABULARY))
+
+
+@dataclass(frozen=True)
+class Guest:
+    """Rollouts of another model, in the guest of a server that lends."""
+
+    trajectories: int
+    spike_seconds: float = 0.0
+    """Between two moments at which all trajectories ask at once while a version lands; 0: there are none."""
+
+    def beside(self, server: Server) -> AbstractContextManager[Rolled]:
+        """Raises ClientError."""
+        orders = GuestOrders(
+            socket=str(server.lends_at),
+            trajectories=self.trajectories,
+            vocabulary=VOCABULARY,
+            model=str(server.lent),
+            spike_seconds=self.spike_seconds,
+        )
+        return _rolling("guests", orders)
+
+
+@contextmanager
+def _rolling(kind: str, orders: msgspec.Struct) -> Iterator[Rolled]:
+    with Client(kind, orders) as client:
+        client.wait_until_ready()
+        rolled = Rolled([], [], [])
+        yield rolled
+        client.say(b"stop")
+        measured = client.result(Rolled, seconds=STOP_SECONDS)
+    for field_ in msgspec.structs.fields(Rolled):
+        setattr(rolled, field_.name, getattr(measured, field_.name))
 
 
 @dataclass(frozen=True)
@@ -66,6 +101,14 @@ class Promise:
     bound: float
     direction: str
     against: str
+    over: str = ""
+    """The arm whose figure it is divided by."""
+    over_figure: str = ""
+    """Which; the same if not given."""
+    below: str = ""
+    """The arm from whose figure it is subtracted."""
+    above: str = ""
+    """The arm whose figure is subtracted from it."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +128,15 @@ ALONE, AGAIN = "alone", "again"
 
 PRIORITIES = Launch(flags=("--scheduling-policy", "priority"))
 
+YIELD_SECONDS = Lending().yield_seconds
+
+SPIKE_SECONDS = 5.0
+
+TRAJECTORIES = 16
+"""Of a guest: what keeps its batch full."""
+
+STRICT, SLO = "strict", "slo"
+
 ARMS = (
     Arm(
         ALONE,
@@ -97,4 +149,65 @@ ARMS = (
     Arm("rollouts", users=False, guests=Requesters(MAX_RUNNING)),
     Arm("priority", launch=PRIORITIES, guests=Requesters(MAX_RUNNING, priority=LATER), guests_alone="rollouts"),
     Arm("cap", guests=Requesters(CAP), guests_alone="rollouts"),
+    Arm("guest", launch=Launch(lends=Lends(dial=0.0)), guests=Guest(TRAJECTORIES), users=False),
+    Arm(
+        "unprotected",
+        launch=Launch(lends=Lends(dial=1.0, promises=False)),
+        guests=Guest(TRAJECTORIES),
+        guests_alone="guest",
+    ),
+    Arm(
+        STRICT,
+        launch=Launch(lends=Lends(dial=0.0)),
+        guests=Guest(TRAJECTORIES),
+        guests_alone="guest",
+        promises=(
+            Promise("ttft", "ttft_p99_ms_ratio", 1.10, "max", "serving alone"),
+            Promise("tpot", "tpot_p99_ms_ratio", 1.05, "max", "serving alone"),
+            Promise("yield", "guest_longest_ms", 1000 * YIELD_SECONDS, "max", "one bounded step, the yield bound"),
+            Promise(
+                "burst_to_yield", "queue_p99_ms", 1000 * YIELD_SECONDS, "max", "more than serving alone", above=ALONE
+            ),
+            Promise("prefix_hits", "prefix_hit_rate_ratio", 0.98, "min", "serving alone"),
+            Promise("harvest", "harvest", 0.80, "min", "the guest alone, in the time that serving leaves idle"),
+            Promise(
+                "guest_step",
+                "guest_step_ms",
+                4.0,
+                "min",
+                "serving's time per token",
+                over_figure="tpot_p50_ms",
+                over=ALONE,
+            ),
+        ),
+    ),
+    Arm(
+        SLO,
+        launch=Launch(lends=Lends(dial=0.5)),
+        guests=Guest(TRAJECTORIES),
+        guests_alone="guest",
+        promises=(
+            Promise("slo_ttft", "ttft_p99_ms_ratio", 1.10, "max", "serving alone"),
+            Promise("slo_ttft_missed", "ttft_attainment", 0.005, "max", "less than serving alone", below=ALONE),
+            Promise("slo_tpot_missed", "tpot_attainment", 0.005, "max", "less than serving alone", below=ALONE),
+            Promise("slo_yield", "guest_longest_ms", 1000 * YIELD_SECONDS, "max", "one bounded step, the yield bound"),
+            Promise("slo_prefix_hits", "prefix_hit_rate_ratio", 0.98, "min", "serving alone"),
+            Promise("slo_harvest", "guest_tokens_per_second", 1.25, "min", "strict", over=STRICT),
+        ),
+    ),
+    Arm(
+        "spike",
+        launch=Launch(lends=Lends(dial=0.5)),
+        guests=Guest(TRAJECTORIES, spike_seconds=SPIKE_SECONDS),
+        guests_alone="guest",
+        promises=(
+            Promise("spike_ttft_missed", "ttft_attainment", 0.005, "max", "less than serving alone", below=ALONE),
+            Promise("spike_tpot_missed", "tpot_attainment", 0.005, "max", "less than serving alone", below=ALONE),
+        ),
+    ),
+)
+
+SWEEP = tuple(
+    Arm(f"dial {dial:g}", launch=Launch(lends=Lends(dial=dial)), guests=Guest(TRAJECTORIES), guests_alone="guest")
+    for dial in (0.1, 0.25, 0.75, 0.9, 1.0)
 )

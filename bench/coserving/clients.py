@@ -74,6 +74,14 @@ class Rolled(msgspec.Struct):
     moments: list[float]
     counts: list[int]
     errors: list[str]
+    steps: int = 0
+    """Of a guest; this and the next three are its host's word."""
+    step_seconds: float = 0.0
+    """That they took."""
+    longest_seconds: list[float] = []
+    """Of each report, the longest piece of the guest's work since the one before."""
+    held_back: dict[str, int] = {}
+    """How often the guest might not compute, by why."""
 
 
 def body(model: str, prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
@@ -135,7 +143,7 @@ async def _play(
         context.extend(tokens)
 
     while True:
-        context = _words(draw, PROMPT_TOKENS, orders.vocabulary)
+        context = words(draw, PROMPT_TOKENS, orders.vocabulary)
         for _ in range(TURNS):
             wanted = body(orders.model, list(context), TURN_TOKENS, temperature=1.0, **more)
             answer = await ask(client, orders.url, wanted, due=time.monotonic(), on_tokens=count)
@@ -143,10 +151,11 @@ async def _play(
                 rolled.errors.append(answer.error)
                 await asyncio.sleep(0.1)  # a server that refuses is not asked without a pause
                 break
-            context += _words(draw, OBSERVATION_TOKENS, orders.vocabulary)
+            context += words(draw, OBSERVATION_TOKENS, orders.vocabulary)
 
 
-def _words(draw: random.Random, count: int, vocabulary: int) -> list[int]:
+def words(draw: random.Random, count: int, vocabulary: int) -> list[int]:
+    """Token ids at random."""
     return draw.choices(range(FIRST_WORD, vocabulary), k=count)
 
 

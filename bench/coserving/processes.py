@@ -22,9 +22,11 @@ class Client:
     """A client process from its orders to its result; use it as a context."""
 
     def __init__(self, kind: str, orders: msgspec.Struct) -> None:
+        """`kind`: users, rollouts or guests."""
         self._kind = kind
+        program = ["bench.coserving.guests"] if kind == "guests" else ["bench.coserving.clients", kind]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.coserving.clients", kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self.say(msgspec.json.encode(orders))
 

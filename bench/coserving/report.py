@@ -23,6 +23,8 @@ FIGURES = {
     "tpot_attainment": "TPOT budget kept",
     "serving_tokens_per_second": "serving tokens/s",
     "guest_tokens_per_second": "guest tokens/s",
+    "guest_step_ms": "a guest's step, ms",
+    "guest_longest_ms": "its longest piece, ms",
     "busy": "serving busy",
     "prefix_hit_rate": "serving's prefix hits",
     "failed": "failed requests",

@@ -119,8 +119,22 @@ def _harvest(arm: Arm, medians: Mapping[str, Mapping[str, Summary]]) -> float:
 
 def checks(arms: Sequence[Arm], found: Mapping[str, Standing]) -> list[Check]:
     """Whether enough was asked of each arm, and every promise of those that were measured."""
-    kept = [_check(promise, found[arm.name]) for arm in arms if arm.name in found for promise in arm.promises]
+    kept = [
+        _check(promise, found[arm.name], found)
+        for arm in arms
+        if arm.name in found
+        for promise in arm.promises
+        if _known(promise, found[arm.name], found)
+    ]
     return [_enough(arms, found), *kept]
+
+
+def _known(promise: Promise, standing: Standing, found: Mapping[str, Standing]) -> bool:
+    """Whether this run measured what the promise is about; serving may have nothing in its prefix cache, for one."""
+    if {promise.over, promise.below, promise.above} - {""} - set(found):
+        return False
+    ratio = standing.ratios.get(promise.figure.removesuffix("_ratio"))
+    return not promise.figure.endswith("_ratio") or (ratio is not None and not math.isnan(ratio.value))
 
 
 def _enough(arms: Sequence[Arm], found: Mapping[str, Standing]) -> Check:
@@ -137,12 +151,19 @@ def _enough(arms: Sequence[Arm], found: Mapping[str, Standing]) -> Check:
     )
 
 
-def _check(promise: Promise, standing: Standing) -> Check:
+def _check(promise: Promise, standing: Standing, found: Mapping[str, Standing]) -> Check:
     details: dict[str, float | str] = {"arm": standing.arm, "windows": standing.windows}
     known = standing.ratios.get(promise.figure.removesuffix("_ratio"))
     if known is not None and promise.figure.endswith("_ratio"):
         details |= {"resolution": round(known.resolution, 4), "margin": "resolved" if known.resolved else "unresolved"}
-    value = round(standing.value(promise.figure), 4)
+    value = standing.value(promise.figure)
+    if promise.over:
+        value /= found[promise.over].value(promise.over_figure or promise.figure)
+    if promise.above:
+        value -= found[promise.above].value(promise.figure)
+    if promise.below:
+        value = found[promise.below].value(promise.figure) - value
+    value = round(value, 4)
     return Check(promise.check, value, "", promise.bound, promise.direction, promise.against, details)
 
 

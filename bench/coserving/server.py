@@ -12,17 +12,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from schemas.errors import RoseError
 from topics.broker import free_ports
+from workers.lender.admission import Promise
+from workers.lender.config import LendConfig
+from workers.lender.vllm import SETTING
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -51,6 +55,11 @@ FLAGS = {
 SWITCHES = ("--enforce-eager", "--enable-prompt-tokens-details", "--enable-per-request-metrics")
 """The last two make the server tell of each request what came from the cache and how long it queued."""
 
+GUEST_TOKENS = 1024
+"""The longest turn of a guest."""
+
+HOUR_SECONDS = 3600.0
+
 READY_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 600.0, 30.0, 30.0
 LOOK_SECONDS = 0.5
 """Between two looks at a server that comes up: nothing else tells that it answers."""
@@ -68,8 +77,15 @@ class ServerError(RoseError):
     """A server that is not there or not alone."""
 
 
-def make_model(folder: Path) -> Path:
-    """A Qwen3 of 0.4M parameters with random weights, and the demo's tokenizer."""
+SERVED = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32}
+"""A Qwen3 of 0.4M parameters."""
+
+LENT = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "head_dim": 128}
+"""A guest's, of 19M parameters: its steps take several of serving's."""
+
+
+def make_model(folder: Path, sizes: Mapping[str, int]) -> Path:
+    """A Qwen3 with random weights, and the demo's tokenizer."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -78,12 +94,9 @@ def make_model(folder: Path) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        **sizes,
         max_position_embeddings=LONGEST_TOKENS,
         tie_word_embeddings=True,
         initializer_range=0.1,
@@ -98,12 +111,35 @@ def make_model(folder: Path) -> Path:
 
 
 @dataclass(frozen=True)
+class Lends:
+    """How a server lends."""
+
+    dial: float
+    promises: bool = True
+    """Whether the run's budgets, and the yield bound, hold the guest back."""
+
+
+@dataclass(frozen=True)
 class Launch:
     """What a server is started with beyond what all are; arms of equal launches share a server."""
 
     flags: tuple[str, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()
-    """Names and values."""
+    lends: Lends | None = None
+
+
+def lending(lends: Lends, model: Path, socket: Path, *, ttft: float, tpot: float) -> LendConfig:
+    """Of a server that keeps these budgets, in seconds, while it lends; without promises, of one that keeps none."""
+    promise = Promise(dial=lends.dial, ttft_seconds=ttft, tpot_seconds=tpot)
+    unbounded = Promise(dial=lends.dial, ttft_seconds=HOUR_SECONDS, tpot_seconds=HOUR_SECONDS, yield_seconds=1.0)
+    return LendConfig(
+        model_folder=str(model),
+        socket=str(socket),
+        max_turns=MAX_RUNNING,
+        max_model_len=GUEST_TOKENS,
+        kv_cache_bytes=256 << 20,
+        step_tokens=512,
+        promise=promise if lends.promises else unbounded,
+    )
 
 
 @dataclass(frozen=True)
@@ -113,6 +149,10 @@ class Server:
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    lends_at: Path | None = None
+    """The socket of its guest."""
+    lent: Path | None = None
+    """The guest's model folder."""
 
     def check(self) -> None:
         """Raises ServerError when it has ended."""
@@ -135,20 +175,31 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(launch: Launch, model: Path, log: Path) -> Iterator[Server]:
-    """A server that answers; stopped in the end. Raises ServerError."""
+def serve(launch: Launch, model: Path, log: Path, lending: LendConfig | None = None) -> Iterator[Server]:
+    """A server that answers; stopped in the end. `lending`: of one that lends. Raises ServerError."""
     [port] = free_ports(1)
     flags = [part for pair in FLAGS.items() for part in pair]
+    environment = os.environ | ENVIRONMENT
+    if lending is not None:
+        flags.append("--no-async-scheduling")
+        environment[SETTING] = str(log.with_suffix(".json"))
+        log.with_suffix(".json").write_bytes(msgspec.json.encode(lending))
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, *flags, *SWITCHES, *launch.flags],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, **dict(launch.environment)},
+            env=environment,
             start_new_session=True,
         )
-    server = Server(f"http://127.0.0.1:{port}", process, log)
+    server = Server(
+        f"http://127.0.0.1:{port}",
+        process,
+        log,
+        Path(lending.socket) if lending else None,
+        Path(lending.model_folder) if lending else None,
+    )
     try:
         _wait_until_ready(server)
         yield server

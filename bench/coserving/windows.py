@@ -141,7 +141,7 @@ def figures(window: Window, budgets: Budgets) -> dict[str, float]:
     }
     end = max([window.start + window.seconds, *(answer.moments[-1] for answer in answered)])
     prompt = sum(answer.prompt_tokens for answer in answered)
-    asked = bool(window.answers)
+    asked, rolled = bool(window.answers), window.rolled
     return {
         "requests": len(window.answers),
         "failed": failed,
@@ -153,6 +153,8 @@ def figures(window: Window, budgets: Budgets) -> dict[str, float]:
         "ttft_attainment": attainment(waits["ttft"], budgets.ttft, failed=failed) if asked else math.nan,
         "tpot_attainment": attainment(waits["tpot"], budgets.tpot, failed=failed) if asked else math.nan,
         "serving_tokens_per_second": sum(answer.tokens for answer in answered) / (end - window.start),
+        "guest_step_ms": 1000 * rolled.step_seconds / rolled.steps if rolled.steps else math.nan,
+        "guest_longest_ms": 1000 * max(rolled.longest_seconds, default=math.nan),
         "guest_tokens_per_second": guest_tokens(window) / window.seconds,
         "busy": busy(window),
         "prefix_hit_rate": sum(answer.cached_tokens for answer in answered) / prompt if prompt else math.nan,

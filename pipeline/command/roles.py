@@ -38,13 +38,13 @@ def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, obse
     from workers.lender.beside import Plan, lend
 
     config = load(common)
-    lender, metrics, slot = config.settings.lender, config.settings.metrics, config.settings.executor.slot
+    settings, metrics, slot = config.settings, config.settings.metrics, config.settings.executor.slot
     plan = Plan(
         settings=None if observe else config.bus(),
-        executor=config.settings.executor,
+        executor=settings.executor,
+        lender=settings.lender,
         weights=config.weights,
-        stop_file=(lender.stop_file or config.run_folder / f"executor-{slot}.stop").absolute(),
-        hang_seconds=lender.hang_seconds,
+        stop_file=(settings.lender.stop_file or config.run_folder / f"executor-{slot}.stop").absolute(),
         serve_metrics=lambda: serve_metrics(metrics.host, metrics.executor + slot if metrics.executor else 0),
     )
     lend(plan, serving, flags)

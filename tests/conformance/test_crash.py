@@ -158,4 +158,4 @@ def test_a_stop_and_a_start_keep_everything(own: Cluster, own_broker: Broker) ->
     own_broker.restart()
     assert {message.offset(): message.value() for message in own.read(topic)} == places
     consumer = own.consumer("readers")
-    assert consumer.committed([TopicPartition(topic, 0)], WAIT_SECONDS)[0].offset == 7
+    assert _committed(consumer, topic) == 7

@@ -24,6 +24,7 @@ from tests.waiting import WAIT_SECONDS, until
 from topics.broker import free_ports
 from workers.executor.line import Line
 from workers.executor.words import REPORTS, Done, Order, Outbox, Report, Take, Tick, Wake
+from workers.lender.admission import Promise
 from workers.lender.config import LendConfig
 from workers.lender.link import knock
 
@@ -45,6 +46,8 @@ SERVING = {
     "VLLM_LOGGING_LEVEL": "INFO",  # an engine of the test's own process has set another
     "OMP_NUM_THREADS": "1",
 }
+
+STRICTLY = Promise()
 
 Wanted = TypeVar("Wanted", bound=Report)
 
@@ -178,7 +181,7 @@ def server_flags(port: int) -> list[str]:
 
 
 @contextmanager
-def lending_server(folder: Path, *flags: str, lends: bool = True) -> Iterator[Server]:
+def lending_server(folder: Path, *flags: str, lends: bool = True, promise: Promise = STRICTLY) -> Iterator[Server]:
     """With the shipped policy as serving's model and as the guest's."""
     config = LendConfig(
         model_folder=str(MODEL),
@@ -188,6 +191,7 @@ def lending_server(folder: Path, *flags: str, lends: bool = True) -> Iterator[Se
         max_model_len=256,
         kv_cache_bytes=8 << 20,
         step_tokens=64,
+        promise=promise,
     )
     (folder / "lend.json").write_bytes(msgspec.json.encode(config))
     [port] = free_ports(1)

@@ -112,13 +112,13 @@ def assert_written_is_read(record: Record) -> None:
     assert again == wire, "what was written is read, and written again it is the same"
 
 
-@settings(deadline=None, max_examples=1500, print_blob=True)
+@settings(max_examples=1500, print_blob=True)
 @given(examples_with_one_field_drawn())
 def test_a_record_with_one_field_at_or_beyond_its_bounds_is_read_or_never_written(record: Record) -> None:
     assert_written_is_read(record)
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 @given(st.sampled_from(RECORDS).flatmap(structs))
 def test_a_record_of_anything_is_read_or_never_written(record: Record) -> None:
     assert_written_is_read(record)

@@ -51,7 +51,6 @@ def put_on_the_log(of: Home, decision: Decision) -> None:
         of.knows(group_of(decision.opens, state, offset=decision.found.offset, outcomes_from=0, now=0.0))
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["read", "passed", "done"]), st.integers(0, 99)), max_size=40)
 )
@@ -136,7 +135,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(EVENTS)
 def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decided_once(
     events: list[tuple[str, object]],

@@ -55,7 +55,7 @@ def assert_decided(prompt: Prompt) -> str:
     return refusal
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.fixed_dictionaries(
         {

@@ -45,7 +45,7 @@ def test_every_built_in_is_held_to_the_laws() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @given(data=st.data(), seed=SEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_restored_environment_goes_on_as_the_original_would(name: str, data: st.DataObject, seed: int) -> None:
     arguments, actions = CASES[name]
     before = data.draw(st.lists(actions, max_size=5))
@@ -63,7 +63,7 @@ def test_a_restored_environment_goes_on_as_the_original_would(name: str, data: s
 
 @pytest.mark.parametrize("name", CASES)
 @given(data=st.data(), seed=SEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_a_policy_writes_is_a_step_and_every_task_ends(name: str, data: st.DataObject, seed: int) -> None:
     arguments, actions = CASES[name]
     environment = load_environment(name)()
@@ -77,7 +77,7 @@ def test_whatever_a_policy_writes_is_a_step_and_every_task_ends(name: str, data:
 
 @pytest.mark.parametrize("name", CASES)
 @given(seed=SEEDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_seed_names_one_task(name: str, seed: int) -> None:
     arguments, _ = CASES[name]
     first, second = (asyncio.run(load_environment(name)().reset(seed, arguments)) for _ in range(2))
@@ -86,7 +86,7 @@ def test_a_seed_names_one_task(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @given(state=st.binary(max_size=60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_bytes_that_are_no_snapshot_are_refused(name: str, state: bytes) -> None:
     with pytest.raises(SnapshotError):
         asyncio.run(load_environment(name)().restore(state))
@@ -99,7 +99,7 @@ def test_unknown_arguments_are_refused_by_name(name: str) -> None:
 
 
 @given(seed=SEEDS, bounds=st.tuples(st.integers(1, 8), st.integers(1, 8)).map(sorted))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_straight_way_solves_every_sum_in_one_turn_an_operand_and_the_answer(seed: int, bounds: list[int]) -> None:
     environment = Calculator()
     least, most = bounds
@@ -116,7 +116,7 @@ def test_the_straight_way_solves_every_sum_in_one_turn_an_operand_and_the_answer
 
 
 @given(seed=SEEDS, guess=st.integers(-80, 80))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_an_answer_before_any_call_is_no_answer_and_a_wrong_one_earns_nothing(seed: int, guess: int) -> None:
     environment = Calculator()
     observation = asyncio.run(environment.reset(seed, {}))
@@ -173,7 +173,7 @@ def test_a_users_own_environment_is_found() -> None:
 
 
 @given(seed=SEEDS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_lake_can_be_crossed(seed: int) -> None:
     environment = load_environment("frozenlake")()
     rows = asyncio.run(environment.reset(seed, {"size": 4})).split("\n")

@@ -36,7 +36,7 @@ def naive(tokens: list[tuple[float, float, float, float]], bounds: LossBounds) -
         importance_cap=st.floats(0.5, 5.0),
     ),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_loss_and_gradient_are_those_of_the_definition(
     tokens: list[tuple[float, float, float, float]], bounds: LossBounds
 ) -> None:

@@ -15,7 +15,7 @@ from tests.unit.routing_steps import STEPS, WORKERS, settle, started, step
 from tests.unit.routing_world import CONFIG, request
 
 
-@settings(deadline=None, max_examples=300, print_blob=True)
+@settings(max_examples=300, print_blob=True)
 @given(st.lists(STEPS, max_size=80))
 def test_the_laws_hold_in_every_history(steps: list[tuple[object, ...]]) -> None:
     # World.feed checks after every event: conservation, the books, budgets, liveness, attempts, faults, order.
@@ -25,7 +25,7 @@ def test_the_laws_hold_in_every_history(steps: list[tuple[object, ...]]) -> None
     settle(world)
 
 
-@settings(deadline=None, max_examples=200, print_blob=True)
+@settings(max_examples=200, print_blob=True)
 @given(st.lists(st.one_of(STEPS, st.just(("new router",))), max_size=60))
 def test_the_laws_hold_when_routers_are_replaced(steps: list[tuple[object, ...]]) -> None:
     world = started()
@@ -37,7 +37,7 @@ def test_the_laws_hold_when_routers_are_replaced(steps: list[tuple[object, ...]]
     settle(world)
 
 
-@settings(deadline=None, max_examples=100, print_blob=True)
+@settings(max_examples=100, print_blob=True)
 @given(st.lists(STEPS, max_size=60))
 def test_the_same_history_gives_the_same_bytes(steps: list[tuple[object, ...]]) -> None:
     world = started()
@@ -50,7 +50,7 @@ def test_the_same_history_gives_the_same_bytes(steps: list[tuple[object, ...]]) 
     assert [encode(decision) for decision in decisions] == [encode(decision) for decision in world.decisions]
 
 
-@settings(deadline=None, max_examples=30, print_blob=True)
+@settings(max_examples=30, print_blob=True)
 @given(
     turns=st.integers(1, 12),
     silences=st.lists(st.floats(0.1, 500.0), min_size=1, max_size=12),
@@ -75,7 +75,7 @@ def test_silences_of_everybody_take_nothing_from_anybody(
     assert all(decision.request.attempt == 0 for decision in world.decisions if isinstance(decision, TurnDispatch))
 
 
-@settings(deadline=None, max_examples=30, print_blob=True)
+@settings(max_examples=30, print_blob=True)
 @given(st.integers(1, 4), st.lists(st.tuples(WORKERS, st.floats(2.5, 10.0)), max_size=10))
 def test_who_was_silent_alone_keeps_what_it_holds_and_no_turn_is_failed_for_it(
     turns: int, silences: list[tuple[int, float]]

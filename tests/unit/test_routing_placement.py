@@ -108,7 +108,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=300, print_blob=True)
+@settings(max_examples=300, print_blob=True)
 @given(st.lists(BEATS, max_size=8), st.lists(STEPS, max_size=60))
 def test_the_vectors_choose_as_a_scan_over_all_executors_does(
     fleet: list[SlackHeartbeat], steps: list[tuple[Any, ...]]

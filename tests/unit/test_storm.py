@@ -26,7 +26,7 @@ from tests.chaos.storm_plan import FIRST, ROUND, Act, Deed, Plan, Role, Shape, S
 def of_any_plan(test: Callable[[Plan], None]) -> Callable[[int, Shape], None]:
     """Run a test on plans; seed and shape are what a failure shows, not the plan."""
 
-    @settings(deadline=None, max_examples=40)
+    @settings(max_examples=40)
     @given(st.integers(0, 2**32), st.builds(Shape, nodes=st.sampled_from([0, 3]), rounds=st.integers(1, 3)))
     def on_a_plan(seed: int, shape: Shape) -> None:
         test(draw(seed, shape))

@@ -162,7 +162,7 @@ def lived(events: list[tuple[Any, ...]]) -> Iterator[Life]:
         yield life
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(EVENTS)
 def test_the_state_built_from_the_log_is_the_state_that_lived(events: list[tuple[Any, ...]]) -> None:
     for life in lived(events):
@@ -171,7 +171,7 @@ def test_the_state_built_from_the_log_is_the_state_that_lived(events: list[tuple
         assert trajectories == life.trajectories
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(EVENTS)
 def test_who_takes_over_accepts_the_results_that_were_accepted(events: list[tuple[Any, ...]]) -> None:
     for life in lived(events):
@@ -185,7 +185,7 @@ def test_who_takes_over_accepts_the_results_that_were_accepted(events: list[tupl
         assert accepted == {trajectory_id: result for trajectory_id, (_, result) in life.stepping.items()}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(EVENTS)
 def test_every_turn_applies_the_first_completed_result_and_every_trajectory_ends_once(
     events: list[tuple[Any, ...]],
@@ -228,7 +228,7 @@ def assert_whole(sample: Sample) -> None:
     assert (unpack_logprobs(sample.logprobs)[mask == 0] == 0.0).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(EVENTS, st.data())
 def test_a_log_with_holes_breaks_a_trajectory_but_never_bends_it(
     events: list[tuple[Any, ...]], data: st.DataObject
@@ -246,7 +246,7 @@ def test_a_log_with_holes_breaks_a_trajectory_but_never_bends_it(
     assert all(trajectory == life.trajectories[name] for name, trajectory in trajectories.items())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(EVENTS, st.integers(1, 2**40), st.sampled_from(["result", "request", "state"]))
 def test_a_record_that_is_not_what_was_written_breaks_a_trajectory_but_never_bends_it(
     events: list[tuple[Any, ...]], pick: int, what: str

@@ -128,7 +128,7 @@ def test_a_failure_that_cannot_tell_its_tokens_still_tells_its_reason() -> None:
 
 
 @given(st.integers(RECORD_BYTES - 200, RECORD_BYTES + 20_000), st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_state_near_the_limit_is_saved_or_fails_its_trajectory(size: int, opening: bool) -> None:
     trajectory = opened(prompt_of())
     if opening:
@@ -143,7 +143,6 @@ def test_a_state_near_the_limit_is_saved_or_fails_its_trajectory(size: int, open
         encode(written.sample)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**63 - 1))
 def test_a_prompt_with_a_seed_samples_every_turn_of_every_trajectory_with_its_own(seed: int) -> None:
     prompt = settled_sampling(prompt_of(sampling=Sampling(seed=seed, max_tokens=9)), RULES.sampling)

@@ -54,7 +54,7 @@ def test_the_shipped_policy_begins_where_the_demo_says() -> None:
 
 
 @given(seed=st.integers(0, FIRST_HELD_OUT_SEED - 1), luck=st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_without_slips_the_demonstrator_always_gets_there(turn_format: TurnFormat, seed: int, luck: int) -> None:
     tokens, mask = asyncio.run(demonstrate(turn_format, seed, WarmStartSettings(slip=0.0), random.Random(luck)))
     assert len(tokens) == len(mask)

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.weights import ChunkRef, WeightChunk, WeightManifest
@@ -45,7 +45,6 @@ def places(manifest: WeightManifest) -> list[tuple[int, int]]:
     return [(ref.partition, ref.offset) for piece in manifest.slices for ref in piece.chunks]
 
 
-@settings(deadline=None)
 @given(SHAPES, DTYPE, SEED, st.data())
 def test_versions_are_exact_over_any_chain_of_anchors_and_deltas(
     shapes: dict[str, tuple[int, ...]], dtype: str, seed: int, data: st.DataObject
@@ -75,7 +74,6 @@ def test_versions_are_exact_over_any_chain_of_anchors_and_deltas(
         }
 
 
-@settings(deadline=None)
 @given(SHAPES, DTYPE, SEED, st.booleans())
 def test_the_tensors_of_an_earlier_version_are_never_written_to_again(
     shapes: dict[str, tuple[int, ...]], dtype: str, seed: int, anchor: bool
@@ -327,7 +325,6 @@ def test_a_version_is_not_taken_twice() -> None:
     assert same_bits(world.assembly.done.tensors, world.second)
 
 
-@settings(deadline=None)
 @given(SHAPES, DTYPE, SEED, st.data())
 def test_a_shard_fetches_what_meets_it_alone_and_has_it_exactly(
     shapes: dict[str, tuple[int, ...]], dtype: str, seed: int, data: st.DataObject

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import RecordError
@@ -51,7 +51,6 @@ def test_the_largest_chunk_with_the_longest_names_is_a_record() -> None:
     assert decode(WeightChunk, encode(chunk)) == chunk
 
 
-@settings(deadline=None)
 @given(SHAPES, DTYPE, st.integers(1, 5), st.booleans(), st.integers(0, 2**32 - 1))
 def test_what_is_published_is_believed(
     shapes: dict[str, tuple[int, ...]], dtype: str, parts: int, delta: bool, seed: int
@@ -73,7 +72,6 @@ def test_what_is_published_is_believed(
             check_chunk(shelf.chunks[ref.partition, ref.offset], ref, name, manifest)
 
 
-@settings(deadline=None)
 @given(SHAPES.filter(lambda shapes: any(np.prod(shape) > 0 for shape in shapes.values())), st.integers(1, 4), st.data())
 def test_any_broken_tiling_is_refused(shapes: dict[str, tuple[int, ...]], parts: int, data: st.DataObject) -> None:
     """A slice moved, resized, left out, or put in twice; the manifest is whole in every other respect."""

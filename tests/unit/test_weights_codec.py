@@ -103,7 +103,7 @@ def pair_of(drawn: dict[str, Any]) -> tuple[Words, Words, str]:
     return old, new_words(old, drawn["where"], drawn["how"], drawn["dtype"], random), drawn["dtype"]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(PAIRS)
 def test_what_was_encoded_comes_back_bit_for_bit_and_is_never_larger_than_dense(drawn: dict[str, Any]) -> None:
     old, new, dtype = pair_of(drawn)
@@ -117,7 +117,7 @@ def test_what_was_encoded_comes_back_bit_for_bit_and_is_never_larger_than_dense(
     assert not np.shares_memory(back, old)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(PAIRS)
 def test_a_delta_is_exact_even_where_dense_is_smaller_and_fits_what_was_set_aside_for_it(drawn: dict[str, Any]) -> None:
     old, new, dtype = pair_of(drawn)
@@ -133,7 +133,7 @@ def test_a_delta_is_exact_even_where_dense_is_smaller_and_fits_what_was_set_asid
     assert len(payload) - head <= 64 + BYTES_AN_ELEMENT * coded
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1)), max_size=40), st.data())
 def test_any_few_words_come_back(pairs: list[tuple[int, int]], data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(["bfloat16", "float16"]))

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -64,7 +64,6 @@ def test_boxes_meet_where_they_have_an_element_in_common(
     assert one.meets(other) == other.meets(one) == bool(common.any())
 
 
-@settings(deadline=None)
 @given(SHAPE, DTYPE, st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_a_tensor_survives_as_slices(shape: tuple[int, ...], dtype: str, parts: int, seed: int) -> None:
     tensor = random_tensors({"t": shape}, TORCH_DTYPES[dtype], np.random.default_rng(seed))["t"]

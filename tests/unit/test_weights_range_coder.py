@@ -46,13 +46,13 @@ def decodes_to(data: bytes, symbols: list[tuple[int, int, int]]) -> bool:
     return not coder.overrun(state, stream)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.one_of(BIT, uniform_parts()), max_size=200))
 def test_the_coder_gives_back_any_mix_of_bits_and_parts(symbols: list[tuple[int, int, int]]) -> None:
     assert decodes_to(coded(symbols), symbols)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(uniform_parts(), max_size=5), st.sampled_from([(0, 0, 0), (20, 0, 1), (8, 0, 3)]), st.integers(0, 3000))
 def test_the_coder_gives_back_what_ends_in_zero_bytes(
     symbols: list[tuple[int, int, int]], last: tuple[int, int, int], times: int
@@ -66,7 +66,7 @@ def test_an_adaptive_bit_learns(bit: int) -> None:
     assert len(coded([(0, 0, bit)] * 20_000)) < 64
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 60), st.booleans(), st.lists(uniform_parts(), max_size=10))
 def test_a_carry_runs_through_any_number_of_waiting_bytes(
     symbols_before: int, carries: bool, after: list[tuple[int, int, int]]

@@ -72,6 +72,7 @@ def run_engine(config: ExecutorConfig, wires: Wires) -> None:
     """Make the engine, and tick it for ever. Raises EngineStartError or EngineBroken."""
     import workers.executor.vllm.alone  # noqa: F401
     from workers.executor.host import EngineHost
+    from workers.executor.step_cost import UNKNOWN, StepCost
     from workers.executor.vllm.engine import Engine
     from workers.executor.vllm.types import EngineConfig
 
@@ -85,7 +86,8 @@ def run_engine(config: ExecutorConfig, wires: Wires) -> None:
             step_tokens=config.step_tokens,
         )
     )
-    host = EngineHost(engine, wires, Outbox(Line(wires.reports)), tick_seconds=config.heartbeat_seconds)
+    reports = Outbox(Line(wires.reports))
+    host = EngineHost(engine, wires, reports, StepCost(**UNKNOWN), tick_seconds=config.heartbeat_seconds)
     bell = select.poll()
     bell.register(wires.bell, select.POLLIN)
     while True:

@@ -1,7 +1,7 @@
 """The engine's side of an executor: it is ticked, and does one bounded piece of work a tick.
 
 Keeps true
-- A tick takes orders in, does at most one piece of preparing a version and at most one engine step, and reports.
+- A tick takes orders in, does one piece of preparing a version or one engine step, in turn, and reports.
   Nothing else runs in this process for it: no bus, no records, no thread.
 - A policy version is swapped in between two steps, whole or not at all.
 - Where no tick may be done, a turn that is given up goes back all the same, one at a time.
@@ -11,7 +11,7 @@ Keeps true
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
 from schemas.errors import RecordError
@@ -34,6 +34,7 @@ from workers.executor.words import (
     Refused,
     Serve,
     Serving,
+    Slack,
     Take,
     Tick,
     Wake,
@@ -44,8 +45,19 @@ from workers.executor.words import (
 class EngineHost:
     """One engine at its wires. Whoever owns the thread calls `tick`."""
 
-    def __init__(self, engine: Engine, wires: Wires, reports: Outbox, *, tick_seconds: float) -> None:
-        """`reports`: of the wires. `tick_seconds`: between two `Tick`s."""
+    def __init__(
+        self,
+        engine: Engine,
+        wires: Wires,
+        reports: Outbox,
+        cost: StepCost,
+        *,
+        tick_seconds: float,
+        slack: Callable[[], Slack | None] = lambda: None,
+    ) -> None:
+        """`reports` is of the wires; `cost` is told of each step; `tick_seconds` lie between two `Tick`s, which say
+        `slack`.
+        """
         self.granted = True
         """Whether it is to lend, as far as it was told: a guest's alone."""
         self._engine = engine
@@ -57,12 +69,17 @@ class EngineHost:
         self._let_at = time.monotonic()
         """When a tick might last be done."""
         self._tick_seconds = tick_seconds
-        self._cost = StepCost(base_seconds=0.01, token_seconds=0.0001)
+        self._slack = slack
+        self._cost = cost
         self._share = 0.0
         """Running sum of seconds a turn."""
         self._share_before: dict[str, float] = {}
         """By turn, what that sum was when it came."""
         self._preparing: tuple[int, Iterator[None]] | None = None
+        self._piece_seconds = 0.0
+        """The longest piece of preparing so far."""
+        self._stepped = False
+        """Whether the latest piece of work was a step."""
         self._steps, self._step_seconds = 0, 0.0
         self._next_tick = 0.0
 
@@ -76,17 +93,29 @@ class EngineHost:
         """Until it must be ticked although it is not busy."""
         return max(0.0, self._next_tick - time.monotonic())
 
-    def tick(self) -> None:
-        """One bounded piece of work. Raises EngineBroken."""
+    @property
+    def wanted_seconds(self) -> float:
+        """What the next piece of work will take, as predicted."""
+        if self._prepares_next:
+            return self._piece_seconds
+        tokens = self._engine.wanted_tokens
+        return self._cost.cautious_seconds(tokens) if tokens else 0.0
+
+    def tick(self, most_tokens: int | None = None) -> None:
+        """One bounded piece of work, a step of at most `most_tokens` tokens. Raises EngineBroken."""
         self._reports.flush()
         self._read()
         while self._later:
             self._obey(self._later.popleft())
-        if self._preparing is not None:
+        if self._prepares_next:
             self._prepare_on()
-        if len(self._engine):
-            self._step()
+        elif len(self._engine):
+            self._step(most_tokens)
         self.beat()
+
+    @property
+    def _prepares_next(self) -> bool:
+        return self._preparing is not None and (self._stepped or not len(self._engine))
 
     def beat(self, *, held: bool = False) -> None:
         """Say how the engine stands, if it is time for that, and give a turn up: all that may be done where a step may
@@ -166,8 +195,10 @@ class EngineHost:
     def _prepare_on(self) -> None:
         assert self._preparing is not None
         version, pieces = self._preparing
+        self._stepped, began = False, time.monotonic()
         try:
             next(pieces)
+            self._piece_seconds = max(self._piece_seconds, time.monotonic() - began)
         except StopIteration:
             self._preparing = None
             self._reports.say(Prepared(version))
@@ -184,8 +215,9 @@ class EngineHost:
             self._reports.say(Serving(version, seconds))
             self._tell_load()
 
-    def _step(self) -> None:
-        step = self._engine.step()
+    def _step(self, most_tokens: int | None) -> None:
+        self._stepped = True
+        step = self._engine.step(most_tokens)
         self._share += step.seconds / max(1, len(self._share_before))
         self._steps += 1
         self._step_seconds += step.seconds
@@ -226,6 +258,7 @@ class EngineHost:
                 steps=self._steps,
                 step_seconds=self._step_seconds,
                 held_seconds=time.monotonic() - self._let_at,
+                slack=self._slack(),
             )
         )
         self._steps, self._step_seconds = 0, 0.0

@@ -271,6 +271,8 @@ class Executor:
                 self._tick = report
                 metrics.STEPS.inc(report.steps)
                 metrics.STEP_SECONDS.inc(report.step_seconds)
+                if report.slack is not None:
+                    metrics.show(report.slack)
 
     @property
     def _changing(self) -> bool:
@@ -382,6 +384,9 @@ class Executor:
             kv_bytes_free=tick.kv_bytes_free,
             kv_bytes_per_token=tick.kv_bytes_per_token,
             rollout=Tenant(running=tick.running, waiting=tick.waiting),
+            serving=Tenant(running=tick.slack.running, waiting=tick.slack.waiting) if tick.slack else Tenant(),
+            prefill_headroom_seconds=tick.slack.prefill_headroom if tick.slack else None,
+            decode_headroom_seconds=tick.slack.decode_headroom if tick.slack else None,
             max_turns=self._config.max_turns,
             token_budget=self._inbox.token_budget,
             ttl_seconds=TTL_SECONDS,

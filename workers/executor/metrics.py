@@ -1,6 +1,10 @@
 """What an executor exports to Prometheus. Keeps true: seconds and bytes, and no label that grows with the work."""
 
+import math
+
 from prometheus_client import Counter, Gauge, Histogram
+
+from workers.executor.words import Slack
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
@@ -14,3 +18,30 @@ HELD_TURNS = Gauge("rose_executor_held_turns", "Turns taken on and not answered"
 KV_FREE_BYTES = Gauge("rose_executor_kv_free_bytes", "Free KV cache")
 POLICY_VERSION = Gauge("rose_executor_policy_version", "The version that serves; -1 before one is proven")
 SWAPS_REFUSED = Counter("rose_executor_swaps_refused_total", "Staged versions that the engine refused")
+
+SERVING_REQUESTS = Gauge("rose_lender_serving_requests", "Requests of serving beside the guest", ["state"])
+HEADROOM_SECONDS = Gauge(
+    "rose_lender_headroom_seconds",
+    "Least slack when serving was last looked at; NaN where nothing waits for it",
+    ["kind"],
+)
+GUEST_PIECE_SECONDS = Histogram(
+    "rose_lender_guest_piece_seconds", "Longest piece of the guest's work between two reports", buckets=SECONDS
+)
+PREDICTION_ERROR = Gauge(
+    "rose_lender_prediction_error", "Share of its prediction by which one step in ten is wrong, or more", ["step"]
+)
+HELD_BACK = Counter("rose_lender_held_back_total", "Times that a guest with work might not compute", ["why"])
+
+
+def show(slack: Slack) -> None:
+    """What a guest's host says of serving."""
+    SERVING_REQUESTS.labels("running").set(slack.running)
+    SERVING_REQUESTS.labels("waiting").set(slack.waiting)
+    for kind, headroom in (("prefill", slack.prefill_headroom), ("decode", slack.decode_headroom)):
+        HEADROOM_SECONDS.labels(kind).set(math.nan if headroom is None else headroom)
+    GUEST_PIECE_SECONDS.observe(slack.longest_seconds)
+    for step in ("guest", "prefill", "decode"):
+        PREDICTION_ERROR.labels(step).set(getattr(slack, f"{step}_error"))
+    for why, times in slack.held_back.items():
+        HELD_BACK.labels(why).inc(times)

@@ -104,6 +104,25 @@ class NotTaken(Word, frozen=True):
     reason: str
 
 
+class Slack(msgspec.Struct, frozen=True, array_like=True):
+    """Of a guest's host: how serving stands, and what the guest took of it since the tick before. Seconds."""
+
+    running: int
+    waiting: int
+    prefill_headroom: float | None
+    """Least S_prf when serving was last looked at; None while no request waited for its first token."""
+    decode_headroom: float | None
+    """Least S_dec; None while none decoded."""
+    longest_seconds: float
+    """The longest piece of the guest's work: what the yield bound is about."""
+    guest_error: float
+    """How wrong predicted steps are: nine in ten end within this share of what was predicted."""
+    prefill_error: float
+    decode_error: float
+    held_back: dict[str, int]
+    """How often the guest had work and might not compute, by why (`Hold`)."""
+
+
 class Tick(Word, frozen=True):
     """Of the engine, now and then: it lives, and this is how it stands. Fields as in `Load` and `StepCost`."""
 
@@ -124,6 +143,8 @@ class Tick(Word, frozen=True):
     """Since it might last have computed: a guest waits for its host."""
     parked: str = ""
     """Why there is no engine at this moment; empty where there is one."""
+    slack: Slack | None = None
+    """None without a serving tenant."""
 
 
 class Failed(Word, frozen=True):

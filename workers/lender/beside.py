@@ -32,7 +32,7 @@ from workers.executor.config import ExecutorConfig
 from workers.executor.link import EngineLink
 from workers.executor.main import run_executor
 from workers.executor.vllm.folder import check_folder
-from workers.lender.config import LendConfig
+from workers.lender.config import LendConfig, LenderConfig
 from workers.lender.grants import Grants
 from workers.lender.keeper import Keeper
 from workers.lender.link import End, knock
@@ -55,9 +55,9 @@ class Plan:
     settings: BusSettings | None
     """None: nothing is lent, what could be is observed."""
     executor: ExecutorConfig
+    lender: LenderConfig
     weights: WeightsConfig
     stop_file: Path
-    hang_seconds: float
     serve_metrics: Callable[[], None]
     """Called once in each process beside. May raise UsageError."""
 
@@ -91,6 +91,7 @@ def _of(plan: Plan, folder: Path) -> LendConfig:
         max_model_len=config.max_model_len,
         kv_cache_bytes=config.kv_cache_bytes,
         step_tokens=config.step_tokens,
+        promise=plan.lender.promise,
         heartbeat_seconds=config.heartbeat_seconds,
         pulse=str(folder / "pulse"),
         observe=plan.settings is None,
@@ -131,7 +132,7 @@ def _keep(plan: Plan, shapes: Mapping[str, tuple[int, ...]], folder: Path, pulse
     show_as(f"keeper-{plan.slot}")
     try:
         begin = lambda: _fork(lambda: _stay_beside(plan, shapes, folder / "socket"))  # noqa: E731
-        Keeper(pulse, plan.stop_file, begin, hang_seconds=plan.hang_seconds).keep(stop)
+        Keeper(pulse, plan.stop_file, begin, hang_seconds=plan.lender.hang_seconds).keep(stop)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

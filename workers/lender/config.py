@@ -1,6 +1,6 @@
 """What a server lends: the file that `ROSE_LEND` names, and what `rose lend` is told besides."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +8,21 @@ import msgspec
 from msgspec import Meta
 
 from schemas.errors import UsageError
+from workers.lender.admission import Promise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LenderConfig:
+    """A server that lends: what is promised to those whom it serves."""
+
+    promise: Promise = field(default_factory=Promise)
+    """The dial from strict to slo, the two budgets, the yield bound."""
+    stop_file: Path | None = None
+    """While this file is there, nothing is lent: it stops within a second. Who ends a guest that hangs writes it, so
+    put it where it outlives the server. Left out, `executor-<slot>.stop` in the run's folder."""
+    hang_seconds: float = 30.0
+    """A guest that has had the serving thread for so long hangs, and its engine core is ended; longer than what may be
+    compiled in a first step."""
 
 
 class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +41,9 @@ class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_cache_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
     """Memory of the guest's KV cache."""
     step_tokens: Annotated[int, Meta(ge=1)] = 256
-    """Most tokens of one guest step, at least `max_turns`: this bounds how long serving waits for a guest."""
+    """Most tokens of one guest step, at least `max_turns`; `promise` makes it less."""
+    promise: Promise = Promise()
+    """What serving is promised while it lends."""
     piece_seconds: Annotated[float, Meta(gt=0)] = 0.002
     """How long a piece of building the guest runs before serving is asked for again."""
     heartbeat_seconds: Annotated[float, Meta(ge=0.01, le=0.2)] = 0.1
@@ -35,18 +52,6 @@ class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Path of the page that is shared with the keeper (`workers.lender.pulse`); empty: nobody watches for a hang."""
     observe: bool = False
     """Whether there is no guest, and what could be lent is measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LenderConfig:
-    """A server that lends."""
-
-    stop_file: Path | None = None
-    """While this file is there, nothing is lent: it stops within a second. Who ends a guest that hangs writes it, so
-    put it where it outlives the server. Left out, `executor-<slot>.stop` in the run's folder."""
-    hang_seconds: float = 30.0
-    """A guest that has had the serving thread for so long hangs, and its engine core is ended; longer than what may be
-    compiled in a first step."""
 
 
 def read_config(file: Path) -> LendConfig:

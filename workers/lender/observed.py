@@ -16,6 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from workers.executor.link import EngineLink
+from workers.executor.metrics import SERVING_REQUESTS
 from workers.executor.words import Seen
 from workers.lender.idleness import BOUNDS
 
@@ -46,10 +47,6 @@ class Observed(Collector):
         buckets = list(zip(bounds, map(float, accumulate(seen.stretches)), strict=True))
         name, said = "rose_lender_idle_stretch_seconds", "Idle stretches that have ended"
         yield HistogramMetricFamily(name, said, buckets=buckets, sum_value=seen.stretch_seconds)
-        requests = GaugeMetricFamily("rose_lender_serving_requests", "Of serving, at this moment", labels=["state"])
-        requests.add_metric(["running"], seen.running)
-        requests.add_metric(["waiting"], seen.waiting)
-        yield requests
         kv = GaugeMetricFamily("rose_lender_serving_kv_bytes", "KV cache that serving's requests hold", labels=["what"])
         kv.add_metric(["held"], seen.kv_bytes_held)
         kv.add_metric(["most"], seen.kv_bytes_most)
@@ -70,6 +67,8 @@ def observe(link: EngineLink, stop: Event) -> None:
         for report in link.reports():
             if isinstance(report, Seen):
                 OBSERVED.seen, most = report, max(most, report.kv_bytes_most)
+                SERVING_REQUESTS.labels("running").set(report.running)
+                SERVING_REQUESTS.labels("waiting").set(report.waiting)
         if OBSERVED.seen is not None and time.monotonic() >= logs_at:
             logs_at = time.monotonic() + LOG_SECONDS
             log.info("could be lent", **in_words(OBSERVED.seen, most))

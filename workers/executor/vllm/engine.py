@@ -94,6 +94,7 @@ class Engine:
         self.shapes, self.vocabulary = check_folder(config.model_folder)
         self.version = config.policy_version
         self._max_model_len = config.max_model_len
+        self._step_tokens = config.step_tokens
         self._core = start_core(config)
         self._scheduler = self._core.scheduler
         self._weights = PolicyWeights(worker_of(self._core), config.model_folder, self.shapes)
@@ -146,10 +147,20 @@ class Engine:
         self._core.abort_requests([key])
         return self._finish(turn, "abort", time.time())
 
-    def step(self) -> Step:
-        """One bounded step: at most `step_tokens` tokens, prefill and decode together. Raises EngineBroken."""
+    @property
+    def wanted_tokens(self) -> int:
+        """Tokens of the step that would be next."""
+        wanted: int = sum(each.request.num_tokens - each.request.num_computed_tokens for each in self._turns.values())
+        return min(wanted, self._step_tokens)
+
+    def step(self, most_tokens: int | None = None) -> Step:
+        """One bounded step: at most `step_tokens` tokens, prefill and decode together, and at most `most_tokens`.
+
+        Raises EngineBroken.
+        """
         if not self._scheduler.has_requests():
             return Step([], 0, 0.0)
+        self._scheduler.max_num_scheduled_tokens = min(self._step_tokens, most_tokens or self._step_tokens)
         began_at, began = time.time(), time.perf_counter()
         try:
             outputs, _ = self._core.step_fn()

@@ -10,6 +10,7 @@ Keeps true
 
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from logging import Logger
 from pathlib import Path
@@ -21,8 +22,9 @@ from vllm.v1.worker import gpu_worker
 
 from workers.executor.host import EngineHost
 from workers.executor.line import Line
+from workers.executor.step_cost import StepCost
 from workers.executor.vllm.engine import Engine, EngineConfig
-from workers.executor.words import Gone, Outbox
+from workers.executor.words import Gone, Outbox, Slack
 from workers.lender.config import LendConfig
 from workers.lender.feeder import Feeder
 from workers.lender.life import Act, Life, State
@@ -39,10 +41,21 @@ FREE_SECONDS = 0.5
 class Guest:
     """At most one engine, for at most one process beside."""
 
-    def __init__(self, config: LendConfig, feeder: Feeder, pulse: Pulse, log: Logger) -> None:
+    def __init__(
+        self,
+        config: LendConfig,
+        feeder: Feeder,
+        pulse: Pulse,
+        cost: StepCost,
+        slack: Callable[[], Slack],
+        log: Logger,
+    ) -> None:
+        """`cost`: of the guest's steps, which is told of each; `slack`: how serving stands, for those beside."""
         self._config = config
         self._feeder = feeder
         self._pulse = pulse
+        self._cost = cost
+        self._slack = slack
         self._log = log
         self._life = Life()
         self._parks_since = 0.0
@@ -71,14 +84,21 @@ class Guest:
     def _wanted(self) -> bool:
         return self._granted and not self._pulse.stop
 
-    def tick(self) -> None:
-        """One bounded piece of work. Raises nothing."""
+    @property
+    def wanted_seconds(self) -> float:
+        """What the next piece of work will take, as predicted."""
+        if self._engine is None:
+            return self._config.piece_seconds
+        return self._host.wanted_seconds if isinstance(self._host, EngineHost) else 0.0
+
+    def tick(self, *, seconds: float, tokens: int) -> None:
+        """One bounded piece of work, of at most `seconds`, or a step of at most `tokens` tokens. Raises nothing."""
         self._pulse.take()
         try:
             if self._feeder.link is not self._link:
                 self._change_link()
             else:
-                self._live()
+                self._live(seconds, tokens)
         except Exception as error:  # noqa: BLE001  whatever a guest does, serving goes on
             self._drop(error)
         finally:
@@ -105,23 +125,22 @@ class Guest:
         finally:
             self._pulse.give()
 
-    def _live(self) -> None:
+    def _live(self, seconds: float, tokens: int) -> None:
         host = self._host
         if host is None:
             return
         self._follow()
-        if self._life.state is State.WAKING:
-            host.tick()
-            self._build()
-        elif self._life.state is State.PARKING:
+        if self._life.state is State.PARKING:
             host.beat()
             self._park(held=False)
-        elif self._engine is None:
+        elif isinstance(host, Parked):
             host.tick()
+            if self._life.state is State.WAKING:
+                self._build(min(seconds, self._config.piece_seconds))
         else:
             assert self._apart is not None
             with self._apart.stepping():
-                host.tick()
+                host.tick(tokens)
         self._granted = host.granted
 
     def _follow(self) -> None:
@@ -176,18 +195,18 @@ class Guest:
         self._host = None
         if self._link is None or self._reports is None:
             return
-        wires, every = self._link.wires, self._config.heartbeat_seconds
+        wires, reports, every = self._link.wires, self._reports, self._config.heartbeat_seconds
         if self._engine is None:
-            self._host = Parked(Line(wires.orders), self._reports, tick_seconds=every)
+            self._host = Parked(Line(wires.orders), reports, tick_seconds=every)
             self._host.why = self._why_parked
         else:
-            self._host = EngineHost(self._engine, wires, self._reports, tick_seconds=every)
+            self._host = EngineHost(self._engine, wires, reports, self._cost, tick_seconds=every, slack=self._slack)
         self._host.granted = self._granted
 
-    def _build(self) -> None:
+    def _build(self, seconds: float) -> None:
         assert self._building is not None and self._apart is not None
         with self._apart.building():
-            if not self._building.go_on(self._config.piece_seconds):
+            if not self._building.go_on(seconds):
                 return
         building, self._building = self._building, None
         self._engine = building.result()

@@ -66,6 +66,16 @@ TOUCHED = (
         "6529a9d59f78d9c0",
     ),
     Touched(
+        CORE,
+        "EngineCore.step",
+        "each of serving's steps is measured, with what it was scheduled to do",
+        "a02d17986fb72adb",
+    ),
+    Touched(
+        "vllm.v1.core.sched.scheduler", "Scheduler.schedule", "wrapped: what it returns is read", "da4f2cf2fc39c39e"
+    ),
+    Touched("vllm.v1.core.sched.scheduler", "Scheduler.get_request_counts", "what serving holds", "c901ce17db93c7dd"),
+    Touched(
         "vllm.v1.core.kv_cache_utils",
         "init_none_hash",
         "the root of serving's block hashes is not replaced",

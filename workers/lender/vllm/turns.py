@@ -1,46 +1,111 @@
 """Turns of the guest in the serving engine's loop. See `attach`."""
 
+import time
+from collections.abc import Callable
 from logging import Logger
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.engine import EngineCoreRequestType
 
+from workers.executor.words import Slack
+from workers.lender.admission import Admission, Answer
 from workers.lender.config import LendConfig
 from workers.lender.feeder import Feeder
 from workers.lender.pulse import Pulse
 from workers.lender.vllm.guest import Guest
+from workers.lender.vllm.serving import ServingView
+
+
+class Turns:
+    """Who computes next: after each step of serving's, the guest if admission lets it."""
+
+    def __init__(self, core: Any, config: LendConfig, feeder: Feeder, pulse: Pulse, log: Logger) -> None:
+        self._core = core
+        self._look_seconds = config.heartbeat_seconds
+        self._looks_at = 0.0
+        """Of a guest that wants nothing, when it is asked again whether it might."""
+        self._admission = Admission(config.promise, serving_step_tokens=core.scheduler.max_num_scheduled_tokens)
+        self._view = ServingView(core, self._admission)
+        self._guest = Guest(config, feeder, pulse, self._admission.guest, self._slack, log)
+        self._held_back: dict[str, int] = {}
+        self._longest = 0.0
+        self._answer: Answer | None = None
+        """The newest."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the guest has something to do."""
+        return self._guest.busy
+
+    def step(self, process_engine_step: Callable[[], bool]) -> bool:
+        """Serving's step, then the guest's piece if it may have one."""
+        executed = self._view.step(process_engine_step)
+        if self._guest.busy and self._core.is_running():
+            self._offer()
+        else:
+            self._guest.beat(held=not self._might())
+        return executed
+
+    def _might(self) -> bool:
+        """Whether a guest that wants nothing might compute, as far as that is looked at: now and then."""
+        now = time.monotonic()
+        if now < self._looks_at or not self._core.is_running():
+            return False
+        self._looks_at = now + self._look_seconds
+        return self._admission.admit(self._view.holds(), wanted_seconds=0.0, now=now).hold is None
+
+    def _offer(self) -> None:
+        now = time.monotonic()
+        serving = self._view.holds()
+        answer = self._admission.admit(serving, wanted_seconds=self._guest.wanted_seconds, now=now)
+        self._answer = answer
+        if answer.hold is not None:
+            self._held_back[answer.hold.value] = self._held_back.get(answer.hold.value, 0) + 1
+            self._guest.beat(held=True)
+            return
+        self._guest.tick(seconds=answer.seconds, tokens=answer.tokens)
+        seconds = time.monotonic() - now
+        self._longest = max(self._longest, seconds)
+        self._admission.ran(held=serving.held, seconds=seconds)
+
+    def _slack(self) -> Slack:
+        """How serving stood when it was last looked at, and what came of it since this was last asked."""
+        running, waiting = self._core.scheduler.get_request_counts()
+        answer, learned = self._answer, self._admission
+        held_back, self._held_back = self._held_back, {}
+        longest, self._longest = self._longest, 0.0
+        return Slack(
+            running=running,
+            waiting=waiting,
+            prefill_headroom=answer.prefill_headroom if answer else None,
+            decode_headroom=answer.decode_headroom if answer else None,
+            longest_seconds=longest,
+            guest_error=learned.guest.error,
+            prefill_error=learned.serving.prefill.error,
+            decode_error=learned.serving.decode.error,
+            held_back=held_back,
+        )
 
 
 def lend(core: Any, config: LendConfig, log: Logger) -> None:
     """Give a guest its turns in the loop of `core`, an EngineCoreProc. Raises UsageError."""
     process_input_queue, process_engine_step = core._process_input_queue, core._process_engine_step
-    arrived = core.input_queue.queue
-    """The queue's own deque: to ask it takes no lock."""
 
     def wake() -> None:
         core.process_input_queue_block = False  # first: the loop may be about to sleep
         core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
 
     feeder = Feeder(Path(config.socket), wake, beat_seconds=config.heartbeat_seconds, log=log)
-    guest = Guest(config, feeder, Pulse.of_core(config.pulse), log)
+    turns = Turns(core, config, feeder, Pulse.of_core(config.pulse), log)
 
     def take_input() -> None:
-        core.process_input_queue_block = idle = not guest.busy
+        core.process_input_queue_block = idle = not turns.wanted
         if idle:
             feeder.arm()
-            if guest.busy:  # an order that came meanwhile has had its wake already
+            if turns.wanted:  # an order that came meanwhile has had its wake already
                 core.process_input_queue_block = False
         process_input_queue()
 
-    def step() -> bool:
-        executed: bool = process_engine_step()
-        held = bool(arrived) or core.scheduler.has_requests() or not core.is_running()
-        if held or not guest.busy:
-            guest.beat(held=held)
-        else:
-            guest.tick()
-        return executed
-
     core._process_input_queue = take_input
-    core._process_engine_step = step
+    core._process_engine_step = lambda: turns.step(process_engine_step)

@@ -1,0 +1,172 @@
+"""The process beside a lending server, with trajectories in place of a bus: orders turns of the guest, counts tokens.
+
+    python -m bench.coserving.guests
+
+It reads its orders as a line of JSON, says that it is ready, and goes on until it is told to stop by another line; its
+last line is what it measured.
+
+Keeps true: a turn's tokens are counted when they came, evenly from its first to its last; the engine tells both.
+"""
+
+import itertools
+import math
+import os
+import random
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+from safetensors.torch import load_file
+
+from bench.coserving.clients import LESS_URGENT, OBSERVATION_TOKENS, PROMPT_TOKENS, TURN_TOKENS, TURNS, Rolled, words
+from schemas.arrays import count, pack_tokens, unpack_tokens
+from schemas.prompts import Sampling
+from workers.executor.link import EngineLink
+from workers.executor.words import Done, GiveUp, NotTaken, Prepared, Refused, Serve, Serving, Take, Tick, Wake
+from workers.lender.link import knock
+
+LOOK_SECONDS = 0.002
+"""Between two looks for reports, as an executor's."""
+
+GIVE_UP_SECONDS = 10.0
+"""For the turns that are under way in the end."""
+
+
+class GuestOrders(msgspec.Struct, frozen=True):
+    """What a process beside is to keep going."""
+
+    socket: str
+    trajectories: int
+    vocabulary: int
+    model: str
+    """Folder of the guest's model: what lands as a policy version."""
+    spike_seconds: float
+    """Between two spikes; 0: there are none."""
+
+
+class Trajectories:
+    """Turns of a number of trajectories, each asked for when the one before has been answered."""
+
+    def __init__(self, orders: GuestOrders, link: EngineLink, version: int) -> None:
+        self._link = link
+        self._spike_seconds = orders.spike_seconds or math.inf
+        self._next_spike = time.monotonic() + self._spike_seconds
+        self._tensors = load_file(Path(orders.model) / "model.safetensors") if orders.spike_seconds else {}
+        self._changing = False
+        self._version = version
+        self._vocabulary = orders.vocabulary
+        self._draws = [random.Random(number) for number in range(orders.trajectories)]
+        self._contexts: list[list[int]] = [[] for _ in self._draws]
+        self._turns = [0] * orders.trajectories
+        self._numbers = itertools.count()
+        self._open: dict[str, int] = {}
+        self.rolled = Rolled([], [], [])
+        for number in range(orders.trajectories):
+            self._ask(number)
+
+    def _spike(self) -> None:
+        """All trajectories ask at once, and a version lands."""
+        self._next_spike = time.monotonic() + self._spike_seconds
+        self.give_up()
+        if not self._changing:
+            self._changing = True
+            self._link.order(self._link.lay(self._version + 1, self._tensors))
+
+    def _ask(self, number: int, *, again: bool = False) -> None:
+        if again:
+            self._turns[number] -= 1
+        draw = self._draws[number]
+        turn = self._turns[number] % TURNS
+        if turn == 0:
+            self._contexts[number] = words(draw, PROMPT_TOKENS, self._vocabulary)
+        else:
+            self._contexts[number] += words(draw, OBSERVATION_TOKENS, self._vocabulary)
+        self._turns[number] += 1
+        name = f"{number}/{next(self._numbers)}"
+        self._open[name] = number
+        sampling = Sampling(max_tokens=TURN_TOKENS, temperature=1.0)
+        self._link.order(Take(name, pack_tokens(self._contexts[number]), sampling, self._version))
+
+    def hear(self, *, more: bool) -> int:
+        """Take reports in, ask on if `more`; returns how many turns are open."""
+        self._link.wait(LOOK_SECONDS)
+        if more and time.monotonic() >= self._next_spike:
+            self._spike()
+        for report in self._link.reports():
+            if isinstance(report, Tick):
+                self.rolled.steps += report.steps
+                self.rolled.step_seconds += report.step_seconds
+                if report.slack is not None:
+                    self.rolled.longest_seconds.append(report.slack.longest_seconds)
+                    for hold, times in report.slack.held_back.items():
+                        self.rolled.held_back[hold] = self.rolled.held_back.get(hold, 0) + times
+            elif isinstance(report, Prepared):
+                self._link.order(Serve(report.version))
+            elif isinstance(report, Serving):
+                self._version, self._changing = report.version, False
+            elif isinstance(report, Refused) and "policy version" in report.reason:
+                number = self._open.pop(report.name)  # it was on its way while the version changed
+                if more:
+                    self._ask(number, again=True)
+            elif isinstance(report, Refused | NotTaken):
+                self.rolled.errors.append(report.reason)
+            elif isinstance(report, Done):
+                number = self._open.pop(report.name)
+                self._count(report)
+                self._contexts[number] += unpack_tokens(report.tokens)
+                if more:
+                    self._ask(number)
+        return len(self._open)
+
+    def give_up(self) -> None:
+        """Every open turn comes back with what it has."""
+        for name in self._open:
+            self._link.order(GiveUp(name))
+
+    def _count(self, done: Done) -> None:
+        made = count(done.tokens)
+        behind = time.time() - time.monotonic()
+        first, last = done.first_token_at - behind, done.finished_at - behind
+        apart = (last - first) / (made - 1) if made > 1 else 0.0
+        self.rolled.moments += [first + place * apart for place in range(made)]
+        self.rolled.counts += [1] * made
+
+
+def run_beside(orders: GuestOrders, told: threading.Event) -> Rolled:
+    """Until it is told to stop. Raises EngineBroken, or OSError where no server lends."""
+    with closing(knock(Path(orders.socket))) as end:
+        link = EngineLink(end.wires, end.connection.fileno())
+        link.order(Wake())
+        tick = link.first_tick(told)
+        while tick is not None and tick.parked:
+            tick = link.first_tick(told)
+        print("ready", flush=True)
+        if tick is None:
+            return Rolled([], [], [])
+        playing = Trajectories(orders, link, tick.version)
+        while not told.is_set():
+            playing.hear(more=True)
+        playing.give_up()
+        deadline = time.monotonic() + GIVE_UP_SECONDS
+        while playing.hear(more=False) and time.monotonic() < deadline:
+            pass
+        return playing.rolled
+
+
+def _until_told(told: threading.Event) -> None:
+    sys.stdin.readline()
+    told.set()
+
+
+def main() -> None:
+    os.nice(LESS_URGENT)
+    orders, told = msgspec.json.decode(sys.stdin.readline(), type=GuestOrders), threading.Event()
+    threading.Thread(target=_until_told, args=(told,), daemon=True).start()
+    print(msgspec.json.encode(run_beside(orders, told)).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

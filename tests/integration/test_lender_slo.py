@@ -1,0 +1,64 @@
+"""A guest inside serving's slack: it computes between the steps of what is served, and serving answers as alone."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from schemas.prompts import Sampling
+from tests.integration.lender_kit import Answer, Beside, Server, lending_server
+from workers.executor.words import Tick
+from workers.lender.admission import Promise
+
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
+
+PROMPTS = [[3 + (5 * prompt + place) % 90 for place in range(20)] for prompt in range(3)]
+ANSWER_TOKENS = 400
+GENEROUS = Promise(dial=0.5, ttft_seconds=30.0, tpot_seconds=3.0, yield_seconds=0.05)
+
+
+@pytest.fixture(scope="module", params=[GENEROUS, Promise()], ids=["slo", "strict"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with lending_server(tmp_path_factory.mktemp("slo"), promise=request.param) as running:
+        yield running
+
+
+def answers(server: Server) -> list[Answer]:
+    """Of all prompts at once."""
+    found: dict[int, Answer] = {}
+
+    def ask(number: int) -> None:
+        found[number] = server.complete(PROMPTS[number], ANSWER_TOKENS)
+
+    clients = [threading.Thread(target=ask, args=(number,)) for number in range(len(PROMPTS))]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    return [found[number] for number in range(len(PROMPTS))]
+
+
+def test_a_guest_computes_while_serving_does_only_where_the_dial_lets_it(server: Server) -> None:
+    """And serving's answers are the same, token for token."""
+    alone = answers(server)
+    beside = Beside(server.config)
+    beside.hear(Tick)
+    beside.take("warm", PROMPTS[0], Sampling(max_tokens=50, seed=1))
+    beside.done(1)
+    beside.forget()
+    slo = server.config.promise.dial > 0
+    served: list[list[Answer]] = []
+    client = threading.Thread(target=lambda: served.append(answers(server)))
+    client.start()
+    while not any(tick.slack is not None and tick.slack.running for tick in beside.hear(Tick)):
+        pass
+    beside.forget()
+    for number in range(4):
+        beside.take(f"turn {number}", PROMPTS[0], Sampling(max_tokens=100, seed=number))
+    client.join()
+    assert len(beside.done(4)) == 4
+    assert [answer.text for answer in served[0]] == [answer.text for answer in alone]
+    meanwhile = [(tick.steps, tick.slack) for tick in beside.hear(Tick) if tick.slack and tick.slack.running]
+    assert any(slack.decode_headroom is not None for _, slack in meanwhile)
+    steps = sum(steps for steps, _ in meanwhile)
+    assert steps > 0 if slo else (steps == 0 and any(slack.held_back.get("occupancy") for _, slack in meanwhile))

@@ -1,0 +1,265 @@
+"""Admission: what serving is promised holds for every step that is admitted, and an idle server always lends."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.errors import UsageError
+from workers.executor.step_cost import StepCost
+from workers.lender.admission import SLO, STRICT, WORTH, Admission, Hold, Promise, Serving
+from workers.lender.arrivals import Arrivals
+from workers.lender.occupancy import Occupancy
+from workers.lender.serving_cost import ServingCost
+
+STEP_TOKENS = 512
+NOW = 1000.0
+EXACT = 1e-6
+"""Seconds by which sums of floats may differ."""
+
+
+def admission(dial: float = SLO, *, ttft: float = 0.5, tpot: float = 0.05, longest: float = 0.02) -> Admission:
+    promise = Promise(ttft_seconds=ttft, tpot_seconds=tpot, yield_seconds=longest, dial=dial)
+    return Admission(promise, serving_step_tokens=STEP_TOKENS)
+
+
+def taught(admission: Admission, *, steps: int = 400, held: int = 8) -> Admission:
+    """Serving has steps of 2 ms and 0.02 ms a token, the guest of 4 ms and 0.1 ms a token."""
+    for number in range(steps):
+        prompt = 200 if number % 10 == 0 else 0
+        admission.served(prompt_tokens=prompt, decoding=held, held=held, seconds=0.002 + 0.00002 * (prompt + held))
+        tokens = 1 + number % 64
+        admission.guest.observe(tokens, 0.004 + 0.0001 * tokens)
+    return admission
+
+
+seconds = st.floats(1e-6, 1.0)
+histories = st.lists(
+    st.one_of(
+        st.tuples(st.just("served"), st.integers(0, 600), st.integers(0, 64), seconds),
+        st.tuples(st.just("ran"), st.integers(0, 600), st.integers(0, 64), seconds),
+        st.tuples(st.just("arrived"), st.integers(1, 4000), st.integers(0, 1), seconds),
+    ),
+    max_size=60,
+)
+moments = st.builds(
+    Serving,
+    prefills=st.lists(st.tuples(st.floats(NOW - 0.4, NOW), st.integers(1, 2000)), max_size=5),
+    last_tokens=st.lists(st.floats(NOW - 0.04, NOW), max_size=40),
+    waiting=st.sampled_from([0, 0, 0, 2]),
+    queued=st.sampled_from([False, False, True]),
+)
+dials = st.one_of(st.just(STRICT), st.just(1.0), st.floats(0, 1))
+
+
+def after(history: list[tuple[str, int, int, float]], subject: Admission) -> Admission:
+    now = NOW - 10.0
+    for what, tokens, held, duration in history:
+        now += 10.0 / 60
+        if what == "served":
+            subject.served(prompt_tokens=tokens, decoding=held, held=held + (tokens > 0), seconds=duration)
+        elif what == "ran":
+            subject.guest.observe(tokens, duration)
+            subject.ran(held=held, seconds=duration)
+        else:
+            subject.arrived(tokens, now)
+    return subject
+
+
+@given(histories, dials, st.floats(0, 10))
+def test_an_idle_serving_always_admits_one_bounded_step(
+    history: list[tuple[str, int, int, float]], dial: float, wanted: float
+) -> None:
+    subject = after(history, admission(dial))
+    answer = subject.admit(Serving(), wanted_seconds=wanted, now=NOW)
+    assert answer.hold is None and answer.tokens >= 1
+    assert answer.seconds == subject.promise.yield_seconds
+    assert answer.tokens == 1 or subject.guest.cautious_seconds(answer.tokens) <= answer.seconds + EXACT
+
+
+@given(histories, moments, st.floats(0, 0.1), st.booleans())
+def test_strict_admits_nothing_while_serving_has_work(
+    history: list[tuple[str, int, int, float]], serving: Serving, wanted: float, well_known: bool
+) -> None:
+    subject = taught(admission(STRICT)) if well_known else after(history, admission(STRICT))
+    answer = subject.admit(serving, wanted_seconds=wanted, now=NOW)
+    if serving.held or serving.waiting or serving.queued:
+        assert (answer.seconds, answer.tokens) == (0.0, 0) and answer.hold is not None
+    else:
+        assert answer.hold is None
+
+
+@given(moments, dials, st.floats(0, 0.05), st.lists(st.integers(1, 800), max_size=20), st.floats(0.01, 1))
+def test_a_step_that_is_admitted_makes_no_predicted_deadline_late(
+    serving: Serving, dial: float, wanted: float, prompts: list[int], tpot: float
+) -> None:
+    subject = taught(admission(dial, tpot=tpot))
+    for tokens in prompts:
+        subject.arrived(tokens, NOW - 0.1)
+    answer = subject.admit(serving, wanted_seconds=wanted, now=NOW)
+    assert answer.seconds <= subject.promise.yield_seconds
+    if answer.hold is not None:
+        assert (answer.seconds, answer.tokens) == (0.0, 0)
+        return
+    assert not serving.waiting and not serving.queued
+    assert answer.tokens == 1 or subject.guest.cautious_seconds(answer.tokens) <= answer.seconds + EXACT
+    if not serving.held:
+        return
+    ends, decoding, cost = NOW + answer.seconds, len(serving.last_tokens), subject.serving
+    before = 0
+    for arrived, tokens in serving.prefills:
+        before += tokens
+        assert ends + cost.prefill_seconds(before, decoding) <= arrived + subject.promise.ttft_seconds + EXACT
+    newcomers = Arrivals()
+    for tokens in prompts:
+        newcomers.arrived(tokens, NOW - 0.1)
+    before += newcomers.within(subject.promise.yield_seconds, NOW)
+    assert answer.seconds + cost.prefill_seconds(before, decoding) <= subject.promise.ttft_seconds + EXACT
+    for last in serving.last_tokens:
+        assert ends + cost.step_seconds(before, decoding) <= last + subject.promise.tpot_seconds + EXACT
+
+
+def test_slo_lends_inside_the_slack_and_says_what_holds_it_back() -> None:
+    decoding = Serving(last_tokens=[NOW] * 8)
+    subject = taught(admission())
+    answer = subject.admit(decoding, wanted_seconds=0.01, now=NOW)
+    assert answer.hold is None and answer.tokens > 10 and answer.decode_headroom is not None
+
+    def hold(serving: Serving, wanted: float = 0.01) -> Hold | None:
+        return subject.admit(serving, wanted_seconds=wanted, now=NOW).hold
+
+    assert hold(Serving(last_tokens=[NOW], waiting=1)) is Hold.WAITING
+    assert hold(Serving(last_tokens=[NOW], queued=True)) is Hold.WAITING
+    assert hold(Serving(last_tokens=[NOW, NOW - 0.049])) is Hold.DECODE
+    assert hold(Serving(prefills=[(NOW - 0.499, 100)])) is Hold.PREFILL
+    subject.ran(held=8, seconds=0.02)
+    assert hold(decoding) is Hold.OCCUPANCY
+
+
+@pytest.mark.parametrize(("budgets", "reason"), [({"ttft": 0.03}, Hold.PREFILL), ({"tpot": 0.012}, Hold.DECODE)])
+def test_prompts_that_may_arrive_meanwhile_have_their_price(budgets: dict[str, float], reason: Hold) -> None:
+    """Of what is held alone, nothing would be late."""
+    decoding = Serving(last_tokens=[NOW] * 8)
+    subject = taught(admission(1.0, **budgets))
+    assert subject.admit(decoding, wanted_seconds=0.005, now=NOW).hold is None
+    for number in range(50):
+        subject.arrived(500, NOW - 0.5 + number / 100)
+    assert subject.admit(decoding, wanted_seconds=0.005, now=NOW).hold is reason
+
+
+def test_less_than_the_fixed_cost_is_worth_waits_for_more() -> None:
+    late = Serving(last_tokens=[NOW - 0.04] * 8)
+    subject = taught(admission(1.0))
+    headroom = subject.admit(late, wanted_seconds=0.0, now=NOW).decode_headroom
+    assert headroom is not None
+    assert subject.admit(late, wanted_seconds=0.99 * headroom / WORTH, now=NOW).hold is None
+    assert subject.admit(late, wanted_seconds=1.01 * headroom / WORTH, now=NOW).hold is Hold.DECODE
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 200), st.integers(1, 40))
+def test_a_higher_dial_never_admits_less(low: float, high: float, steps: int, held: int) -> None:
+    low, high = sorted((low, high))
+    moment = Serving(last_tokens=[NOW] * held)
+    less, more = (
+        taught(admission(dial), steps=steps, held=held).admit(moment, wanted_seconds=0.004, now=NOW)
+        for dial in (low, high)
+    )
+    assert less.seconds <= more.seconds
+
+
+@given(
+    st.floats(0, 0.95),
+    st.lists(st.tuples(st.integers(1, 50), st.floats(0, 0.01), st.floats(0, 1), st.booleans()), max_size=100),
+)
+def test_guests_take_of_what_serving_holds_what_its_own_steps_have_earned(
+    dial: float, history: list[tuple[int, float, float, bool]]
+) -> None:
+    """Over any stretch of a history: requests x seconds of guests against those of serving's fixed cost."""
+    longest = 0.02
+    guard, earned, spent = Occupancy(dial=dial, longest_seconds=longest), 0.0, 0.0
+    most = 0.0
+    """That guests may have spent by now, as the tightest stretch up to here says."""
+    for held, fixed, share, wants in history:
+        guard.served(held, fixed)
+        earned += held * fixed * dial / (1 - dial)
+        if wants and guard.seconds(held) > 0:
+            spend = min(guard.seconds(held), longest) * share
+            guard.spend(held, spend)
+            spent += held * spend
+        most = min(most, spent - earned + held * longest)
+        assert spent - earned <= most + EXACT
+
+
+def test_what_guests_did_not_take_is_not_saved_up() -> None:
+    guard = Occupancy(dial=0.5, longest_seconds=0.02)
+    for _ in range(1000):
+        guard.served(10, 0.002)
+    assert guard.seconds(10) == pytest.approx(0.02)
+    guard.spend(10, 0.02)
+    assert guard.seconds(10) == pytest.approx(0.0)
+
+
+@given(st.integers(0, 2**32), st.floats(0.02, 0.5))
+def test_about_nine_steps_in_ten_end_within_the_cautious_price(seed: int, noise: float) -> None:
+    """The error finds the noise, and falls again once it is gone."""
+    draw = random.Random(seed)
+    cost, within = StepCost(base_seconds=1.0, token_seconds=1.0), 0
+    for number in range(1500):
+        tokens = draw.randint(1, 200)
+        taken = (0.002 + 0.00005 * tokens) * math.exp(draw.gauss(0, noise))
+        within += number >= 500 and taken <= cost.cautious_seconds(tokens)
+        cost.observe(tokens, taken)
+    assert 850 <= within <= 1000 and 0.5 * noise < cost.error < 4 * noise
+    for _ in range(500):
+        tokens = draw.randint(1, 200)
+        cost.observe(tokens, 0.002 + 0.00005 * tokens)
+    assert cost.error < 0.05
+
+
+@given(st.floats(0, 10), st.floats(1e-4, 0.1), st.floats(1e-6, 1e-3))
+def test_tokens_within_are_the_most_that_fit(seconds: float, base: float, token: float) -> None:
+    cost = StepCost(base_seconds=base, token_seconds=token)
+    tokens = cost.tokens_within(seconds)
+    assert tokens == 0 or cost.cautious_seconds(tokens) <= seconds + EXACT
+    assert cost.cautious_seconds(tokens + 1) >= seconds - EXACT
+
+
+def test_decodes_whose_contexts_grow_are_followed() -> None:
+    """A decode costs 2 ms and 0.5 us for each context token; conversations of 100 to 2,000 tokens come and go."""
+    cost, draw = ServingCost(step_tokens=STEP_TOKENS), random.Random(7)
+    contexts = [draw.randint(100, 2000) for _ in range(8)]
+    late = 0
+    for number in range(3000):
+        if number % 40 == 0:
+            contexts[draw.randrange(8)] = draw.randint(100, 2000)
+        contexts = [context + 1 for context in contexts]
+        taken = 0.002 + 5e-7 * sum(contexts)
+        late += number > 500 and taken > cost.step_seconds(0, 8)
+        cost.observe(prompt_tokens=0, decoding=8, seconds=taken)
+    assert late < 0.1 * 2500 and cost.decode.error < 0.2
+
+
+def test_a_long_prompt_is_priced_in_all_its_steps() -> None:
+    cost = ServingCost(step_tokens=100)
+    for tokens in (10, 50, 90) * 500:
+        cost.observe(prompt_tokens=tokens, decoding=10, seconds=0.002 + 0.0001 * (tokens + 10))
+    exact = 5 * 0.002 + 0.0001 * (450 + 5 * 10)
+    assert cost.prefill_seconds(450, 10) == pytest.approx(exact, rel=0.03)
+    assert cost.prefill_seconds(0, 10) == 0.0
+
+
+def test_rare_prompts_have_a_small_price_and_old_ones_none() -> None:
+    rare, often = Arrivals(), Arrivals()
+    rare.arrived(100, NOW)
+    for number in range(1000):
+        often.arrived(100, NOW - 10 + number / 100)
+    assert 0 < rare.within(0.01, NOW) < 100 < often.within(0.01, NOW) < 400
+    assert rare.within(0.01, NOW + 100) == 0 == Arrivals().within(1.0, NOW)
+
+
+@pytest.mark.parametrize("wrong", [{"dial": -0.1}, {"dial": 1.1}, {"ttft": 0.0}, {"tpot": math.inf}, {"longest": 0.6}])
+def test_a_promise_that_cannot_be_kept_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError):
+        admission(**wrong)

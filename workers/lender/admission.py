@@ -1,0 +1,178 @@
+"""Admission: may a guest compute now, and how much. Asked before every guest step, answered where serving runs.
+
+Keeps true
+- While serving holds nothing, a guest always may: one step, of at most `yield_seconds` as predicted, and of one token
+  where not even that fits (so a cost learned from a stall is unlearned). A request that arrives waits for that step at
+  most: `yield_seconds` is the yield bound.
+- While serving has something waiting, or unread in its input queue, no guest computes.
+- While serving computes, a guest may only as long as all of these allow, and never longer than the yield bound:
+  prefill  `S_prf = (arrival + ttft) - now - T_prf` of each request without a first token, with all that is computed
+           before it, and of the prompts that may arrive meanwhile: none is predicted late for the guest's step
+  decode   `S_dec = (last token + tpot) - now - T_dec` of each request that decodes, with those prompts in its next step
+  occupancy  what serving's own steps have earned for guests: see `workers.lender.occupancy`
+- What is left over is not chopped up: less than `WORTH` of what the guest wants waits for more.
+
+One dial, from 0 to 1, says how many requests serving may come to hold: `1 / (1 - dial)` times what it would alone.
+- 0 is `strict`: as alone. Guests compute only while serving has nothing to do.
+- above 0 is `slo`: guests compute inside the slack too. At 0.5 serving may hold twice as many.
+- 1 is the slack alone, without an occupancy guard: the far end of the curve, not a setting to serve with.
+
+Units: seconds, tokens; `now` and every time handed in are of one monotonic clock. Pure.
+
+Calls: `arrived` for each prompt, `served` after each serving step, `admit` before each guest step, `ran` after it. What
+was learned of steps, with its calibration error, is in `serving.prefill`, `serving.decode` and `guest`, which whoever
+runs the guest's steps tells of them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from schemas.errors import UsageError
+from workers.executor.step_cost import UNKNOWN, StepCost
+from workers.lender.arrivals import Arrivals
+from workers.lender.occupancy import Occupancy
+from workers.lender.serving_cost import ServingCost
+
+STRICT = 0.0
+"""The dial of the strict policy."""
+
+SLO = 0.5
+"""The dial of the slo policy, unless another is given."""
+
+WORTH = 0.5
+"""Share of what a guest wants, or of a bounded step if that is less, for which its step's fixed cost is paid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What serving is promised while it lends. Raises UsageError."""
+
+    dial: float = STRICT
+    """0 strict: guests compute while serving has nothing to do. Above 0 slo: also inside the slack of the two budgets,
+    and serving may come to hold `1 / (1 - dial)` times the requests that it would alone."""
+    ttft_seconds: float = 1.0
+    """B_TTFT: from a request's arrival to its first token."""
+    tpot_seconds: float = 0.1
+    """B_TPOT: from each token to the next."""
+    yield_seconds: float = 0.02
+    """The yield bound: the longest guest step, as predicted; a request that arrives waits for one at most."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.dial <= 1.0:
+            raise UsageError(f"the dial is a number from 0 (strict) to 1 (the slack alone), not {self.dial}")
+        if not (0.0 < self.tpot_seconds < math.inf and 0.0 < self.ttft_seconds < math.inf):
+            raise UsageError("the TTFT and TPOT budgets are seconds above 0")
+        if not 0.0 < self.yield_seconds < self.ttft_seconds:
+            raise UsageError(f"the yield bound is above 0 s and below the TTFT budget, not {self.yield_seconds} s")
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What serving holds at a moment."""
+
+    prefills: Sequence[tuple[float, int]] = ()
+    """Of each request without a first token, in the order of serving's queue: when it arrived (seconds), and the prompt
+    tokens left to compute, cached ones left out."""
+    last_tokens: Sequence[float] = ()
+    """When each decoding request got its latest token, seconds."""
+    waiting: int = 0
+    """Requests that hold no slot: new ones, and those that serving preempted."""
+    queued: bool = False
+    """Whether its input queue holds something unread."""
+
+    @property
+    def held(self) -> int:
+        """Requests in serving's scheduler."""
+        return len(self.prefills) + len(self.last_tokens)
+
+
+class Hold(Enum):
+    """Why a guest may not compute now."""
+
+    WAITING = "waiting"
+    """Serving has something waiting, or unread."""
+    OCCUPANCY = "occupancy"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a guest may do before serving is looked at again."""
+
+    seconds: float
+    """The longest that it may compute, 0.0 for not at all."""
+    tokens: int
+    """The most tokens of a guest step, 0 for none."""
+    hold: Hold | None
+    """Why not; None if it may."""
+    prefill_headroom: float | None
+    """Least S_prf, seconds; None while no request waits for its first token."""
+    decode_headroom: float | None
+    """Least S_dec, seconds; None while none decodes."""
+
+
+class Admission:
+    """Serving's promise, and what has been learned of both tenants' steps."""
+
+    def __init__(self, promise: Promise, *, serving_step_tokens: int) -> None:
+        """`serving_step_tokens`: the most tokens that one step of serving computes."""
+        self.promise = promise
+        self.serving = ServingCost(step_tokens=serving_step_tokens)
+        self.guest = StepCost(**UNKNOWN)
+        self._arrivals = Arrivals()
+        self._occupancy = Occupancy(dial=promise.dial, longest_seconds=promise.yield_seconds)
+
+    def arrived(self, prompt_tokens: int, now: float) -> None:
+        """A request came to serving."""
+        self._arrivals.arrived(prompt_tokens, now)
+
+    def served(self, *, prompt_tokens: int, decoding: int, held: int, seconds: float) -> None:
+        """Serving made a step: `prompt_tokens` of prompts and one token for each of `decoding`, of `held` requests."""
+        fixed = self.serving.observe(prompt_tokens=prompt_tokens, decoding=decoding, seconds=seconds)
+        self._occupancy.served(held, fixed)
+
+    def ran(self, *, held: int, seconds: float) -> None:
+        """The guest computed for `seconds` while serving held `held` requests."""
+        self._occupancy.spend(held, seconds)
+
+    def admit(self, serving: Serving, *, wanted_seconds: float, now: float) -> Answer:
+        """May the guest compute now? It would like to for `wanted_seconds`, of its own step (`guest`) or otherwise."""
+        bound, held = self.promise.yield_seconds, serving.held
+        prefill, decode, newcomer = self._slack(serving, now)
+        hold: Hold | None = None
+        if serving.queued or serving.waiting:
+            seconds, hold = 0.0, Hold.WAITING
+        elif not held:
+            seconds = bound
+        else:
+            earned = self._occupancy.seconds(held)
+            limits = ((earned, Hold.OCCUPANCY), (min(prefill, newcomer), Hold.PREFILL), (decode, Hold.DECODE))
+            seconds, tightest = min(limits, key=lambda limit: limit[0])
+            seconds = min(seconds, bound)
+            if seconds < WORTH * min(wanted_seconds, bound) or not self.guest.tokens_within(seconds):
+                seconds, hold = 0.0, tightest
+        return Answer(
+            seconds=seconds,
+            tokens=0 if hold else max(1, self.guest.tokens_within(seconds)),
+            hold=hold,
+            prefill_headroom=prefill if serving.prefills else None,
+            decode_headroom=decode if serving.last_tokens else None,
+        )
+
+    def _slack(self, serving: Serving, now: float) -> tuple[float, float, float]:
+        """Least S_prf, least S_dec, and the S_prf of prompts that arrive as a guest's step begins; inf where none."""
+        decoding, left = len(serving.last_tokens), 0
+        prefill = decode = math.inf
+        for arrived, tokens in serving.prefills:
+            left += tokens
+            due = arrived + self.promise.ttft_seconds
+            prefill = min(prefill, due - now - self.serving.prefill_seconds(left, decoding))
+        left += self._arrivals.within(self.promise.yield_seconds, now)
+        newcomer = self.promise.ttft_seconds - self.serving.prefill_seconds(left, decoding)
+        if serving.last_tokens:
+            due = min(serving.last_tokens) + self.promise.tpot_seconds
+            decode = due - now - self.serving.step_seconds(left, decoding)
+        return prefill, decode, newcomer

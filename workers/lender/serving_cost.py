@@ -1,0 +1,44 @@
+"""What serving's own steps take, learned from them: the T_prf and T_dec of the slack.
+
+Keeps true
+- Steps that only decode and steps with prompt tokens are fitted apart: a decode is bound by reading weights and
+  contexts, a prefill by computing.
+- Context lengths are not a term of their own: they grow by a token a step, which the fading fit of the decodes follows;
+  what it does not follow shows in its error, and every second told here has the error in it.
+
+Units: tokens, seconds. Pure.
+"""
+
+from workers.executor.step_cost import UNKNOWN, StepCost
+
+
+class ServingCost:
+    """Predicted seconds of a tenant that decodes `decoding` requests and computes prompts beside them."""
+
+    def __init__(self, *, step_tokens: int) -> None:
+        self.step_tokens = step_tokens
+        """Most tokens that one serving step computes; longer prompts take several."""
+        self.decode = StepCost(**UNKNOWN)
+        self.prefill = StepCost(**UNKNOWN)
+
+    def observe(self, *, prompt_tokens: int, decoding: int, seconds: float) -> float:
+        """Take in one serving step; returns how many of its seconds it would have taken for any batch: its fixed cost.
+
+        `prompt_tokens` were computed of prompts, beside one token for each of `decoding` requests.
+        """
+        fit = self.prefill if prompt_tokens else self.decode
+        fit.observe(prompt_tokens + decoding, seconds)
+        return min(fit.base_seconds, seconds)
+
+    def prefill_seconds(self, tokens: int, decoding: int) -> float:
+        """T_prf: until the last of `tokens` prompt tokens is computed, in steps that decode beside it."""
+        if not tokens:
+            return 0.0
+        steps = -(-tokens // max(1, self.step_tokens - decoding))
+        return self.prefill.cautious_seconds(tokens + steps * decoding, steps=steps)
+
+    def step_seconds(self, tokens: int, decoding: int) -> float:
+        """T_dec: the next step, which decodes and computes as much of `tokens` prompt tokens as one step holds."""
+        if not tokens:
+            return self.decode.cautious_seconds(decoding)
+        return self.prefill.cautious_seconds(min(tokens + decoding, self.step_tokens))

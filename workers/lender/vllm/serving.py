@@ -1,0 +1,85 @@
+"""What the serving engine holds and what its steps take, read off its scheduler between steps.
+
+Keeps true
+- Nothing of serving's is written to: `schedule` of its scheduler is called as it was, and what it returns is kept.
+- It costs a serving step a look at each request in its batch.
+
+Times are seconds of time.monotonic(). vLLM says of a request's arrival when that was by the host's clock; both clocks
+are of one host, and a clock that was set meanwhile makes no arrival later than now.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from workers.lender.admission import Admission, Serving
+
+
+class ServingView:
+    """Serving's side of admission: tells it of every step, and says what serving holds."""
+
+    def __init__(self, core: Any, admission: Admission) -> None:
+        """`core`: an EngineCoreProc whose steps are synchronous."""
+        self._scheduler = core.scheduler
+        self._unread = core.input_queue.queue
+        """The queue's own deque: to ask it takes no lock."""
+        self._admission = admission
+        self._scheduled: Any = None
+        """Of the step that runs: vLLM's SchedulerOutput."""
+        self._last: dict[str, float] = {}
+        """By request that has had a token, when it had its latest."""
+        schedule = core.scheduler.schedule
+
+        def noted(*arguments: Any) -> Any:
+            self._scheduled = schedule(*arguments)
+            return self._scheduled
+
+        core.scheduler.schedule = noted
+
+    def step(self, process_engine_step: Callable[[], bool]) -> bool:
+        """One step of serving, if it has anything to do, and what it took."""
+        began = time.monotonic()
+        executed = process_engine_step()
+        scheduled, self._scheduled = self._scheduled, None
+        if scheduled is not None and scheduled.total_num_scheduled_tokens:
+            self._served(scheduled, began, time.monotonic())
+        elif self._last and not self._scheduler.has_requests():
+            self._last.clear()
+        return executed
+
+    def holds(self) -> Serving:
+        """What serving holds now."""
+        running, waiting = self._scheduler.running, self._scheduler.get_request_counts()[1]
+        first = [request for request in running if request.request_id not in self._last]
+        if waiting:
+            first += self._scheduler.waiting
+        behind = time.time() - time.monotonic()
+        return Serving(
+            prefills=[(request.arrival_time - behind, _left(request)) for request in first],
+            last_tokens=[at for request in running if (at := self._last.get(request.request_id)) is not None],
+            waiting=waiting,
+            queued=bool(self._unread),
+        )
+
+    def _served(self, scheduled: Any, began: float, ended: float) -> None:
+        for request in scheduled.scheduled_new_reqs:
+            self._admission.arrived(len(request.prompt_token_ids) - request.num_computed_tokens, began)
+        counts = scheduled.num_scheduled_tokens
+        decoding = sum(name in self._last for name in counts)
+        self._admission.served(
+            prompt_tokens=sum(count for name, count in counts.items() if name not in self._last),
+            decoding=decoding,
+            held=len(counts) + self._scheduler.get_request_counts()[1],
+            seconds=ended - began,
+        )
+        for name in counts:
+            request = self._scheduler.requests.get(name)
+            if request is None:
+                self._last.pop(name, None)
+            elif request.num_output_tokens:
+                self._last[name] = ended
+
+
+def _left(request: Any) -> int:
+    left: int = request.num_tokens - request.num_computed_tokens
+    return max(0, left)
