@@ -73,12 +73,17 @@ def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
     environment = os.environ | SERVING | {HANG: str(folder / "hang")}
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+    children: list[psutil.Process] = []
     try:
         until(lambda: healthy(port) or process.poll() is not None, START_SECONDS)
         assert process.poll() is None, log.read_text()[-4000:]
         children = psutil.Process(process.pid).children(recursive=True)
         yield Server(process, port, LendConfig(model_folder=str(MODEL), socket=""), log, folder / "notes")
     finally:
+        if not children:  # one that is not up yet hears nothing
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
         process.send_signal(signal.SIGTERM)
         process.wait(WAIT_SECONDS)
         print(log.read_text()[-8000:])
