@@ -37,6 +37,7 @@ from topics.settings import BusSettings, parse_properties
 from workers.environments.config import EnvironmentConfig
 from workers.environments.registry import BUILT_IN
 from workers.executor.config import ExecutorConfig
+from workers.lender.endpoint.config import EndpointConfig
 from workers.trainer.config import TrainerConfig
 from workers.weights.config import HOLDS, WeightsConfig
 from workers.weights.signing import trust_of
@@ -87,6 +88,7 @@ class Settings(BaseSettings):
     model: ModelSection = Field(default_factory=ModelSection)
     environment: EnvironmentConfig
     executor: ExecutorConfig
+    endpoint: EndpointConfig = Field(default_factory=EndpointConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     trainer: TrainerConfig
     weights: WeightsConfig = Field(default_factory=WeightsConfig)

@@ -74,6 +74,7 @@ class Router:
         max_tokens: int = 8,
         claim: int = 0,
         stop: tuple[int, ...] = (0,),
+        **sampling: Any,
     ) -> TurnKey:
         request = TurnRequest(
             trajectory_id=name,
@@ -81,7 +82,7 @@ class Router:
             home=1,
             turn=0,
             context=pack_tokens(context),
-            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=stop),
+            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=stop, **sampling),
             requested_at=time.time(),
             patience_seconds=600.0,
         )

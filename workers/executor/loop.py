@@ -132,7 +132,7 @@ class Executor:
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name, group="executor")
         self._start = Start(name, worker_class, self._begin())
-        self._inbox = Inbox(self._start.incarnation, max_turns=config.max_turns, token_budget=self._token_budget)
+        self._inbox = Inbox(self._start.incarnation, max_turns=self._most_turns, token_budget=self._token_budget)
 
     def _begin(self) -> int:
         """Mark this start in the inbox and read on from there: what is dispatched after a heartbeat is read.
@@ -224,8 +224,15 @@ class Executor:
                 self._not_taken(report)
             case Tick():
                 self._tick = report
+                self._inbox.max_turns = self._most_turns
                 metrics.STEPS.inc(report.steps)
                 metrics.STEP_SECONDS.inc(report.step_seconds)
+
+    @property
+    def _most_turns(self) -> int:
+        """That it holds at once."""
+        most, may = self._config.max_turns, self._tick.most_turns
+        return most if may is None else min(most, may)
 
     @property
     def _changing(self) -> bool:
@@ -297,7 +304,7 @@ class Executor:
         metrics.TOKENS.labels("sampled").inc(count(done.tokens))
         metrics.TOKENS.labels("cached").inc(done.cached_tokens)
         metrics.TURN_SECONDS.observe(done.finished_at - running.received_at)
-        reason = STOPPED if given_up else ""
+        reason = (done.reason or STOPPED) if given_up else ""
         self._send(ended(self._start, dispatch, done, outcome, reason, received_at=running.received_at))
 
     def _refuse(self, dispatch: TurnDispatch, reason: str, refusal: Refusal | None) -> None:
@@ -334,7 +341,7 @@ class Executor:
             kv_bytes_free=tick.kv_bytes_free,
             kv_bytes_per_token=tick.kv_bytes_per_token,
             rollout=Tenant(running=tick.running, waiting=tick.waiting),
-            max_turns=self._config.max_turns,
+            max_turns=self._inbox.max_turns,
             token_budget=self._token_budget,
             ttl_seconds=TTL_SECONDS,
             holds=packed_hashes(self._inbox.hashes if turns is None else turns),

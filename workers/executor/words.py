@@ -66,6 +66,8 @@ class Done(Word, frozen=True):
     finished_at: float
     device_seconds: float
     """The turn's share of the steps that it was in."""
+    reason: str = ""
+    """Why the engine itself gave it up; empty when it was told to."""
 
 
 class Refused(Word, frozen=True):
@@ -112,6 +114,8 @@ class Tick(Word, frozen=True):
     """Since the tick before."""
     step_seconds: float
     """That those took."""
+    most_turns: int | None = None
+    """That it may be given now, where that changes; None leaves it to the configuration."""
 
 
 class Failed(Word, frozen=True):
