@@ -18,6 +18,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
@@ -102,7 +103,7 @@ class Player:
         endpoint: EndpointConfig,
         *,
         vocabulary: int,
-        kv: "Cache",
+        kv: Cache,
     ) -> None:
         """`vocabulary`: of the policy. Call it within a running event loop."""
         self._api = api
@@ -218,12 +219,7 @@ class Player:
 
     async def _run(self, turn: Turn) -> None:
         room = self._config.max_model_len - len(turn.context)
-        sampling = Sampling(
-            temperature=turn.sampling.temperature,
-            top_p=turn.sampling.top_p,
-            max_tokens=min(room, turn.sampling.max_tokens),
-            stop_token_ids=turn.sampling.stop_token_ids,
-        )
+        sampling = msgspec.structs.replace(turn.sampling, max_tokens=min(room, turn.sampling.max_tokens))
         ended = ""
         try:
             async for cached, tokens, logprobs, reason in self._api.turn(
@@ -232,9 +228,10 @@ class Player:
                 self._hear(turn, tokens, logprobs)
                 turn.cached_tokens = max(cached, turn.cached_tokens)
                 ended = reason or ended
-            stopped = bool(turn.tokens) and turn.tokens[-1] in turn.sampling.stop_token_ids
-            if ended not in ("stop", "length") or stopped != (ended == "stop"):
-                raise EngineBroken(f"{self._api.url} ended a turn without need: {ended or 'silently'}")
+            if ended not in ("stop", "length"):
+                raise EngineBroken(f"{self._api.url} broke a turn off: {ended or 'it fell silent'}")
+            if ended == "stop" and not set(turn.tokens[-1:]) & set(sampling.stop_token_ids):
+                raise EngineRefusal(f"{self._api.url} ended it at a token that nobody asked for")
         except EngineRefusal as refusal:
             self._forget(turn)
             self._reports.say(Refused(turn.name, str(refusal)))
@@ -356,8 +353,11 @@ class Player:
     def _hold_to(self, limit: int) -> None:
         """Turns beyond the limit go back, those with the least progress first."""
         running = sorted(self._running.values(), key=lambda turn: len(turn.tokens), reverse=True)
-        for turn in [*running[limit:], *list(self._waiting)[max(0, limit - len(running)) :]]:
+        surplus = [*running[limit:], *list(self._waiting)[max(0, limit - len(running)) :]]
+        for turn in surplus:
             self._give_back(turn, KEEPS_LATENCY)
+        if surplus:
+            self._reports.say(self._tick())  # that is told at once
         self._send()
 
     def _tick(self) -> Tick:
