@@ -25,6 +25,9 @@ VERSION = "0.32."
 ANSWER_SECONDS = 5.0
 """Within which an endpoint that is well answers what costs it nothing."""
 
+INFO_SECONDS = 60.0
+"""Within which it tells its configuration: the first time vLLM looks its machine over."""
+
 SILENT_SECONDS = 30.0
 """Between two tokens of a turn: one that is silent for longer hangs."""
 
@@ -137,7 +140,6 @@ class Endpoint:
         self.url = url.rstrip("/")
         self.model = model
         self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS),
             connector=aiohttp.TCPConnector(limit=0),
             read_bufsize=MOST_LINE_BYTES,
         )
@@ -148,7 +150,7 @@ class Endpoint:
     async def check(self, shapes: Mapping[str, Sequence[int]], max_model_len: int) -> VllmConfig:
         """What it is. Raises EngineStartError for one that this lender cannot use: `shapes` are the policy's."""
         version = await self._get("/version")
-        info = await self._get("/server_info?config_format=json") if version is not None else None
+        info = await self._get("/server_info?config_format=json", INFO_SECONDS) if version is not None else None
         if version is None or info is None:
             raise EngineStartError(f"{self.url}: {NOT_VLLM}")
         said = str(msgspec.json.decode(version).get("version", ""))
@@ -286,10 +288,10 @@ class Endpoint:
             "cache_salt": salt,
         }
 
-    async def _get(self, path: str) -> bytes | None:
+    async def _get(self, path: str, seconds: float = ANSWER_SECONDS) -> bytes | None:
         """None for what it has not."""
         try:
-            async with self._session.get(self.url + path) as response:
+            async with self._session.get(self.url + path, timeout=aiohttp.ClientTimeout(total=seconds)) as response:
                 if response.status in (404, 405):
                     return None
                 if response.status != 200:
