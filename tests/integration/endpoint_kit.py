@@ -43,6 +43,8 @@ class ScriptedEndpoint:
         self.changed: dict[str, Any] = {}
         """Of its model's configuration."""
         self.loaded: list[str] = []
+        self.answers = asyncio.Event()
+        self.answers.set()
         self._runner: web.AppRunner | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, daemon=True)
@@ -65,12 +67,15 @@ class ScriptedEndpoint:
         self._thread.join()
         self._loop.close()
 
+    def hang(self, hangs: bool) -> None:
+        """Its engine does nothing any more, and whoever asks it waits."""
+        self._loop.call_soon_threadsafe(self.answers.clear if hangs else self.answers.set)
+
     async def _start(self) -> None:
         app = web.Application()
         app.add_routes(
             [
                 web.get("/version", partial(_json, {"version": "0.32.0"})),
-                web.get("/health", partial(_json, {})),
                 web.get("/server_info", self._info),
                 web.get("/v1/models", partial(_json, {"data": [{"id": "policy"}]})),
                 web.post("/pause", partial(_json, {})),
@@ -106,7 +111,11 @@ class ScriptedEndpoint:
         return await _json({"vllm_config": config})
 
     async def _reload(self, request: web.Request) -> web.Response:
-        asked = (await request.json())["kwargs"]
+        called = await request.json()
+        await self.answers.wait()
+        if called["method"] == "check_health":
+            return await _json({"results": [None]})
+        asked = called["kwargs"]
         folder = Path(asked["weights_path"])
         if not asked.get("is_checkpoint_format", True):
             there = f"PolicyForCausalLM has no attribute `{SEEN}`" if self.sees_folders else "Repo id must be otherwise"
@@ -127,6 +136,7 @@ class ScriptedEndpoint:
         reason = None
         while reason is None:
             await asyncio.sleep(self.token_seconds)
+            await self.answers.wait()
             token, place = self._draw([*context, *tokens], asked)
             tokens.append(token)
             places.append(place)

@@ -12,7 +12,7 @@ from pipeline.command.nursery import Forked, Nursery
 from schemas.arrays import pack_tokens
 from schemas.prompts import Sampling
 from schemas.slack import SlackHeartbeat
-from schemas.turns import PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, held_hash
+from schemas.turns import Part, PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, held_hash
 from tests.brokers import flags
 from tests.integration.policies import new_policy, save_policy, tensors_of
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
@@ -74,6 +74,7 @@ class Router:
         max_tokens: int = 8,
         claim: int = 0,
         stop: tuple[int, ...] = (0,),
+        begun: Part | None = None,
         **sampling: Any,
     ) -> TurnKey:
         request = TurnRequest(
@@ -94,6 +95,7 @@ class Router:
             claim=claim,
             dispatched_at=time.time(),
             cost=PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0),
+            begun=begun,
         )
         self.writer.write(DISPATCHED, record, key=name, partition=SLOT)
         self.writer.flush()

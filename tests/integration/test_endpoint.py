@@ -1,5 +1,6 @@
 """A lender by requests, between a real broker and a scripted endpoint."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.waiting import until
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.settings import BusSettings
+from workers.executor.loop import TTL_SECONDS
 from workers.lender.endpoint.config import EndpointConfig
 
 pytestmark = pytest.mark.slow
@@ -149,8 +151,22 @@ def test_what_a_turn_had_when_its_endpoint_went_comes_back_and_so_does_the_endpo
     endpoint.model, endpoint.token_seconds = new_policy(0, tied=False), 0.0
     endpoint.start()
     router.until(lambda: router.beats[-1].incarnation != gone and router.serves(1))
-    router.dispatch("again", CONTEXT)
-    prove(router.result("again"), model, 1)
+    router.dispatch("goes-on", CONTEXT, max_tokens=len(tokens) + 8, stop=(), begun=result.part)
+    whole = router.result("goes-on")
+    prove(whole, model, 1)
+    assert unpack_tokens(whole.tokens)[: len(tokens)] == tokens and len(unpack_tokens(whole.tokens)) == len(tokens) + 8
+
+
+def test_an_endpoint_that_hangs_is_a_silent_executor(router: Router, endpoint: ScriptedEndpoint) -> None:
+    router.publish(new_policy(1, tied=False), 1)
+    router.until(lambda: router.serves(1))
+    endpoint.hang(True)
+    time.sleep(1.0)  # what it said before is read
+    router.until(lambda: not list(router.reader.read(100, TTL_SECONDS)))
+    endpoint.hang(False)
+    router.until(lambda: router.serves(1))
+    router.dispatch("after", CONTEXT)
+    assert router.result("after").outcome is TurnOutcome.COMPLETED
 
 
 def test_turns_that_are_late_go_back_and_none_are_asked_for(router: Router, endpoint: ScriptedEndpoint) -> None:

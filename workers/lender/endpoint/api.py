@@ -22,7 +22,7 @@ from workers.lender.endpoint.proof import ANSWER_TOKENS, TOLERANCES, Probed
 VERSION = "0.32."
 """Of vLLM: what is asked of it is not promised to stay."""
 
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 10.0
 """Within which an endpoint that is well answers what costs it nothing."""
 
 INFO_SECONDS = 60.0
@@ -179,10 +179,12 @@ class Endpoint:
             raise EngineStartError(f"{self.url} answers no turn: {refusal}") from None
         raise EngineStartError(f"{self.url} does not tell the token ids that it draws: turns are never tokenised again")
 
-    async def healthy(self) -> None:
-        """It lives."""
-        if await self._get("/health") is None:
-            raise EngineBroken(f"{self.url} has no /health")
+    async def alive(self) -> None:
+        """Its engine has done something for us, between two of its steps."""
+        try:
+            await self._post("/collective_rpc", {"method": "check_health"}, ANSWER_SECONDS)
+        except SwapRefused as refusal:
+            raise EngineBroken(str(refusal)) from None
 
     async def histograms(self) -> dict[str, dict[float, float]]:
         """Latencies of all its requests so far, by upper bound in seconds; empty if it exports none."""

@@ -317,13 +317,19 @@ class Player:
 
     async def _beat(self) -> None:
         while True:
-            await self._api.healthy()
+            loads = self._versions.loads
+            try:
+                if not loads % 2:
+                    await self._api.alive()
+            except EngineBroken:
+                if loads == self._versions.loads:  # else it was loading, and answered nobody
+                    raise
             self._reports.flush()
             self._reports.say(self._tick())
             await asyncio.sleep(self._config.heartbeat_seconds)
 
     async def _keep_pace(self) -> None:
-        before = await self._api.histograms()
+        before, loads = await self._api.histograms(), self._versions.loads
         while True:
             await asyncio.sleep(WINDOW_SECONDS)
             after = await self._api.histograms()
@@ -332,9 +338,10 @@ class Player:
                 for kind, budget in self._budgets.items()
                 if kind in after
             )
-            before = after
-            if not self._versions.loading:
-                self._hold_to(self._pace.see(self._window(others_late), time.monotonic()))
+            window = self._window(others_late)
+            if loads == self._versions.loads and not loads % 2:  # what waited for a load says nothing of turns
+                self._hold_to(self._pace.see(window, time.monotonic()))
+            before, loads = after, self._versions.loads
 
     def _window(self, others_late: bool) -> Window:
         """What was seen since the window before; a token that has not come yet is as late as it is now."""

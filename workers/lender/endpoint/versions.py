@@ -54,8 +54,8 @@ class Versions:
         self._prepared: Weights | None = None
         self.salt = ""
         """Names the weights that serve: KV is found again under no other."""
-        self.loading = False
-        """Whether the endpoint answers nobody, for a load."""
+        self.loads = 0
+        """Times that the endpoint answered nobody for a load; odd while one goes on."""
 
     @property
     def version(self) -> int:
@@ -83,7 +83,7 @@ class Versions:
         weights, self._prepared = self._prepared, None
         if weights is None:
             raise SwapRefused("nothing is prepared")
-        self.loading = True
+        self.loads += 1
         try:
             sentence = await self._load(weights)
             if not sentence:
@@ -95,7 +95,7 @@ class Versions:
                 raise EngineBroken(f"{self._api.url} does not take back what it served: {worse}")
             raise SwapRefused(sentence)
         finally:
-            self.loading = False
+            self.loads += 1
             _drop(weights)
 
     async def _load(self, weights: Weights) -> str:
