@@ -119,8 +119,9 @@ def test_turns_are_answered_under_versions_that_were_proven(
     assert [path.name for path in (tmp_path / "versions/slot-1").glob("version-*")] == ["version-3"]
 
     router.dispatch("seeded", CONTEXT, seed=4)
+    assert "seeded" in router.result("seeded").reason
     router.dispatch("strange", [*CONTEXT, 48])
-    assert "seeded" in router.result("seeded").reason and "vocabulary" in router.result("strange").reason
+    assert "vocabulary" in router.result("strange").reason
     assert router.result("strange").refusal is Refusal.ENGINE
 
     router.executor = None
