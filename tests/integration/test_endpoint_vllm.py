@@ -48,7 +48,7 @@ class Server:
         environment = os.environ | SERVING | {"VLLM_SERVER_DEV_MODE": "1"}
         with (self._folder / "server.log").open("ab") as output:
             self._process = process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        until(lambda: healthy(self.port) or process.poll() is not None, 2 * WAIT_SECONDS)
+        until(lambda: healthy(self.port) or process.poll() is not None, 4 * WAIT_SECONDS)
         assert process.poll() is None, (self._folder / "server.log").read_text()[-4000:]
 
     def kill(self) -> None:
@@ -70,9 +70,11 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     server = Server(tmp_path, save_policy(tmp_path / "policy", new_policy(0, tied=False)))
-    server.start()
-    yield server
-    server.kill()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
 
 
 @pytest.fixture
