@@ -130,5 +130,4 @@ def _write(folder: Path, tensors: dict[str, Tensor]) -> None:
 def _drop(weights: Weights) -> None:
     """Its file is needed no more. What the endpoint was started with is not ours."""
     if weights.tensors is not None:
-        (weights.folder / FILE).unlink(missing_ok=True)
-        weights.folder.rmdir()
+        shutil.rmtree(weights.folder, ignore_errors=True)
