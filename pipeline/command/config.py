@@ -38,6 +38,7 @@ from workers.environments.config import EnvironmentConfig
 from workers.environments.registry import BUILT_IN
 from workers.executor.config import ExecutorConfig
 from workers.lender.config import LenderConfig
+from workers.lender.endpoint.config import EndpointConfig
 from workers.trainer.config import TrainerConfig
 from workers.weights.config import HOLDS, WeightsConfig
 from workers.weights.signing import trust_of
@@ -89,6 +90,7 @@ class Settings(BaseSettings):
     environment: EnvironmentConfig
     executor: ExecutorConfig
     lender: LenderConfig = Field(default_factory=LenderConfig)
+    endpoint: EndpointConfig = Field(default_factory=EndpointConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     trainer: TrainerConfig
     weights: WeightsConfig = Field(default_factory=WeightsConfig)

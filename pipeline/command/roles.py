@@ -50,6 +50,15 @@ def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, obse
     lend(plan, serving, flags)
 
 
+def run_endpoint_role(common: Common) -> None:
+    """An executor of inbox `executor.slot` whose engine is the endpoint `endpoint.url`, until it is asked to stop."""
+    from workers.lender.endpoint.main import lend_endpoint
+
+    config = load(common)
+    settings, stop = _begin(config, config.settings.metrics.executor, config.settings.executor.slot)
+    lend_endpoint(settings, config.settings.executor, config.settings.endpoint, config.weights, stop)
+
+
 def run_router_role(common: Common, number: int) -> None:
     """Router `number`, until it is asked to stop."""
     from pipeline.routing.main import run_router

@@ -74,9 +74,9 @@ class Router:
         max_tokens: int = 8,
         claim: int = 0,
         stop: tuple[int, ...] = (0,),
-        seed: int | None = None,
         attempt: int = 0,
         begun: Part | None = None,
+        **sampling: Any,
     ) -> TurnKey:
         request = TurnRequest(
             trajectory_id=name,
@@ -85,7 +85,7 @@ class Router:
             turn=0,
             context=pack_tokens(context),
             attempt=attempt,
-            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=stop, seed=seed),
+            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=stop, **sampling),
             requested_at=time.time(),
             patience_seconds=600.0,
         )

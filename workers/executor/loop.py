@@ -144,7 +144,7 @@ class Executor:
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name, group="executor")
         self._start = Start(name, worker_class, self._begin())
-        self._inbox = Inbox(self._start.incarnation, max_turns=config.max_turns, token_budget=0)
+        self._inbox = Inbox(self._start.incarnation, max_turns=self._most_turns, token_budget=0)
 
     def _begin(self) -> int:
         """Mark this start in the inbox and read on from there: what is dispatched after a heartbeat is read.
@@ -269,10 +269,17 @@ class Executor:
                 self._not_taken(report)
             case Tick():
                 self._tick = report
+                self._inbox.max_turns = self._most_turns
                 metrics.STEPS.inc(report.steps)
                 metrics.STEP_SECONDS.inc(report.step_seconds)
                 if report.slack is not None:
                     metrics.show(report.slack)
+
+    @property
+    def _most_turns(self) -> int:
+        """That it holds at once."""
+        most, may = self._config.max_turns, self._tick.most_turns
+        return most if may is None else min(most, may)
 
     @property
     def _changing(self) -> bool:
@@ -345,7 +352,7 @@ class Executor:
         metrics.TOKENS.labels("sampled").inc(count(done.tokens))
         metrics.TOKENS.labels("cached").inc(done.cached_tokens)
         metrics.TURN_SECONDS.observe(done.finished_at - running.received_at)
-        reason = self._gate.reason or PARKED if given_up else ""
+        reason = (done.reason or self._gate.reason or PARKED) if given_up else ""
         self._send(ended(self._start, dispatch, done, outcome, reason, received_at=running.received_at))
 
     def _refuse(self, dispatch: TurnDispatch, reason: str, refusal: Refusal | None) -> None:
@@ -387,7 +394,7 @@ class Executor:
             serving=Tenant(running=tick.slack.running, waiting=tick.slack.waiting) if tick.slack else Tenant(),
             prefill_headroom_seconds=tick.slack.prefill_headroom if tick.slack else None,
             decode_headroom_seconds=tick.slack.decode_headroom if tick.slack else None,
-            max_turns=self._config.max_turns,
+            max_turns=self._inbox.max_turns,
             token_budget=self._inbox.token_budget,
             ttl_seconds=TTL_SECONDS,
             holds=packed_hashes(self._inbox.hashes if turns is None else turns),

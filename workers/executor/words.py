@@ -74,6 +74,8 @@ class Done(Word, frozen=True):
     finished_at: float
     device_seconds: float
     """The turn's share of the steps that it was in."""
+    reason: str = ""
+    """Why the engine itself gave it up; empty when it was told to."""
 
 
 class Refused(Word, frozen=True):
@@ -145,6 +147,8 @@ class Tick(Word, frozen=True):
     """Why there is no engine at this moment; empty where there is one."""
     slack: Slack | None = None
     """None without a serving tenant."""
+    most_turns: int | None = None
+    """That it may be given now, where that changes; None leaves it to the configuration."""
 
 
 class Failed(Word, frozen=True):
