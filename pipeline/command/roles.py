@@ -38,8 +38,17 @@ def run_lender_role(common: Common, serving: Path, flags: Sequence[str]) -> None
     from workers.lender.beside import lend
 
     config = load(common)
-    settings = config.settings
-    lend(config.bus(), settings.executor, settings.lender, serving, flags, config.weights)
+    settings, metrics = config.settings, config.settings.metrics
+    port = metrics.executor + settings.executor.slot if metrics.executor else 0
+    lend(
+        config.bus(),
+        settings.executor,
+        settings.lender,
+        serving,
+        flags,
+        config.weights,
+        serve_metrics=lambda: serve_metrics(metrics.host, port),
+    )
 
 
 def run_router_role(common: Common, number: int) -> None:

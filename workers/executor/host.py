@@ -23,6 +23,7 @@ from workers.executor.words import (
     ORDERS,
     Done,
     GiveUp,
+    Lent,
     NotTaken,
     Order,
     Outbox,
@@ -48,14 +49,15 @@ class EngineHost:
         *,
         tick_seconds: float,
         slack: Callable[[], Slack | None] = lambda: None,
+        lent: Callable[[], Lent | None] = lambda: None,
     ) -> None:
-        """`cost` is told of each step; `tick_seconds` lie between two `Tick`s, which say `slack`."""
+        """`cost` is told of each step; `tick_seconds` lie between two `Tick`s, which say `slack` and `lent`."""
         self._engine = engine
         self._wires = wires
         self._orders = Line(wires.orders)
         self._reports = Outbox(Line(wires.reports))
         self._tick_seconds = tick_seconds
-        self._slack = slack
+        self._slack, self._lent = slack, lent
         self._cost = cost
         self._share = 0.0
         """Running sum of seconds a turn."""
@@ -105,7 +107,13 @@ class EngineHost:
     def beat(self) -> None:
         """Say how the engine stands, if it is time for that: all that may be done where a step may not."""
         if time.monotonic() >= self._next_tick:
-            self._tell_load()
+            self.tell_load()
+
+    def give_up(self, name: str, reason: str) -> None:
+        """Take a turn out, if it is in the engine, and answer with what was sampled of it."""
+        finished = self._engine.abort(name)
+        if finished is not None:
+            self._reports.say(self._done(finished, reason))
 
     def leave(self) -> None:
         """Whoever gave the orders is gone: let go of the turns; the engine may have another host."""
@@ -117,9 +125,7 @@ class EngineHost:
             case Take():
                 self._take(order)
             case GiveUp():
-                finished = self._engine.abort(order.name)
-                if finished is not None:
-                    self._reports.say(self._done(finished))
+                self.give_up(order.name, "")
             case Prepare():
                 tensors = lying(self._wires.slabs[order.slab], order.layout)
                 self._preparing = order.version, self._engine.preparing(tensors)
@@ -156,7 +162,7 @@ class EngineHost:
             self._reports.say(NotTaken(version, str(refusal)))
         else:
             self._reports.say(Serving(version, seconds))
-            self._tell_load()
+            self.tell_load()
 
     def _step(self, most_tokens: int | None) -> None:
         self._stepped = True
@@ -169,7 +175,7 @@ class EngineHost:
         for finished in step.finished:
             self._reports.say(self._done(finished))
 
-    def _done(self, finished: Finished) -> Done:
+    def _done(self, finished: Finished, reason: str = "") -> Done:
         return Done(
             name=finished.key,
             tokens=pack_tokens(finished.tokens),
@@ -182,18 +188,20 @@ class EngineHost:
             first_token_at=finished.first_token_at,
             finished_at=finished.finished_at,
             device_seconds=self._share - self._share_before.pop(finished.key),
+            reason=reason,
         )
 
-    def _tell_load(self) -> None:
+    def tell_load(self) -> None:
+        """Say at once how the engine stands."""
         self._next_tick = time.monotonic() + self._tick_seconds
-        load = self._engine.load()
+        load, lent = self._engine.load(), self._lent()
         self._reports.say(
             Tick(
                 version=self._engine.version,
                 device=load.device,
                 running=load.running,
                 waiting=load.waiting,
-                kv_bytes_total=load.kv_bytes_total,
+                kv_bytes_total=load.kv_bytes_total if lent is None else lent.budget_bytes,
                 kv_bytes_free=load.kv_bytes_free,
                 kv_bytes_per_token=load.kv_bytes_per_token,
                 prefill_tokens_per_second=self._cost.prefill_tokens_per_second,
@@ -201,6 +209,7 @@ class EngineHost:
                 steps=self._steps,
                 step_seconds=self._step_seconds,
                 slack=self._slack(),
+                lent=lent,
             )
         )
         self._steps, self._step_seconds = 0, 0.0

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from threading import Event
@@ -48,11 +48,13 @@ def lend(
     serving: Path,
     flags: Sequence[str],
     weights: WeightsConfig,
+    *,
+    serve_metrics: Callable[[], None],
 ) -> NoReturn:
     """Become a vLLM server of the model folder `serving`, with these flags of vLLM's, and lend to inbox `config.slot`.
 
-    Call it before this process has a client of a broker: librdkafka's threads are not forked. Raises
-    ModelFolderError for a policy that no guest can be made from.
+    Call it before this process has a client of a broker: librdkafka's threads are not forked. `serve_metrics` is called
+    in the process beside the server. Raises ModelFolderError for a policy that no guest can be made from.
     """
     shapes, _ = check_folder(config.model_folder)
     folder = Path(tempfile.mkdtemp(prefix="rose-lend-"))
@@ -63,7 +65,7 @@ def lend(
     sys.stderr.flush()
     if os.fork() == 0:
         end()
-        _stay_beside(settings, config, shapes, folder, weights)
+        _stay_beside(settings, config, shapes, folder, weights, serve_metrics)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(serving), *flags]
     os.execve(sys.executable, command, {**os.environ, SETTING: str(file)})
 
@@ -78,6 +80,7 @@ def _of(config: ExecutorConfig, lender: LenderConfig, path: Path) -> LendConfig:
         kv_cache_bytes=config.kv_cache_bytes,
         step_tokens=config.step_tokens,
         promise=lender.promise,
+        memory=lender.memory,
         heartbeat_seconds=config.heartbeat_seconds,
     )
 
@@ -88,6 +91,7 @@ def _stay_beside(
     shapes: Mapping[str, tuple[int, ...]],
     folder: Path,
     weights: WeightsConfig,
+    serve_metrics: Callable[[], None],
 ) -> NoReturn:
     """The forked process's program."""
     name, stop = f"executor-{config.slot}", Event()
@@ -96,6 +100,7 @@ def _stay_beside(
     show_as(f"beside-{config.slot}")
     log = structlog.get_logger("lender").bind(worker=name)
     try:
+        serve_metrics()
         while not stop.is_set():
             try:
                 reach(settings)

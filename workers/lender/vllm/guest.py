@@ -4,6 +4,7 @@ Keeps true
 - Nothing that goes wrong here leaves `tick`: the guest is dropped, which is told, and built again after a while.
 - A tick is one bounded piece: of building the guest, of preparing a version, or a step of the engine.
 - Between two ticks the process is as the host left it.
+- Serving's next step has the KV memory that it may take, whatever the guest holds (`sharing`).
 - A guest is built when somebody first knocks. Who knocks later gets the same engine, empty, at the version that it has.
 """
 
@@ -29,6 +30,9 @@ from workers.lender.feeder import Feeder
 from workers.lender.link import End
 from workers.lender.vllm.apart import Apart
 from workers.lender.vllm.pieces import Pieces
+from workers.lender.vllm.pool import Pool
+from workers.lender.vllm.serving_memory import ServingMemory
+from workers.lender.vllm.sharing import Sharing, guest_pool
 
 FIRST_RETRY_SECONDS = 1.0
 MOST_RETRY_SECONDS = 60.0
@@ -39,17 +43,25 @@ class Guest:
     """At most one engine, for at most one process beside."""
 
     def __init__(
-        self, config: LendConfig, feeder: Feeder, cost: StepCost, slack: Callable[[], Slack], log: Logger
+        self,
+        config: LendConfig,
+        feeder: Feeder,
+        cost: StepCost,
+        slack: Callable[[], Slack],
+        serving: ServingMemory,
+        log: Logger,
     ) -> None:
         """`cost`: of the guest's steps, which is told of each; `slack`: how serving stands, for those beside."""
         self._config = config
         self._feeder = feeder
         self._cost = cost
         self._slack = slack
+        self._serving = serving
         self._log = log
         self._apart: Apart | None = None
-        self._building: Pieces[Engine] | None = None
+        self._building: Pieces[tuple[Engine, Pool]] | None = None
         self._engine: Engine | None = None
+        self._sharing: Sharing | None = None
         self._link: End | None = None
         self._host: EngineHost | None = None
         self._retry_at = 0.0
@@ -63,12 +75,14 @@ class Guest:
             return True
         if self._engine is None:
             return self._link is not None and time.monotonic() >= self._retry_at
+        if self._sharing is not None and self._sharing.busy:
+            return True
         return self._host is not None and self._host.busy
 
     @property
     def wanted_seconds(self) -> float:
         """What the next piece of work will take, as predicted."""
-        if self._engine is None:
+        if self._engine is None or (self._sharing is not None and self._sharing.grows):
             return self._config.piece_seconds
         return self._host.wanted_seconds if self._host is not None else 0.0
 
@@ -79,12 +93,29 @@ class Guest:
                 self._change_link()
             elif self._engine is None:
                 self._build(min(seconds, self._config.piece_seconds))
+            elif self._sharing is not None and self._sharing.grows:
+                self._share(grow=True)
+                self.beat()
             elif self._host is not None:
                 assert self._apart is not None
                 with self._apart.stepping():
                     self._host.tick(tokens)
         except Exception as error:  # noqa: BLE001  whatever a guest does, serving goes on
             self._drop(error)
+
+    def make_room(self) -> None:
+        """Before a step of serving. Raises nothing."""
+        if self._sharing is not None:
+            try:
+                self._share(grow=False)
+            except Exception as error:  # noqa: BLE001  as above
+                self._drop(error)
+
+    def _share(self, *, grow: bool) -> None:
+        assert self._sharing is not None
+        host = self._host
+        if self._sharing.look(None if host is None else host.give_up, grow=grow) and host is not None:
+            host.tell_load()
 
     def beat(self) -> None:
         """Report while no tick may be done. Raises nothing."""
@@ -106,20 +137,28 @@ class Guest:
 
     def _enter(self, engine: Engine) -> None:
         if self._link is not None:
-            beat = self._config.heartbeat_seconds
-            self._host = EngineHost(engine, self._link.wires, self._cost, tick_seconds=beat, slack=self._slack)
+            assert self._sharing is not None
+            self._host = EngineHost(
+                engine,
+                self._link.wires,
+                self._cost,
+                tick_seconds=self._config.heartbeat_seconds,
+                slack=self._slack,
+                lent=self._sharing.told,
+            )
 
     def _build(self, seconds: float) -> None:
         if self._building is None:
             self._began = time.monotonic()
             self._apart = _apart_for_building()
-            self._building = Pieces(lambda: engine_of(self._config), "rose-guest-build")
+            self._building = Pieces(lambda: _built(self._config), "rose-guest-build")
         assert self._apart is not None
         with self._apart.building():
             if not self._building.go_on(seconds):
                 return
         building, self._building = self._building, None
-        self._engine = building.result()
+        self._engine, pool = building.result()
+        self._sharing = Sharing(self._serving, self._engine, pool, self._config)
         self._log.info(
             "rose: the guest is built, %.2f s after it was begun, in %d pieces of at most %.1f ms",
             time.monotonic() - self._began,
@@ -130,6 +169,9 @@ class Guest:
 
     def _drop(self, error: Exception) -> None:
         engine, self._engine, self._host, self._building = self._engine, None, None, None
+        sharing, self._sharing = self._sharing, None
+        if sharing is not None:
+            sharing.close()
         now = time.monotonic()
         if now - self._retry_at > MOST_RETRY_SECONDS:
             self._retry_seconds = FIRST_RETRY_SECONDS
@@ -151,6 +193,11 @@ class Guest:
         reports.say(gone)
         if len(reports):
             self._link.connection.shutdown(socket.SHUT_RDWR)
+
+
+def _built(config: LendConfig) -> tuple[Engine, Pool]:
+    engine = engine_of(config)
+    return engine, guest_pool(engine)
 
 
 def engine_of(config: LendConfig) -> Engine:
