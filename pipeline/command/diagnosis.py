@@ -70,6 +70,10 @@ class ExecutorFacts:
     """Of one sequence."""
     swap_seconds: float = 0.0
     """The engine's pause at its latest version."""
+    cuts: int = 0
+    """Times that serving took room back from rollouts."""
+    frozen: bool = False
+    """It was cut, and grows no more for now."""
 
     @property
     def silent(self) -> bool:
@@ -177,6 +181,10 @@ def _executors(facts: Facts) -> Iterator[Finding]:
             yield Finding(Severity.NOTE, "executors", sentence)
         if each.state is ExecutorState.PAUSED:
             yield Finding(Severity.WAITS, "executors", f"{each.worker} is paused: it takes no new turns")
+        if each.frozen:
+            times = "once" if each.cuts == 1 else f"{each.cuts} times"
+            sentence = f"{each.worker} lends no more than it does now: serving took room back {times} since it started"
+            yield Finding(Severity.NOTE, "executors", sentence)
         if abs(each.clock_off_seconds) > CLOCK_SECONDS:
             off = f"{abs(each.clock_off_seconds):.0f} s {'ahead of' if each.clock_off_seconds > 0 else 'behind'}"
             yield Finding(Severity.NOTE, "executors", f"the clock of {each.worker} is {off} ours")

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def server(settings: BusSettings, tmp_path: Path) -> Iterator[Server]:
     }
     said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "pipeline.command.main", "lend", "--model", str(MODEL), f"--slot={SLOT}"]
-    command += [*flags(settings), *said, "--", *server_flags(port)]
+    command += [*flags(settings), *said, "--", *server_flags(port), "--kv-cache-memory-bytes", str(8 << 20)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=os.environ | SERVING, stdout=output, stderr=output)
     try:
@@ -83,6 +84,8 @@ def test_a_server_runs_turns_of_the_bus_and_serves(settings: BusSettings, server
     for number in range(8):
         prove(router.result(f"beside-{number}"))
 
+    is_cut_and_recovers(router, server)
+
     router.executor = None
     server.process.send_signal(signal.SIGTERM)
     router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
@@ -95,6 +98,27 @@ def test_a_process_beside_that_is_killed_takes_nothing_along(settings: BusSettin
     (beside,) = [each for each in psutil.Process(server.process.pid).children() if "beside" in each.name()]
     beside.kill()
     assert server.complete(CONTEXT).text == answer
+
+
+def is_cut_and_recovers(router: Router, server: Server) -> None:
+    """A burst of serving's wants all KV memory that there is."""
+    offered = router.beats[-1].token_budget
+    assert offered > 0 and not router.beats[-1].frozen
+    for number in range(8):
+        router.dispatch(f"cut-{number}", CONTEXT, max_tokens=220, stop=())
+    router.until(lambda: router.beats[-1].rollout.running > 4)
+    clients = [threading.Thread(target=server.complete, args=([3 + number] * 400, 64)) for number in range(16)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    results = [router.result(f"cut-{number}") for number in range(8)]
+    assert {result.reason for result in results if result.outcome is TurnOutcome.PREEMPTED} == {"cut"}
+    assert any(result.tokens for result in results)
+    router.until(lambda: any(beat.frozen and beat.cuts > 0 and beat.token_budget < offered for beat in router.beats))
+    router.until(lambda: not router.beats[-1].frozen and router.beats[-1].token_budget > offered // 2)
+    router.dispatch("again", CONTEXT)
+    prove(router.result("again"))
 
 
 def prove(result: TurnResult) -> None:

@@ -116,7 +116,7 @@ class Executor:
         self._log = structlog.get_logger("executor").bind(worker=name)
         self._tick = tick
         """The engine's newest."""
-        self._token_budget = self._tick.kv_bytes_total // self._tick.kv_bytes_per_token
+        self._cuts = 0
         self._running: dict[str, Running] = {}
         self._version = -1
         self._swap_seconds = 0.0
@@ -133,6 +133,11 @@ class Executor:
         self._reader = Reader(settings, name, group="executor")
         self._start = Start(name, worker_class, self._begin())
         self._inbox = Inbox(self._start.incarnation, max_turns=config.max_turns, token_budget=self._token_budget)
+        self._note_lent(tick)
+
+    @property
+    def _token_budget(self) -> int:
+        return self._tick.kv_bytes_total // self._tick.kv_bytes_per_token
 
     def _begin(self) -> int:
         """Mark this start in the inbox and read on from there: what is dispatched after a heartbeat is read.
@@ -228,6 +233,14 @@ class Executor:
                 metrics.STEP_SECONDS.inc(report.step_seconds)
                 if report.slack is not None:
                     metrics.show(report.slack)
+                self._note_lent(report)
+
+    def _note_lent(self, tick: Tick) -> None:
+        """What is taken on follows what the engine's turns may hold."""
+        self._inbox.token_budget = self._token_budget
+        if tick.lent is not None:
+            self._cuts += tick.lent.cuts
+            metrics.show_lent(tick.lent)
 
     @property
     def _changing(self) -> bool:
@@ -299,7 +312,7 @@ class Executor:
         metrics.TOKENS.labels("sampled").inc(count(done.tokens))
         metrics.TOKENS.labels("cached").inc(done.cached_tokens)
         metrics.TURN_SECONDS.observe(done.finished_at - running.received_at)
-        reason = STOPPED if given_up else ""
+        reason = (done.reason or STOPPED) if given_up else ""
         self._send(ended(self._start, dispatch, done, outcome, reason, received_at=running.received_at))
 
     def _refuse(self, dispatch: TurnDispatch, reason: str, refusal: Refusal | None) -> None:
@@ -347,6 +360,8 @@ class Executor:
             refused_reason=refused_reason[:MOST_CHARACTERS],
             sent_at=time.time(),
             swap_seconds=self._swap_seconds,
+            cuts=self._cuts,
+            frozen=tick.lent is not None and tick.lent.frozen,
         )
         self._sequence += 1
         self._writer.write(HEARTBEATS, beat, key=self._name)
