@@ -81,3 +81,7 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     """The engine's pause at its latest weight swap."""
     paused_reason: Text = ""
     """Why it takes no new turns, where it does not."""
+    cuts: Count = 0
+    """Times since its start that serving took room back from rollouts at once."""
+    frozen: bool = False
+    """It was cut: its budget may shrink further, and does not grow for now."""

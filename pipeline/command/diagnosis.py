@@ -71,6 +71,10 @@ class ExecutorFacts:
     swap_seconds: float = 0.0
     """The engine's pause at its latest version."""
     paused_reason: str = ""
+    cuts: int = 0
+    """Times that serving took room back from rollouts."""
+    frozen: bool = False
+    """It was cut, and grows no more for now."""
 
     @property
     def silent(self) -> bool:
@@ -179,6 +183,10 @@ def _executors(facts: Facts) -> Iterator[Finding]:
         if each.state is ExecutorState.PAUSED:
             why = each.paused_reason or "it does not say why"
             yield Finding(Severity.WAITS, "executors", f"{each.worker} is paused, and takes no turns: {why}")
+        if each.frozen:
+            times = "once" if each.cuts == 1 else f"{each.cuts} times"
+            sentence = f"{each.worker} lends no more than it does now: serving took room back {times} since it started"
+            yield Finding(Severity.NOTE, "executors", sentence)
         if abs(each.clock_off_seconds) > CLOCK_SECONDS:
             off = f"{abs(each.clock_off_seconds):.0f} s {'ahead of' if each.clock_off_seconds > 0 else 'behind'}"
             yield Finding(Severity.NOTE, "executors", f"the clock of {each.worker} is {off} ours")

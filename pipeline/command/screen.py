@@ -204,6 +204,8 @@ def _state(executor: ExecutorFacts) -> Text:
         return Text(f"silent for {executor.silent_seconds:.0f} s", "red")
     if executor.refused_version > executor.version:
         return Text(f"refuses {executor.refused_version}", "red")
+    if executor.frozen:
+        return Text("frozen", "yellow")
     return Text(executor.state.value, "green" if executor.state is ExecutorState.READY else "yellow")
 
 

@@ -199,6 +199,8 @@ def _facts(heard: Heard, now: float) -> ExecutorFacts:
         ttl_seconds=beat.ttl_seconds,
         held=beat.rollout.running + beat.rollout.waiting,
         max_turns=beat.max_turns,
+        cuts=beat.cuts,
+        frozen=beat.frozen,
         clock_off_seconds=heard.clock_off_seconds,
         kv_used=1 - beat.kv_bytes_free / beat.kv_bytes_total if beat.kv_bytes_total else 0.0,
         tokens_per_second=beat.hardware.decode_tokens_per_second,

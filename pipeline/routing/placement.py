@@ -11,9 +11,11 @@ Keeps true
 `wait` has two parts. Prefills are run one after another: each one sent pushes the moment at which the executor's
 prefill is free, and that moment comes nearer by itself as time passes. Decodes share the executor: what it still owes
 of expected tokens is spread over the turns that it runs at once.
-`risk` has two parts as well. An executor behind the newest policy version samples tokens that may come too late. And
-what is prefilled delays whoever comes next: without that, the members of a group that arrive together would each
-compute their prompt on another idle executor, which is no slower for them than waiting for the first to have done it.
+`risk` has three parts. An executor behind the newest policy version samples tokens that may come too late. What is
+prefilled delays whoever comes next: without that, the members of a group that arrive together would each compute their
+prompt on another idle executor, which is no slower for them than waiting for the first to have done it. And on a
+frozen lender, whose cache cannot grow, it takes the place of a prefix that somebody comes back for: so those come back
+there first, and others where else they find room.
 """
 
 import hashlib
@@ -35,6 +37,9 @@ STALENESS_SECONDS = 0.25
 
 DISPLACEMENT = 0.5
 """Risk of each second of prefill: as if every second one delayed a turn that comes after it."""
+
+FROZEN_DISPLACEMENT = 1.0
+"""The same on a frozen lender: what loses its prefix there is computed again."""
 
 CLOSED = -1
 """Room of an executor that may be sent nothing."""
@@ -89,6 +94,11 @@ class Seat:
     def decode_wait_seconds(self) -> float:
         return self.held_new_tokens * self.decode_wait_per_token
 
+    @property
+    def displacement(self) -> float:
+        """Risk of each second of prefill."""
+        return DISPLACEMENT + FROZEN_DISPLACEMENT * self.beat.frozen
+
 
 def lanes(beat: SlackHeartbeat) -> int:
     """Turns that an executor runs at once. If some wait inside the engine, it runs no more than it does now."""
@@ -102,7 +112,7 @@ class Placement:
     def __init__(self) -> None:
         self.seats: list[Seat] = []
         self.index: dict[str, int] = {}
-        self._table = np.zeros((5, 0))
+        self._table = np.zeros((6, 0))
         self._hash = np.zeros(0, np.uint64)
         self._resize([])
 
@@ -121,6 +131,7 @@ class Placement:
         seat.beat, seat.open, seat.risk_seconds = beat, open, lag_versions * STALENESS_SECONDS
         seat.decode_wait_per_token = decode / lanes(beat)
         self._prefill[index] = 1.0 / beat.hardware.prefill_tokens_per_second
+        self._price[index] = self._prefill[index] * (1 + seat.displacement)
         self._decode[index] = decode
         self._refresh(index)
         grew = beat.token_budget > before.token_budget or beat.max_turns > before.max_turns
@@ -163,14 +174,14 @@ class Placement:
         np.subtract(self._prefill_free_at, now, out=cost)
         np.maximum(cost, 0.0, out=cost)
         np.add(cost, self._load, out=cost)
-        np.multiply(self._prefill, ask.context_tokens * (1 + DISPLACEMENT), out=scratch)
+        np.multiply(self._price, ask.context_tokens, out=scratch)
         np.add(cost, scratch, out=cost)
         np.multiply(self._decode, ask.new_tokens, out=scratch)
         np.add(cost, scratch, out=cost)
         for worker, tokens in ask.cached:
             holder = self.index.get(worker)
             if holder is not None:
-                cost[holder] -= tokens * (1 + DISPLACEMENT) * self._prefill[holder]
+                cost[holder] -= tokens * self._price[holder]
         np.putmask(cost, self._room < ask.room_tokens, np.inf)
         return self._cheapest(ask, now)
 
@@ -205,7 +216,7 @@ class Placement:
             wait_seconds=wait,
             prefill_seconds=prefill_seconds,
             decode_seconds=ask.new_tokens * decode,
-            risk_seconds=seat.risk_seconds + DISPLACEMENT * prefill_seconds,
+            risk_seconds=seat.risk_seconds + seat.displacement * prefill_seconds,
             cached_tokens=cached,
             passed_over=None if second is None else self.seats[second].beat.worker,
             passed_over_seconds=0.0 if second is None else float(self._cost[second]),
@@ -235,10 +246,10 @@ class Placement:
     def _resize(self, kept: Iterable[int]) -> None:
         """Make the vectors as long as the seats, those of the executors at `kept` first."""
         kept = list(kept)
-        table, hashes = np.zeros((5, len(self.seats))), np.zeros(len(self.seats), np.uint64)
+        table, hashes = np.zeros((6, len(self.seats))), np.zeros(len(self.seats), np.uint64)
         table[:, : len(kept)], hashes[: len(kept)] = self._table[:, kept], self._hash[kept]
         self._table, self._hash = table, hashes
-        self._prefill, self._decode, self._prefill_free_at, self._load, self._room = table
+        self._prefill, self._price, self._decode, self._prefill_free_at, self._load, self._room = table
         self._cost, self._scratch = np.zeros_like(table[0]), np.zeros_like(table[0])
 
 

@@ -181,17 +181,17 @@ def server_flags(port: int) -> list[str]:
 
 
 @contextmanager
-def lending_server(folder: Path, *flags: str, lends: bool = True, promise: Promise = STRICTLY) -> Iterator[Server]:
-    """With the shipped policy as serving's model and as the guest's."""
+def lending_server(
+    folder: Path, *flags: str, lends: bool = True, promise: Promise = STRICTLY, **sizes: Any
+) -> Iterator[Server]:
+    """With the shipped policy as serving's model and as the guest's; `sizes` are fields of its LendConfig."""
+    small = {"max_turns": 8, "max_model_len": 256, "kv_cache_bytes": 8 << 20, "step_tokens": 64}
     config = LendConfig(
         model_folder=str(MODEL),
         socket=str(folder / "lend.sock"),
         dtype="bfloat16",
-        max_turns=8,
-        max_model_len=256,
-        kv_cache_bytes=8 << 20,
-        step_tokens=64,
         promise=promise,
+        **(small | sizes),
     )
     (folder / "lend.json").write_bytes(msgspec.json.encode(config))
     [port] = free_ports(1)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -69,7 +70,7 @@ def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
     } | {name.replace("__", "."): value for name, value in more.items()}
     said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "pipeline.command.main", "lend", "--model", str(MODEL), f"--slot={SLOT}"]
-    command += [*arguments, *said, "--", *server_flags(port), *vllm]
+    command += [*arguments, *said, "--", *server_flags(port), "--kv-cache-memory-bytes", str(8 << 20), *vllm]
     environment = os.environ | SERVING | {HANG: str(folder / "hang")}
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
@@ -117,6 +118,7 @@ def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_unti
         router.dispatch("after", CONTEXT)
         prove(router.result("after"))
 
+        is_cut_and_recovers(router, server)
         router.executor = None
         (tmp_path / "hang").touch()
         core = server.core
@@ -214,6 +216,27 @@ def child(server: Server, name: str) -> psutil.Process:
     there = psutil.Process(server.process.pid).children(recursive=True)
     (found,) = [each for each in there if each.name().startswith(name)]
     return found
+
+
+def is_cut_and_recovers(router: Router, server: Server) -> None:
+    """A burst of serving's wants all KV memory that there is."""
+    offered = router.beats[-1].token_budget
+    assert offered > 0 and not router.beats[-1].frozen
+    for number in range(8):
+        router.dispatch(f"cut-{number}", CONTEXT, max_tokens=220, stop=())
+    router.until(lambda: router.beats[-1].rollout.running > 4)
+    clients = [threading.Thread(target=server.complete, args=([3 + number] * 400, 64)) for number in range(16)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    results = [router.result(f"cut-{number}") for number in range(8)]
+    assert {result.reason for result in results if result.outcome is TurnOutcome.PREEMPTED} == {"cut"}
+    assert any(result.tokens for result in results)
+    router.until(lambda: any(beat.frozen and beat.cuts > 0 and beat.token_budget < offered for beat in router.beats))
+    router.until(lambda: not router.beats[-1].frozen and router.beats[-1].token_budget > offered // 2)
+    router.dispatch("again", CONTEXT)
+    prove(router.result("again"))
 
 
 def prove(result: TurnResult) -> None:

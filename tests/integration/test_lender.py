@@ -376,6 +376,7 @@ def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
     )
     core: Any = object.__new__(EngineCoreProc)
     core.vllm_config = config
+    core.scheduler = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=["one"]))
     assert why_not(core) == ""
     for place, name, value, said in [
         (config, "speculative_config", object(), "speculative decoding"),

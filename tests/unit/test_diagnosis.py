@@ -136,9 +136,14 @@ def test_who_is_paused_says_why() -> None:
 
 def test_the_rest_is_worth_a_note() -> None:
     letters = {"rose.prompts.submitted.v1": 2}
-    facts = dataclasses.replace(WELL, letters=letters, executors=(executor(held=1, clock_off_seconds=-90.0),))
+    facts = dataclasses.replace(
+        WELL,
+        letters=letters,
+        executors=(executor(held=1, clock_off_seconds=-90.0), executor("lender-0", cuts=3, frozen=True)),
+    )
     notes = [each.sentence for each in diagnose(facts)]
     assert "the clock of executor-0 is 90 s behind ours" in notes
+    assert "lender-0 lends no more than it does now: serving took room back 3 times since it started" in notes
     assert "2 dead letters (2 of rose.prompts.submitted.v1): see `rose letters list`" in notes
     assert "the window is full: 2 groups are open, 5 prompts wait" in notes
 
@@ -155,6 +160,8 @@ def some_executors() -> st.SearchStrategy[ExecutorFacts]:
         ttl_seconds=st.just(2.0),
         held=st.integers(0, 2),
         max_turns=st.integers(0, 2),
+        frozen=st.booleans(),
+        cuts=st.integers(0, 2),
     )
 
 

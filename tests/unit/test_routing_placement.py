@@ -7,7 +7,15 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.routing.placement import DISPLACEMENT, STALENESS_SECONDS, TIE_SECONDS, Ask, Placement, lanes
+from pipeline.routing.placement import (
+    DISPLACEMENT,
+    FROZEN_DISPLACEMENT,
+    STALENESS_SECONDS,
+    TIE_SECONDS,
+    Ask,
+    Placement,
+    lanes,
+)
 from schemas.slack import Hardware, SlackHeartbeat, Tenant
 from schemas.turns import PlacementCost
 from tests.unit.routing_world import heartbeat
@@ -33,9 +41,9 @@ class Scan:
         prefill, decode = 1 / beat.hardware.prefill_tokens_per_second, 1 / beat.hardware.decode_tokens_per_second
         wait = max(0.0, self.prefill_free_at.get(worker, 0.0) - now)
         wait += self.owed.get(worker, 0.0) * (decode / lanes(beat)) + lag * STALENESS_SECONDS
-        share = 1 + DISPLACEMENT
-        without_cache = wait + ask.context_tokens * share * prefill + ask.new_tokens * decode
-        return without_cache - dict(ask.cached).get(worker, 0) * share * prefill
+        price = prefill * (1 + DISPLACEMENT + (FROZEN_DISPLACEMENT if beat.frozen else 0.0))
+        without_cache = wait + ask.context_tokens * price + ask.new_tokens * decode
+        return without_cache - dict(ask.cached).get(worker, 0) * price
 
     def choose(self, ask: Ask, now: float) -> str | None:
         costs = {worker: self.cost(worker, ask, now) for worker in self.offers}
@@ -68,13 +76,14 @@ def weight(worker: str, key: str) -> int:
 
 RATES = st.sampled_from([500.0, 1000.0, 1000.0, 2000.0])
 BEATS = st.builds(
-    lambda worker, prefill, decode, turns, tokens, version, running, waiting: heartbeat(
+    lambda worker, prefill, decode, turns, tokens, version, running, waiting, frozen: heartbeat(
         worker,
         hardware=Hardware(prefill_tokens_per_second=prefill, decode_tokens_per_second=decode / 10),
         max_turns=turns,
         token_budget=tokens,
         policy_version=version,
         rollout=Tenant(running=running, waiting=waiting),
+        frozen=frozen,
     ),
     st.integers(0, 7),
     RATES,
@@ -84,6 +93,7 @@ BEATS = st.builds(
     st.integers(0, 3),
     st.integers(0, 3),
     st.integers(0, 1),
+    st.booleans(),
 )
 ASKS = st.builds(
     lambda context, new, most, key, holders: Ask(
@@ -171,3 +181,19 @@ def test_few_groups_move_when_an_executor_leaves() -> None:
         first, second = before.choose(ask, 0.0), after.choose(ask, 0.0)
         assert first is not None and second is not None
         assert second.worker == first.worker or first.worker == "w3"
+
+
+def test_a_frozen_lender_is_gone_back_to_and_filled_only_where_there_is_no_other_room() -> None:
+    placement = Placement()
+    placement.offer(heartbeat(0, frozen=True), open=True, lag_versions=0)
+    placement.offer(heartbeat(1), open=True, lag_versions=0)
+    for key in range(20):
+        cold = placement.choose(Ask(100, 5.0, 110, str(key)), 0.0)
+        warm = placement.choose(Ask(100, 5.0, 110, str(key), (("w0", 99),)), 0.0)
+        assert cold is not None and warm is not None
+        assert (cold.worker, warm.worker) == ("w1", "w0")
+    placement.offer(heartbeat(1, token_budget=50), open=True, lag_versions=0)
+    only = placement.choose(Ask(100, 5.0, 110, "cold"), 0.0)
+    assert only is not None and only.worker == "w0"
+    placement.offer(heartbeat(0, frozen=True, token_budget=100), open=True, lag_versions=0)
+    assert placement.choose(Ask(100, 5.0, 110, "warm", (("w0", 99),)), 0.0) is None, "what it offers is what it takes"

@@ -25,6 +25,7 @@ from workers.executor.words import (
     ORDERS,
     Done,
     GiveUp,
+    Lent,
     NotTaken,
     Order,
     Outbox,
@@ -54,9 +55,10 @@ class EngineHost:
         *,
         tick_seconds: float,
         slack: Callable[[], Slack | None] = lambda: None,
+        lent: Callable[[], Lent | None] = lambda: None,
     ) -> None:
         """`reports` is of the wires; `cost` is told of each step; `tick_seconds` lie between two `Tick`s, which say
-        `slack`.
+        `slack` and `lent`.
         """
         self.granted = True
         """Whether it is to lend, as far as it was told: a guest's alone."""
@@ -69,7 +71,7 @@ class EngineHost:
         self._let_at = time.monotonic()
         """When a tick might last be done."""
         self._tick_seconds = tick_seconds
-        self._slack = slack
+        self._slack, self._lent = slack, lent
         self._cost = cost
         self._share = 0.0
         """Running sum of seconds a turn."""
@@ -127,7 +129,7 @@ class EngineHost:
             self._read()
             self._give_up_next()
         if time.monotonic() >= self._next_tick:
-            self._tell_load()
+            self.tell_load()
 
     def hand_back(self) -> bool:
         """Give one turn up; whether none is left, and all that was said is on the line."""
@@ -135,7 +137,7 @@ class EngineHost:
         here = (order.name for order in self._later if isinstance(order, Take))
         name = next(here, None) or next(iter(self._share_before), None)
         if name is not None:
-            self._give_up(name)
+            self.give_up(name)
         return name is None and not len(self._reports)
 
     def leave(self) -> None:
@@ -157,14 +159,16 @@ class EngineHost:
         for order in self._later:
             if isinstance(order, GiveUp):
                 self._later.remove(order)
-                self._give_up(order.name)
+                self.give_up(order.name)
                 return
 
-    def _give_up(self, name: str) -> None:
-        """It may be in the engine, on the way there, or have left."""
+    def give_up(self, name: str, reason: str = "") -> None:
+        """Take a turn out, and answer with what was sampled of it; it may be in the engine, on the way there, or have
+        left.
+        """
         finished = self._engine.abort(name)
         if finished is not None:
-            self._reports.say(self._done(finished))
+            self._reports.say(self._done(finished, reason))
         for order in self._later:
             if isinstance(order, Take) and order.name == name:
                 self._later.remove(order)
@@ -176,7 +180,7 @@ class EngineHost:
             case Take():
                 self._take(order)
             case GiveUp():
-                self._give_up(order.name)
+                self.give_up(order.name)
             case Prepare():
                 tensors = lying(self._wires.slabs[order.slab], order.layout)
                 self._preparing = order.version, self._engine.preparing(tensors)
@@ -213,7 +217,7 @@ class EngineHost:
             self._reports.say(NotTaken(version, str(refusal)))
         else:
             self._reports.say(Serving(version, seconds))
-            self._tell_load()
+            self.tell_load()
 
     def _step(self, most_tokens: int | None) -> None:
         self._stepped = True
@@ -226,7 +230,7 @@ class EngineHost:
         for finished in step.finished:
             self._reports.say(self._done(finished))
 
-    def _done(self, finished: Finished) -> Done:
+    def _done(self, finished: Finished, reason: str = "") -> Done:
         return Done(
             name=finished.key,
             tokens=pack_tokens(finished.tokens),
@@ -239,18 +243,20 @@ class EngineHost:
             first_token_at=finished.first_token_at,
             finished_at=finished.finished_at,
             device_seconds=self._share - self._share_before.pop(finished.key),
+            reason=reason,
         )
 
-    def _tell_load(self) -> None:
+    def tell_load(self) -> None:
+        """Say at once how the engine stands."""
         self._next_tick = time.monotonic() + self._tick_seconds
-        load = self._engine.load()
+        load, lent = self._engine.load(), self._lent()
         self._reports.say(
             Tick(
                 version=self._engine.version,
                 device=load.device,
                 running=load.running,
                 waiting=load.waiting,
-                kv_bytes_total=load.kv_bytes_total,
+                kv_bytes_total=load.kv_bytes_total if lent is None else lent.budget_bytes,
                 kv_bytes_free=load.kv_bytes_free,
                 kv_bytes_per_token=load.kv_bytes_per_token,
                 prefill_tokens_per_second=self._cost.prefill_tokens_per_second,
@@ -259,6 +265,7 @@ class EngineHost:
                 step_seconds=self._step_seconds,
                 held_seconds=time.monotonic() - self._let_at,
                 slack=self._slack(),
+                lent=lent,
             )
         )
         self._steps, self._step_seconds = 0, 0.0

@@ -125,6 +125,7 @@ class Executor:
         self._tick = tick
         """The engine's newest."""
         self._gate = Gate(granted)
+        self._cuts = 0
         self._running: dict[str, Running] = {}
         self._answered: deque[int] = deque(maxlen=HELD)
         """By `held_hash`, the turns that it answered last."""
@@ -145,6 +146,7 @@ class Executor:
         self._reader = Reader(settings, name, group="executor")
         self._start = Start(name, worker_class, self._begin())
         self._inbox = Inbox(self._start.incarnation, max_turns=self._most_turns, token_budget=0)
+        self._note_lent(tick)
 
     def _begin(self) -> int:
         """Mark this start in the inbox and read on from there: what is dispatched after a heartbeat is read.
@@ -274,6 +276,12 @@ class Executor:
                 metrics.STEP_SECONDS.inc(report.step_seconds)
                 if report.slack is not None:
                     metrics.show(report.slack)
+                self._note_lent(report)
+
+    def _note_lent(self, tick: Tick) -> None:
+        if tick.lent is not None:
+            self._cuts += tick.lent.cuts
+            metrics.show_lent(tick.lent)
 
     @property
     def _most_turns(self) -> int:
@@ -403,6 +411,8 @@ class Executor:
             paused_reason=self._gate.reason[:MOST_CHARACTERS],
             sent_at=time.time(),
             swap_seconds=self._swap_seconds,
+            cuts=self._cuts,
+            frozen=tick.lent is not None and tick.lent.frozen,
         )
         self._sequence += 1
         self._writer.write(HEARTBEATS, beat, key=self._name)

@@ -4,7 +4,7 @@ import math
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from workers.executor.words import Slack
+from workers.executor.words import Lent, Slack
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
@@ -18,7 +18,13 @@ HELD_TURNS = Gauge("rose_executor_held_turns", "Turns taken on and not answered"
 KV_FREE_BYTES = Gauge("rose_executor_kv_free_bytes", "Free KV cache")
 POLICY_VERSION = Gauge("rose_executor_policy_version", "The version that serves; -1 before one is proven")
 SWAPS_REFUSED = Counter("rose_executor_swaps_refused_total", "Staged versions that the engine refused")
-
+LENT_BYTES = Gauge("rose_lender_budget_bytes", "KV memory that rollout turns may hold")
+FROZEN = Gauge("rose_lender_frozen", "1 while it was cut and grows no more")
+CUTS = Counter("rose_lender_cuts_total", "Times that serving took KV memory back")
+CUT_SECONDS = Counter("rose_lender_cut_seconds_total", "That cuts took between two steps of serving")
+PREEMPTED = Counter("rose_lender_preempted_total", "Turns given up for want of KV memory")
+LOOKS = Counter("rose_lender_looks_total", "Times that the KV memory was shared out anew")
+LOOK_SECONDS = Counter("rose_lender_look_seconds_total", "That those took, cuts among them")
 SERVING_REQUESTS = Gauge("rose_lender_serving_requests", "Requests of serving beside the guest", ["state"])
 HEADROOM_SECONDS = Gauge(
     "rose_lender_headroom_seconds",
@@ -45,3 +51,14 @@ def show(slack: Slack) -> None:
         PREDICTION_ERROR.labels(step).set(getattr(slack, f"{step}_error"))
     for why, times in slack.held_back.items():
         HELD_BACK.labels(why).inc(times)
+
+
+def show_lent(lent: Lent) -> None:
+    """What a guest's host says of memory."""
+    LENT_BYTES.set(lent.budget_bytes)
+    FROZEN.set(lent.frozen)
+    CUTS.inc(lent.cuts)
+    CUT_SECONDS.inc(lent.cut_seconds)
+    PREEMPTED.inc(lent.preempted)
+    LOOKS.inc(lent.looks)
+    LOOK_SECONDS.inc(lent.look_seconds)

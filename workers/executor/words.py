@@ -75,7 +75,7 @@ class Done(Word, frozen=True):
     device_seconds: float
     """The turn's share of the steps that it was in."""
     reason: str = ""
-    """Why the engine itself gave it up; empty when it was told to."""
+    """Why the engine's side gave it up, where nobody had ordered that."""
 
 
 class Refused(Word, frozen=True):
@@ -125,6 +125,22 @@ class Slack(msgspec.Struct, frozen=True, array_like=True):
     """How often the guest had work and might not compute, by why (`Hold`)."""
 
 
+class Lent(msgspec.Struct, array_like=True):
+    """How a lender shares its KV memory, and what has been since the tick before."""
+
+    budget_bytes: int = 0
+    """What turns may hold."""
+    frozen: bool = False
+    cuts: int = 0
+    """Times that serving took room back."""
+    cut_seconds: float = 0.0
+    preempted: int = 0
+    """Turns given up for want of room."""
+    looks: int = 0
+    look_seconds: float = 0.0
+    """That sharing took, cuts among it."""
+
+
 class Tick(Word, frozen=True):
     """Of the engine, now and then: it lives, and this is how it stands. Fields as in `Load` and `StepCost`."""
 
@@ -149,6 +165,8 @@ class Tick(Word, frozen=True):
     """None without a serving tenant."""
     most_turns: int | None = None
     """That it may be given now, where that changes; None leaves it to the configuration."""
+    lent: Lent | None = None
+    """Of a lender; what `kv_bytes_total` says is then what turns may hold."""
 
 
 class Failed(Word, frozen=True):

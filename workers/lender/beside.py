@@ -69,8 +69,8 @@ class Plan:
 def lend(plan: Plan, serving: Path, flags: Sequence[str]) -> NoReturn:
     """Become a vLLM server of the model folder `serving`, with these flags of vLLM's, and lend as planned.
 
-    Call it before this process has a client of a broker: librdkafka's threads are not forked. Raises
-    ModelFolderError for a policy that no guest can be made from.
+    Call it before this process has a client of a broker: librdkafka's threads are not forked. `serve_metrics` is called
+    in the process beside the server. Raises ModelFolderError for a policy that no guest can be made from.
     """
     shapes = check_folder(plan.executor.model_folder)[0] if plan.settings is not None else {}
     folder = Path(tempfile.mkdtemp(prefix="rose-lend-"))
@@ -92,6 +92,7 @@ def _of(plan: Plan, folder: Path) -> LendConfig:
         kv_cache_bytes=config.kv_cache_bytes,
         step_tokens=config.step_tokens,
         promise=plan.lender.promise,
+        memory=plan.lender.memory,
         heartbeat_seconds=config.heartbeat_seconds,
         pulse=str(folder / "pulse"),
         observe=plan.settings is None,

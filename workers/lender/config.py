@@ -12,8 +12,28 @@ from workers.lender.admission import Promise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """How serving's KV memory is shared with the guest."""
+
+    headroom: float = 0.2
+    """Share of serving's KV memory that the guest's growth leaves free; it is cut when serving eats half of that."""
+    quiet_seconds: float = 10.0
+    """So long after a cut the guest may grow again, if no policy version came before; what serving needed and found in
+    its prefix cache counts for one to two of them."""
+
+    def __post_init__(self) -> None:
+        in_range = {
+            "headroom must be from 0 to 1": 0 <= self.headroom <= 1,
+            "quiet_seconds must be above 0": self.quiet_seconds > 0,
+        }
+        for sentence, holds in in_range.items():
+            if not holds:
+                raise ValueError(sentence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LenderConfig:
-    """A server that lends: what is promised to those whom it serves."""
+    """A server that lends: what is promised to those whom it serves, and what it keeps for them."""
 
     promise: Promise = field(default_factory=Promise)
     """The dial from strict to slo, the two budgets, the yield bound."""
@@ -23,6 +43,8 @@ class LenderConfig:
     hang_seconds: float = 30.0
     """A guest that has had the serving thread for so long hangs, and its engine core is ended; longer than what may be
     compiled in a first step."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """What is left free of its KV memory, and for how long a cut lasts."""
 
 
 class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,11 +61,13 @@ class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_model_len: Annotated[int, Meta(ge=2)] = 1024
     """Longest context and output of one turn, in tokens."""
     kv_cache_bytes: Annotated[int, Meta(ge=1)] = 64 << 20
-    """Memory of the guest's KV cache."""
+    """The most KV memory that the guest may ever hold; it comes out of serving's."""
     step_tokens: Annotated[int, Meta(ge=1)] = 256
     """Most tokens of one guest step, at least `max_turns`; `promise` makes it less."""
     promise: Promise = Promise()
     """What serving is promised while it lends."""
+    memory: MemoryConfig = MemoryConfig()
+    """How much of its KV memory it keeps."""
     piece_seconds: Annotated[float, Meta(gt=0)] = 0.002
     """How long a piece of building the guest runs before serving is asked for again."""
     heartbeat_seconds: Annotated[float, Meta(ge=0.01, le=0.2)] = 0.1

@@ -22,7 +22,10 @@ import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from schemas.prompts import Sampling
@@ -37,6 +40,7 @@ from workers.executor.vllm.types import (
     Finished,
     Load,
     ModelFolderError,
+    Standing,
     Step,
     SwapRefused,
 )
@@ -51,6 +55,7 @@ __all__ = [
     "Finished",
     "Load",
     "ModelFolderError",
+    "Standing",
     "Step",
     "SwapRefused",
 ]
@@ -81,6 +86,17 @@ class _Turn:
             self.spans.append(VersionSpan(start, len(self.logprobs), version))
 
 
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """An engine's KV cache, for who shares its memory out."""
+
+    core: EngineCore
+    config: KVCacheConfig
+    pool: BlockPool
+    block_bytes: int
+    block_tokens: int
+
+
 class Engine:
     """One model, the turns in it, and the policy version that it serves.
 
@@ -93,7 +109,8 @@ class Engine:
         """Takes seconds. Raises ModelFolderError or EngineStartError."""
         self.shapes, self.vocabulary = check_folder(config.model_folder)
         self.version = config.policy_version
-        self._max_model_len = config.max_model_len
+        self.longest_tokens = config.max_model_len
+        """Of a turn, context and output together."""
         self._step_tokens = config.step_tokens
         self._core = start_core(config)
         self._scheduler = self._core.scheduler
@@ -103,10 +120,9 @@ class Engine:
         """A version that can be served at once."""
         self._turns: dict[str, _Turn] = {}
         self._unscheduled: deque[_Turn] = deque()
-        kv = self._scheduler.kv_cache_config
-        self._block_bytes = sum(tensor.size for tensor in kv.kv_cache_tensors) // kv.num_blocks
-        self._block_tokens = self._scheduler.block_size
-        self._blocks = kv.num_blocks - 1  # vLLM keeps one for itself
+        kv, pool = self._scheduler.kv_cache_config, self._scheduler.kv_cache_manager.block_pool
+        block_bytes = sum(tensor.size for tensor in kv.kv_cache_tensors) // kv.num_blocks
+        self.cache = Cache(self._core, kv, pool, block_bytes, self._scheduler.block_size)
         self._device = current_platform.get_device_name() or current_platform.device_type
 
     def __len__(self) -> int:
@@ -122,8 +138,8 @@ class Engine:
             raise EngineRefusal(f"policy version {self.version} serves, not {policy_version}")
         if key in self._turns:
             raise EngineRefusal(f"turn {key} is already in the engine")
-        if not 0 < len(context) < self._max_model_len:
-            raise EngineRefusal(f"a context of {len(context)} tokens: 1 to {self._max_model_len - 1} can be run")
+        if not 0 < len(context) < self.longest_tokens:
+            raise EngineRefusal(f"a context of {len(context)} tokens: 1 to {self.longest_tokens - 1} can be run")
         for token in (min(context), max(context), *sampling.stop_token_ids):
             if not 0 <= token < self.vocabulary:
                 raise EngineRefusal(f"token id {token} is outside the vocabulary of {self.vocabulary}")
@@ -258,20 +274,32 @@ class Engine:
     def load(self) -> Load:
         """Figures of this moment, from the scheduler itself."""
         running, waiting = self._scheduler.get_request_counts()
+        cache = self.cache
         return Load(
             device=self._device,
             running=running,
             waiting=waiting,
             tokens=sum(turn.request.num_tokens for turn in self._turns.values()),
-            kv_bytes_total=self._blocks * self._block_bytes,
-            kv_bytes_free=self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * self._block_bytes,
-            kv_bytes_per_token=self._block_bytes // self._block_tokens,
+            kv_bytes_total=(cache.config.num_blocks - 1) * cache.block_bytes,  # vLLM keeps one for itself
+            kv_bytes_free=cache.pool.get_num_free_blocks() * cache.block_bytes,
+            kv_bytes_per_token=cache.block_bytes // cache.block_tokens,
         )
+
+    def standing(self) -> list[Standing]:
+        """Every turn held."""
+        return [
+            Standing(
+                key,
+                held_tokens=turn.request.num_computed_tokens,
+                most_tokens=min(turn.request.num_prompt_tokens + turn.request.max_tokens, self.longest_tokens),
+            )
+            for key, turn in self._turns.items()
+        ]
 
     def close(self) -> None:
         """Give the memory back."""
         release(self._core)
-        del self._core, self._scheduler, self._weights
+        del self._core, self._scheduler, self._weights, self.cache
         self._turns.clear()
         self._unscheduled.clear()
         gc.collect()

@@ -84,6 +84,17 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """A turn in the engine, at this moment."""
+
+    key: str
+    held_tokens: int
+    """Whose KV it holds; 0 while it waits."""
+    most_tokens: int
+    """The most that it can come to hold."""
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """What one step did."""
 

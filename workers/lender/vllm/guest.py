@@ -6,6 +6,7 @@ Keeps true
 - Between two ticks the process is as the host left it.
 - A guest is built once somebody has knocked and said so, and parked when it is not wanted any more (`life`). Who knocks
   later gets the same engine, empty, at the version that it has.
+- Serving's next step has the KV memory that it may take, whatever the guest holds (`sharing`).
 """
 
 import socket
@@ -33,6 +34,9 @@ from workers.lender.parked import NOT_WOKEN, Parked
 from workers.lender.pulse import Pulse
 from workers.lender.vllm.apart import Apart
 from workers.lender.vllm.pieces import Pieces
+from workers.lender.vllm.pool import Pool
+from workers.lender.vllm.serving_memory import ServingMemory
+from workers.lender.vllm.sharing import Sharing, guest_pool
 
 FREE_SECONDS = 0.5
 """How long a guest that is parked waits for serving to be idle before it gives its memory back all the same."""
@@ -48,6 +52,7 @@ class Guest:
         pulse: Pulse,
         cost: StepCost,
         slack: Callable[[], Slack],
+        serving: ServingMemory,
         log: Logger,
     ) -> None:
         """`cost`: of the guest's steps, which is told of each; `slack`: how serving stands, for those beside."""
@@ -56,12 +61,15 @@ class Guest:
         self._pulse = pulse
         self._cost = cost
         self._slack = slack
+        self._serving = serving
         self._log = log
         self._life = Life()
         self._parks_since = 0.0
         self._apart: Apart | None = None
-        self._building: Pieces[Engine] | None = None
+        self._building: Pieces[tuple[Engine, Pool]] | None = None
         self._engine: Engine | None = None
+        self._sharing: Sharing | None = None
+        """While there is an engine."""
         self._link: End | None = None
         self._reports: Outbox | None = None
         """Of the link."""
@@ -78,6 +86,8 @@ class Guest:
             return True
         if self._host is None:
             return False
+        if self._sharing is not None and self._sharing.busy:
+            return True
         return self._host.busy or self._life.due(self._wanted, time.monotonic())
 
     @property
@@ -87,7 +97,7 @@ class Guest:
     @property
     def wanted_seconds(self) -> float:
         """What the next piece of work will take, as predicted."""
-        if self._engine is None:
+        if self._engine is None or (self._sharing is not None and self._sharing.grows):
             return self._config.piece_seconds
         return self._host.wanted_seconds if isinstance(self._host, EngineHost) else 0.0
 
@@ -137,11 +147,28 @@ class Guest:
             host.tick()
             if self._life.state is State.WAKING:
                 self._build(min(seconds, self._config.piece_seconds))
+        elif self._sharing is not None and self._sharing.grows:
+            self._share(grow=True)
+            host.beat()
         else:
             assert self._apart is not None
             with self._apart.stepping():
                 host.tick(tokens)
         self._granted = host.granted
+
+    def make_room(self) -> None:
+        """Before a step of serving. Raises nothing."""
+        if self._sharing is not None:
+            try:
+                self._share(grow=False)
+            except Exception as error:  # noqa: BLE001  as above
+                self._drop(error)
+
+    def _share(self, *, grow: bool) -> None:
+        assert self._sharing is not None
+        host = self._host if isinstance(self._host, EngineHost) else None
+        if self._sharing.look(None if host is None else host.give_up, grow=grow) and host is not None:
+            host.tell_load()
 
     def _follow(self) -> None:
         now = time.monotonic()
@@ -149,7 +176,7 @@ class Guest:
             case Act.BUILD:
                 self._began = now
                 self._apart = _apart_for_building()
-                self._building = Pieces(lambda: engine_of(self._config), "rose-guest-build")
+                self._building = Pieces(lambda: _built(self._config), "rose-guest-build")
             case Act.PARK:
                 self._parks_since = now
             case Act.NOTHING:
@@ -172,7 +199,8 @@ class Guest:
             return
         if held and time.monotonic() - self._parks_since < FREE_SECONDS:
             return
-        engine, self._engine = self._engine, None
+        engine = self._engine
+        self._let_go()
         with self._apart.stepping():
             engine.close()
         self._life.freed()
@@ -200,7 +228,11 @@ class Guest:
             self._host = Parked(Line(wires.orders), reports, tick_seconds=every)
             self._host.why = self._why_parked
         else:
-            self._host = EngineHost(self._engine, wires, reports, self._cost, tick_seconds=every, slack=self._slack)
+            assert self._sharing is not None
+            slack, lent = self._slack, self._sharing.told
+            self._host = EngineHost(
+                self._engine, wires, reports, self._cost, tick_seconds=every, slack=slack, lent=lent
+            )
         self._host.granted = self._granted
 
     def _build(self, seconds: float) -> None:
@@ -209,7 +241,8 @@ class Guest:
             if not self._building.go_on(seconds):
                 return
         building, self._building = self._building, None
-        self._engine = building.result()
+        self._engine, pool = building.result()
+        self._sharing = Sharing(self._serving, self._engine, pool, self._config)
         self._life.built()
         self._log.info(
             "rose: the guest is built, %.2f s after it was begun, in %d pieces of at most %.1f ms",
@@ -220,7 +253,9 @@ class Guest:
         self._enter()
 
     def _drop(self, error: Exception) -> None:
-        engine, self._engine, self._building = self._engine, None, None
+        engine, self._building = self._engine, None
+        with suppress(Exception):  # as below
+            self._let_go()
         wait = self._life.fault(time.monotonic())
         with suppress(Exception):  # an error may not let itself be told
             reason = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
@@ -231,6 +266,12 @@ class Guest:
                 engine.close()
         self._enter()
 
+    def _let_go(self) -> None:
+        """Of the engine; all KV memory is serving's again."""
+        sharing, self._engine, self._sharing = self._sharing, None, None
+        if sharing is not None:
+            sharing.close()
+
     def _tell(self, gone: Gone) -> None:
         """Where there is no room for it, or no engine that was to blame, the end of the link says as much."""
         if self._link is None or self._reports is None:
@@ -238,6 +279,11 @@ class Guest:
         self._reports.say(gone)
         if len(self._reports) or isinstance(self._host, Parked):
             self._link.connection.shutdown(socket.SHUT_RDWR)
+
+
+def _built(config: LendConfig) -> tuple[Engine, Pool]:
+    engine = engine_of(config)
+    return engine, guest_pool(engine)
 
 
 def engine_of(config: LendConfig) -> Engine:

@@ -29,6 +29,7 @@ def why_not(core: Any) -> str:
         "sleep mode": model.enable_sleep_mode,
         "fault tolerance": parallel.enable_fault_tolerance,
         "elastic expert parallelism": parallel.enable_elastic_ep,
+        "a KV cache of several kinds": len(core.scheduler.kv_cache_config.kv_cache_groups) > 1,
         "a model that does not generate": model.runner_type != "generate",
         "a multimodal model": model.is_multimodal_model,
         "a diffusion model": model.is_diffusion,

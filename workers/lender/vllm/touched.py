@@ -19,6 +19,8 @@ VERSION = (0, 32)
 """Of vLLM, major and minor."""
 
 CORE = "vllm.v1.engine.core"
+POOL = "vllm.v1.core.block_pool"
+MANAGER = "vllm.v1.core.kv_cache_manager"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,26 @@ TOUCHED = (
         "the root of serving's block hashes is not replaced",
         "5113ef26e70d956b",
     ),
+    Touched(POOL, "BlockPool.get_new_blocks", "withholds serving's blocks", "ab54592edae48a7c"),
+    Touched(POOL, "BlockPool.free_blocks", "gives them back", "f12f94bc787cc15e"),
+    Touched(POOL, "BlockPool.touch", "keeps the prefixes of turns that were cut", "08fcc52c2ec9e624"),
+    Touched(POOL, "BlockPool.evict_blocks", "gives those up", "0aa2e3002a37acc9"),
+    Touched(
+        "vllm.v1.core.kv_cache_utils",
+        "FreeKVCacheBlockQueue.get_all_free_blocks",
+        "in the order in which vLLM gives blocks up",
+        "6a4bcea343d1e34f",
+    ),
+    Touched(POOL, "BlockPool.get_usage", "swapped: what is withheld is not in use", "392c54386fddcb47"),
+    Touched(POOL, "BlockPool.reset_prefix_cache", "wrapped: it wants every block free", "69bba8b575842446"),
+    Touched(
+        MANAGER,
+        "KVCacheManager.record_prefix_cache_stats",
+        "wrapped: what serving finds has a price",
+        "dd3fc0110a76ccba",
+    ),
+    Touched(MANAGER, "KVCacheManager.allocate_slots", "the blocks that a step takes are foreseen", "8c60d937fd9eb0c8"),
+    Touched("vllm.v1.worker.utils", "allocate_kv_cache", "where a block's pages lie", "b1f3e24311485a09"),
     Touched("vllm.utils.gc_utils", "freeze_gc_heap", "not called for a guest", "68b68a7e135fe7f6"),
     Touched("vllm.config.vllm", "_current_vllm_config", "kept apart"),
     Touched("vllm.config.vllm", "_current_prefix", "kept apart"),

@@ -15,6 +15,7 @@ from workers.lender.feeder import Feeder
 from workers.lender.pulse import Pulse
 from workers.lender.vllm.guest import Guest
 from workers.lender.vllm.serving import ServingView
+from workers.lender.vllm.serving_memory import ServingMemory
 
 
 class Turns:
@@ -27,7 +28,8 @@ class Turns:
         """Of a guest that wants nothing, when it is asked again whether it might."""
         self._admission = Admission(config.promise, serving_step_tokens=core.scheduler.max_num_scheduled_tokens)
         self._view = ServingView(core, self._admission)
-        self._guest = Guest(config, feeder, pulse, self._admission.guest, self._slack, log)
+        told = self._admission.guest, self._slack
+        self._guest = Guest(config, feeder, pulse, *told, ServingMemory(core), log)
         self._held_back: dict[str, int] = {}
         self._longest = 0.0
         self._answer: Answer | None = None
@@ -39,7 +41,8 @@ class Turns:
         return self._guest.busy
 
     def step(self, process_engine_step: Callable[[], bool]) -> bool:
-        """Serving's step, then the guest's piece if it may have one."""
+        """Room for serving's step, the step, then the guest's piece if it may have one."""
+        self._guest.make_room()
         executed = self._view.step(process_engine_step)
         if self._guest.busy and self._core.is_running():
             self._offer()

@@ -1,0 +1,224 @@
+"""A server's KV memory under a guest: it is lent, taken back in the pass in which serving wants it, and really moves.
+
+All tests share one server and run in the order in which they stand here.
+"""
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from schemas.arrays import unpack_tokens
+from schemas.prompts import Sampling
+from tests.integration.lender_kit import MODEL, VOCABULARY, Answer, Beside, Server, lending_server
+from tests.waiting import until
+from workers.executor.slabs import lay
+from workers.executor.words import ABORTED, Lent, Prepare, Prepared, Serve, Serving, Tick
+from workers.lender.config import MemoryConfig
+
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
+
+SERVING_BYTES, GUEST_BYTES = 32 << 20, 24 << 20
+BLOCK_TOKENS, GUEST_BLOCK = 32, 32 << 10
+"""Of the shipped policy in bfloat16."""
+
+TURNS, CONTEXT, SAMPLED = 48, 256, 200
+"""Of the guest: together they come to hold almost all of its memory."""
+
+PROMPT = 320
+"""Tokens of a request: with its answer it holds twelve blocks."""
+
+NEVER = MemoryConfig(quiet_seconds=3600.0)
+"""A freeze lasts until the next version."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--kv-cache-memory-bytes", str(SERVING_BYTES), "--max-num-seqs", "64")
+    sizes = {"max_turns": TURNS, "max_model_len": 512, "kv_cache_bytes": GUEST_BYTES, "step_tokens": 256}
+    with lending_server(tmp_path_factory.mktemp("memory"), *flags, memory=NEVER, **sizes) as running:
+        yield running
+        print(running.log.read_text()[-4000:])
+
+
+@pytest.fixture(scope="module")
+def alone(server: Server) -> list[Answer]:
+    for number in range(3):
+        server.complete(prompt(number))
+    return [server.complete(prompt(number)) for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def beside(server: Server, alone: list[Answer]) -> Beside:
+    return Beside(server.config)
+
+
+def prompt(number: int, tokens: int = PROMPT) -> list[int]:
+    return [3 + (number * 31 + place * (number % 7 + 2)) % (VOCABULARY - 3) for place in range(tokens)]
+
+
+def burst(server: Server, requests: int, first: int = 100, tokens: int = 64) -> list[Answer]:
+    """So many at once, of prompts that nobody has asked for before."""
+    answers: list[Answer] = []
+    clients = [
+        threading.Thread(target=lambda number=number: answers.append(server.complete(prompt(number), tokens)))
+        for number in range(first, first + requests)
+    ]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    assert len(answers) == requests
+    return answers
+
+
+def lent(beside: Beside) -> list[Lent]:
+    return [tick.lent for tick in beside.hear(Tick) if tick.lent is not None]
+
+
+def grown(beside: Beside) -> int:
+    """The budget, once there is one that a test can use."""
+    until(lambda: lent(beside)[-1].budget_bytes > GUEST_BYTES // 2)
+    beside.forget()
+    beside.hear(Tick, 2)
+    return lent(beside)[-1].budget_bytes
+
+
+def next_version(beside: Beside, version: int) -> None:
+    torch.manual_seed(version)
+    tensors = load_file(MODEL / "model.safetensors")
+    beside.forget()
+    slab = version % 2
+    beside.order(Prepare(version, slab, lay(beside.end.wires.slabs[slab], tensors)))
+    beside.hear(Prepared)
+    beside.order(Serve(version))
+    beside.hear(Serving)
+
+
+@dataclass
+class Turn:
+    name: str
+    context: list[int]
+    most: int
+
+
+def fill(beside: Beside, version: int, name: str) -> list[Turn]:
+    """Give the guest turns until its memory is taken, and let them run for a while."""
+    turns = [Turn(f"{name} {number}", prompt(1000 + number, CONTEXT), SAMPLED) for number in range(TURNS)]
+    begin(beside, turns, version)
+    until(lambda: beside.hear(Tick)[-1].kv_bytes_free < GUEST_BYTES // 3)
+    return turns
+
+
+def begin(beside: Beside, turns: Sequence[Turn], version: int) -> None:
+    beside.forget()
+    for turn in turns:
+        sampling = Sampling(max_tokens=turn.most, temperature=1.0, seed=1)
+        beside.take(turn.name, turn.context, sampling, version)
+
+
+def rss(server: Server) -> float:
+    return server.core.memory_info().rss / 2**20
+
+
+def test_the_guest_grows_into_what_serving_leaves(server: Server, beside: Beside) -> None:
+    budget = grown(beside)
+    assert 0.9 * GUEST_BYTES < budget < GUEST_BYTES
+    tick = beside.hear(Tick)[-1]
+    assert tick.kv_bytes_total == budget == tick.kv_bytes_free and not lent(beside)[-1].frozen
+
+
+def test_what_is_cut_comes_back_whole_and_goes_on_from_its_prefix(
+    server: Server, alone: list[Answer], beside: Beside
+) -> None:
+    budget = grown(beside)
+    turns = fill(beside, -1, "cut")
+    burst(server, 9)
+    assert [server.complete(prompt(number)).text for number in range(3)] == [answer.text for answer in alone]
+    ended = beside.done(TURNS)
+    cuts = lent(beside)
+    assert sum(each.cuts for each in cuts) == 1 and cuts[-1].frozen
+    assert cuts[-1].budget_bytes == budget // 2 // GUEST_BLOCK * GUEST_BLOCK
+    given_up = {name: done for name, done in ended.items() if done.finish_reason == ABORTED}
+    assert 0 < len(given_up) < TURNS and {done.reason for done in given_up.values()} == {"cut"}
+    assert len(given_up) == sum(each.preempted for each in cuts)
+
+    rest = [
+        Turn(turn.name, turn.context + unpack_tokens(given_up[turn.name].tokens), SAMPLED)
+        for turn in turns
+        if turn.name in given_up
+    ]
+    for turn in rest:
+        turn.most -= len(turn.context) - CONTEXT
+    begin(beside, rest, -1)
+    resumed = beside.done(len(rest))
+    reusable = sum((len(turn.context) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for turn in rest)
+    found = sum(done.cached_tokens for done in resumed.values())
+    assert found >= 0.8 * reusable
+    assert all(done.finish_reason != ABORTED for done in resumed.values())
+    for turn in rest:
+        assert len(resumed[turn.name].tokens) // 4 <= turn.most, "what was sampled is not sampled again"
+    tell(f"{len(given_up)} of {TURNS} turns were cut; resumed, they found {found} of {reusable} tokens", cuts)
+
+
+def test_a_freeze_ends_with_the_next_version(server: Server, beside: Beside) -> None:
+    assert lent(beside)[-1].frozen
+    next_version(beside, 1)
+    until(lambda: not lent(beside)[-1].frozen)
+    assert grown(beside) > GUEST_BYTES // 2
+
+
+def test_lent_bytes_go_back_to_the_system_when_nobody_is_there_to_lend_to(
+    server: Server, alone: list[Answer], beside: Beside
+) -> None:
+    fill(beside, 1, "left")
+    before = rss(server)
+    beside.end.close()
+    until(lambda: rss(server) < before - 8)
+    tell(f"resident: {before:.0f} MiB with a guest at work, {rss(server):.0f} MiB after", [])
+    assert [server.complete(prompt(number)).text for number in range(3)] == [answer.text for answer in alone]
+    other = Beside(server.config)
+    beside.end, beside.orders, beside.reports, beside.heard = other.end, other.orders, other.reports, other.heard
+    assert grown(beside) > GUEST_BYTES // 2
+
+
+def test_serving_gets_all_of_it_at_once_and_no_more_memory_is_used(server: Server, beside: Beside) -> None:
+    fill(beside, 1, "all")
+    filled = rss(server)
+    answers: list[Answer] = []
+    client = threading.Thread(target=lambda: answers.extend(burst(server, 40, 300)))
+    client.start()
+    until(lambda: lent(beside)[-1].frozen)
+    at_once = beside.hear(Tick)
+    client.join()
+    ended = beside.done(TURNS)
+    assert len(answers) == 40 and all(done.reason == "cut" for done in ended.values() if done.finish_reason == ABORTED)
+    beside.hear(Tick, len(at_once) + 3)
+    assert lent(beside)[-1].budget_bytes == 0
+    served = rss(server)
+    tell(f"resident: {filled:.0f} MiB before the burst, {served:.0f} after it", lent(beside))
+    assert served < filled + 8, "what serving took the guest has given back to the system"
+
+
+def test_what_could_never_fit_goes_back_at_once(beside: Beside) -> None:
+    begin(beside, [Turn("too late", prompt(7, 40), 10)], 1)
+    done = beside.done(1)["too late"]
+    assert (done.finish_reason, done.reason, done.tokens) == (ABORTED, "cut", b"")
+
+
+def test_the_servers_log_holds_no_error(server: Server, beside: Beside) -> None:
+    errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
+    assert not errors
+
+
+def tell(what: str, figures: Sequence[Lent]) -> None:
+    """A direction, not a measurement."""
+    looks, cuts = sum(each.looks for each in figures), sum(each.cuts for each in figures)
+    cut = sum(each.cut_seconds for each in figures)
+    others = sum(each.look_seconds for each in figures) - cut
+    costs = f"{1e6 * others / max(1, looks - cuts):.0f} µs a look, {cuts} cuts of {1e6 * cut / max(1, cuts):.0f} µs"
+    print(f"{what}; {costs}, {sum(each.preempted for each in figures)} preempted", file=sys.__stderr__)

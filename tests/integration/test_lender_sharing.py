@@ -1,0 +1,211 @@
+"""Two real engines over one budget of KV memory, without a server: serving never waits, no byte is in two hands.
+
+Serving is an engine that is stepped by the test; the guest's turns are preempted as its host would.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import psutil
+import pytest
+
+from schemas.prompts import Sampling
+from tests.integration.lender_kit import MODEL, VOCABULARY
+from workers.executor.vllm.engine import Engine, EngineConfig, Finished
+from workers.lender.config import LendConfig, MemoryConfig
+from workers.lender.vllm.guest import engine_of
+from workers.lender.vllm.serving_memory import ServingMemory
+from workers.lender.vllm.sharing import Sharing, guest_pool
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+MIB = 1 << 20
+TOTAL = 32 * MIB
+"""Serving's; less one block that vLLM keeps."""
+
+TURNS, CONTEXT, SAMPLED = 48, 256, 200
+
+
+@dataclass
+class Both:
+    """A serving engine and a guest, in one loop."""
+
+    serving: Engine
+    guest: Engine
+    memory: ServingMemory
+    sharing: Sharing
+    given_up: list[Finished] = field(default_factory=list)
+    told: int = 0
+
+    def give_up(self, name: str, reason: str) -> None:
+        assert reason == "cut"
+        finished = self.guest.abort(name)
+        assert finished is not None
+        self.given_up.append(finished)
+
+    def look(self, *, grow: bool = False) -> None:
+        self.told += self.sharing.look(self.give_up, grow=grow)
+        pool, guest = self.memory.pool, self.sharing._guest
+        lent = guest.there * guest.block_bytes
+        assert pool.there * pool.block_bytes + lent <= pool.blocks * pool.block_bytes
+        assert guest.used * guest.block_bytes <= self.sharing._shares.budget_bytes
+
+    def passes(self, count: int = 1) -> list[Finished]:
+        """So many passes of serving's loop; the guest steps while serving has nothing to do."""
+        ended = []
+        for _ in range(count):
+            waited = len(self.serving._scheduler.waiting)
+            self.look()
+            if len(self.serving):
+                ended += self.serving.step().finished
+                preempted = [each for each in self.serving._scheduler.waiting if each.num_preemptions]
+                assert not preempted and (not waited or not self.serving._scheduler.waiting), "serving waits for blocks"
+            elif self.sharing.grows:
+                self.look(grow=True)
+            elif len(self.guest):
+                ended += self.guest.step().finished
+        return ended
+
+    def ask(self, requests: int, first: int) -> None:
+        for number in range(first, first + requests):
+            sampling = Sampling(max_tokens=64, temperature=0.0)
+            self.serving.add(f"request {number}", prompt(number, 320), sampling, policy_version=-1)
+
+    def serve(self) -> None:
+        while len(self.serving):
+            self.passes()
+
+    @property
+    def budget(self) -> int:
+        return self.sharing._shares.budget_bytes
+
+    @property
+    def frozen(self) -> bool:
+        return self.sharing._shares.frozen
+
+
+def prompt(number: int, tokens: int) -> list[int]:
+    return [3 + (number * 31 + place * (number % 7 + 2)) % (VOCABULARY - 3) for place in range(tokens)]
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[Both]:
+    serving = Engine(
+        EngineConfig(model_folder=MODEL, max_model_len=512, max_running=64, kv_cache_bytes=TOTAL, step_tokens=32_768)
+    )
+    config = LendConfig(
+        model_folder=str(MODEL),
+        socket="",
+        dtype="bfloat16",
+        max_turns=TURNS,
+        max_model_len=512,
+        kv_cache_bytes=24 * MIB,
+        step_tokens=1024,
+        memory=MemoryConfig(quiet_seconds=3600.0),
+    )
+    guest = engine_of(config)
+    memory = ServingMemory(serving.cache.core)
+    yield Both(serving, guest, memory, Sharing(memory, guest, guest_pool(guest), config))
+    guest.close()
+    serving.close()
+
+
+def resident() -> float:
+    return float(psutil.Process().memory_info().rss / MIB)
+
+
+def test_the_guest_grows_in_pieces_and_serving_gives_its_pages_to_the_system(both: Both) -> None:
+    before = resident()
+    assert both.memory.moves
+    budgets = []
+    while True:
+        both.passes()
+        if not both.sharing.grows:
+            break
+        budgets.append(both.budget)
+    assert len(budgets) >= 10 and both.budget > 20 * MIB
+    assert resident() < before - 20
+
+
+def test_a_cut_preempts_whole_turns_and_they_find_their_prefixes_again(both: Both) -> None:
+    turns = [(f"turn {number}", prompt(1000 + number, CONTEXT)) for number in range(TURNS)]
+    for name, context in turns:
+        both.guest.add(name, context, Sampling(max_tokens=SAMPLED, temperature=0.0), policy_version=-1)
+    ended = both.passes(120)
+    budget = both.budget
+    assert not ended
+    both.ask(9, 0)
+    both.serve()
+    assert both.budget == budget // 2 // 32768 * 32768 and both.frozen and both.told == 1
+    assert 0 < len(both.given_up) < TURNS
+    rest = {finished.key: finished for finished in both.given_up}
+    both.given_up.clear()
+    while len(both.guest):
+        both.passes()
+    contexts = {name: context + rest[name].tokens for name, context in turns if name in rest}
+    for name, context in contexts.items():
+        left = SAMPLED - len(rest[name].tokens)
+        both.guest.add(name, context, Sampling(max_tokens=left, temperature=0.0), policy_version=-1)
+    resumed = []
+    while len(both.guest):
+        resumed += both.passes()
+    assert not both.given_up and len(resumed) == len(rest)
+    reusable = sum((len(context) - 1) // 32 * 32 for context in contexts.values())
+    assert sum(finished.cached_tokens for finished in resumed) >= 0.8 * reusable
+    assert all(len(finished.tokens) + len(rest[finished.key].tokens) <= SAMPLED for finished in resumed)
+
+
+def test_a_freeze_ends_with_a_version(both: Both) -> None:
+    both.passes(3)
+    assert both.frozen
+    both.guest.version = 7
+    both.passes(20)
+    assert not both.frozen and both.budget > 12 * MIB
+
+
+def test_serving_can_reset_its_cache_and_its_usage_is_its_own(both: Both) -> None:
+    assert both.budget > 0 and both.serving._scheduler.get_kv_cache_usage() == 0.0
+    assert both.serving.cache.core.reset_prefix_cache()
+    both.passes(20)
+
+
+def test_what_was_lent_comes_back_while_nobody_is_there_to_lend_to(both: Both) -> None:
+    both.sharing.look(None)
+    assert both.memory.pool.there == both.memory.pool.blocks and both.budget == 0
+    while both.sharing.busy:
+        both.sharing.look(None)
+    both.passes(30)
+    assert both.budget > 12 * MIB
+
+
+def test_a_burst_is_taken_in_whole_in_the_pass_in_which_it_comes_and_cuts_go_down_to_nothing(both: Both) -> None:
+    for number in range(TURNS):
+        sampling = Sampling(max_tokens=SAMPLED, temperature=0.0)
+        both.guest.add(f"late {number}", prompt(2000 + number, CONTEXT), sampling, policy_version=7)
+    both.passes(60)
+    both.ask(40, 100)
+    both.passes()
+    assert len(both.serving._scheduler.running) == 40 and 0 < both.budget < 6 * MIB and both.given_up
+    both.serve()
+    assert both.budget == 0 and len(both.guest) == 0, "their answers took the rest"
+    both.given_up.clear()
+    both.guest.add("too late", prompt(1, 40), Sampling(max_tokens=4, temperature=0.0), policy_version=7)
+    both.passes()
+    assert [finished.tokens for finished in both.given_up] == [[]]
+    both.sharing.close()
+    assert both.memory.pool.there == both.memory.pool.blocks
+
+
+def test_where_serving_s_cache_lies_elsewhere_the_guest_has_a_pool_of_its_own_and_is_not_cut(both: Both) -> None:
+    both.memory.moves = False
+    config = LendConfig(model_folder=str(MODEL), socket="", max_model_len=512)
+    sharing = Sharing(both.memory, both.guest, both.sharing._guest, config)
+    both.ask(40, 200)
+    sharing.look(both.give_up)
+    told = sharing.told()
+    assert (told.budget_bytes, told.cuts, told.frozen) == (both.sharing._guest.blocks * 32768, 0, False)
+    assert not sharing.busy and both.memory.pool.there == both.memory.pool.blocks
+    sharing.look(None)
+    while sharing.busy:
+        sharing.look(None)
+    assert both.sharing._guest.there == 0

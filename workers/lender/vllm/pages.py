@@ -1,0 +1,58 @@
+"""Giving the memory of KV blocks back to the system, on a CPU.
+
+Keeps true: only pages that lie whole within the blocks named are given back; the next touch of one finds zeros.
+
+vLLM lays each layer's blocks side by side, 64 bytes off a page's beginning, so a run of blocks keeps up to a page at
+each of its ends.
+"""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from workers.executor.vllm.start import worker_of
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Pages:
+    """Of one KV cache in this process."""
+
+    def __init__(self, core: object, config: KVCacheConfig) -> None:
+        """Of an engine core whose worker lives in this process."""
+        cache = worker_of(core).model_runner.kv_caches[0].untyped_storage()
+        self._regions = [
+            (cache.data_ptr() + tensor.offset + layer * tensor.layer_stride, tensor.block_stride)
+            for tensor in config.kv_cache_tensors
+            for layer in range(len(tensor.layers))
+        ]
+        """Of each layer, where its blocks begin, and the bytes from one to the next."""
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """Nobody may hold these blocks. Raises OSError."""
+        for first, end in _runs(sorted(blocks)):
+            for region, stride in self._regions:
+                begin = -(-(region + first * stride) // mmap.PAGESIZE) * mmap.PAGESIZE
+                size = (region + end * stride) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+                if size > 0 and _madvise(begin, size, mmap.MADV_DONTNEED):
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def lie_side_by_side(config: KVCacheConfig) -> bool:
+    """Whether the blocks of a layer do, with no other layer's between them."""
+    return all(tensor.block_stride <= tensor.layer_stride for tensor in config.kv_cache_tensors)
+
+
+def _runs(blocks: list[int]) -> Iterator[tuple[int, int]]:
+    """Of ascending numbers, each gapless run: its first, and the one behind its last."""
+    first = None
+    for place, block in enumerate(blocks):
+        if first is None:
+            first = block
+        if place + 1 == len(blocks) or blocks[place + 1] != block + 1:
+            yield first, block + 1
+            first = None

@@ -1,0 +1,120 @@
+"""The KV blocks of one tenant, of which some are withheld from it.
+
+Keeps true
+- Every block is at one place: held by requests, free, kept (a cached prefix that nobody holds and that may still be
+  found) or withheld (neither found nor used).
+- A withheld block's pages go back to the system, the longest withheld first, in bounded pieces.
+- What is withheld of free blocks is what vLLM itself would give up first: blocks without a prefix, then prefixes by
+  their age. Kept prefixes go by their age as well.
+
+Units: blocks, but where a name says bytes.
+"""
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from workers.lender.vllm.pages import Pages
+
+
+class Pool:
+    """Over vLLM's pool."""
+
+    def __init__(self, pool: BlockPool, block_bytes: int, pages: Pages | None) -> None:
+        """`pages`: None where they cannot go back to the system."""
+        self.block_bytes = block_bytes
+        self._pool = pool
+        self._pages = pages
+        self._withheld: list[KVCacheBlock] = []
+        self._returned = 0
+        """Of `_withheld`, from its beginning: those whose pages have gone back."""
+        self._kept: list[KVCacheBlock] = []
+        """The oldest first."""
+
+    @property
+    def blocks(self) -> int:
+        """All there are; vLLM keeps one for itself."""
+        return int(self._pool.num_gpu_blocks) - 1
+
+    @property
+    def there(self) -> int:
+        """Those that are not withheld."""
+        return self.blocks - len(self._withheld)
+
+    @property
+    def free(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
+    @property
+    def used(self) -> int:
+        """Held by requests."""
+        return self.there - self.free - len(self._kept)
+
+    @property
+    def cached(self) -> int:
+        """At most so many free blocks hold a prefix."""
+        return min(self.free, len(self._pool.cached_block_hash_to_block))
+
+    @property
+    def owes(self) -> bool:
+        """Whether pages wait to go back."""
+        return self._pages is not None and self._returned < len(self._withheld)
+
+    def withhold(self, count: int) -> None:
+        """Have so many withheld, of those that are free or withheld."""
+        more = count - len(self._withheld)
+        if more > 0:
+            self._withheld += self._pool.get_new_blocks(more)
+        elif more < 0:
+            back = self._withheld[more:]
+            del self._withheld[more:]
+            self._returned = min(self._returned, len(self._withheld))
+            self._pool.free_blocks(back)
+
+    def fit(self, most_used: int, most_there: int) -> None:
+        """Let requests hold `most_used`, and of what they hold no more keep prefixes within `most_there`."""
+        self._let_go_of_found()
+        wanted_free, wanted_kept = max(0, most_used - self.used), most_there - max(most_used, self.used)
+        surplus = len(self._kept) - max(0, wanted_kept)
+        if surplus > 0:
+            again = min(surplus, max(0, wanted_free - self.free))
+            self._let_go(self._kept[len(self._kept) - again :])
+            self._withhold_kept(surplus - again)
+        surplus = self.free - wanted_free
+        if surplus > 0:
+            self._keep(min(surplus, wanted_kept - len(self._kept)))
+        self.withhold(len(self._withheld) + self.free - wanted_free)
+
+    def return_pages(self, most_bytes: int) -> None:
+        """Give pages of withheld blocks back. Raises OSError."""
+        if self._pages is None or self._returned == len(self._withheld):
+            return
+        end = self._returned + max(1, most_bytes // self.block_bytes)
+        piece = self._withheld[self._returned : end]
+        self._pages.give_back(block.block_id for block in piece)
+        self._returned += len(piece)
+
+    def _let_go_of_found(self) -> None:
+        """What a request has found among the kept is the request's."""
+        found = [block for block in self._kept if block.ref_cnt > 1]
+        if found:
+            self._let_go(found)
+
+    def _let_go(self, blocks: list[KVCacheBlock]) -> None:
+        going = {block.block_id for block in blocks}
+        self._kept = [block for block in self._kept if block.block_id not in going]
+        self._pool.free_blocks(blocks)
+
+    def _withhold_kept(self, count: int) -> None:
+        oldest, self._kept = self._kept[:count], self._kept[count:]
+        self._pool.evict_blocks({block.block_id for block in oldest})
+        self._withheld += oldest
+
+    def _keep(self, count: int) -> None:
+        """Of the free blocks that hold a prefix, the youngest, up to so many."""
+        if count > 0:
+            cached = [
+                block for block in self._pool.free_block_queue.get_all_free_blocks() if block.block_hash is not None
+            ]
+            kept = cached[-count:]
+            self._pool.touch(kept)
+            self._kept += kept

@@ -1,0 +1,138 @@
+"""One budget of KV memory over serving and its guest, carried out between two steps of serving.
+
+Keeps true
+- Before every step serving has the blocks that the step may take: it never waits for one that the guest holds.
+- What is not withheld of the guest's pool is withheld of serving's. Pages that neither may touch go back to the system:
+  at once where the guest grows, within the next passes where it was cut.
+- The guest's requests hold no more than the budget. Those above it leave the engine whole, with what was sampled of
+  them; so does one that could never fit in it.
+
+The decisions are those of `workers.lender.memory`.
+"""
+
+import time
+from collections.abc import Callable
+
+from workers.executor.vllm.engine import Engine
+from workers.executor.words import Lent
+from workers.lender.config import LendConfig
+from workers.lender.memory import Bounds, Memory, Shares, Use
+from workers.lender.vllm.pages import Pages, lie_side_by_side
+from workers.lender.vllm.pool import Pool
+from workers.lender.vllm.serving_memory import ServingMemory
+
+PIECE_BYTES = 2 << 20
+"""Of growth in a tick of the guest, and of pages returned in a pass: a third of a millisecond each."""
+
+CUT = "cut"
+"""Why a turn of the guest was given up."""
+
+ALL = 1 << 62
+"""Bytes: more than there are."""
+
+
+def guest_pool(engine: Engine) -> Pool:
+    """The guest's, all of it withheld and with the system. Takes a while: it is part of building a guest."""
+    cache = engine.cache
+    pages = Pages(cache.core, cache.config) if lie_side_by_side(cache.config) else None
+    pool = Pool(cache.pool, cache.block_bytes, pages)
+    pool.withhold(pool.blocks)
+    pool.return_pages(ALL)
+    return pool
+
+
+class Sharing:
+    """While one guest lives. Times are those of `time.monotonic`."""
+
+    def __init__(self, serving: ServingMemory, engine: Engine, guest: Pool, config: LendConfig) -> None:
+        self._serving = serving
+        self._engine = engine
+        self._guest = guest
+        own = guest.blocks * guest.block_bytes
+        total = serving.pool.blocks * serving.pool.block_bytes + (0 if serving.moves else own)
+        bounds = Bounds(
+            total_bytes=total,
+            pool_bytes=min(own, total),
+            block_bytes=guest.block_bytes,
+            headroom_bytes=int(config.memory.headroom * total),
+            quiet_seconds=config.memory.quiet_seconds,
+            piece_bytes=PIECE_BYTES,
+            moves=serving.moves,
+        )
+        self._memory = Memory(bounds)
+        self._shares = Shares(0, 0, total, 0, frozen=False, grows=False)
+        self._told = Lent()
+
+    @property
+    def grows(self) -> bool:
+        """Whether the guest may have more, if it takes the time to."""
+        return self._shares.grows
+
+    @property
+    def busy(self) -> bool:
+        """Whether the next pass has something to do for it."""
+        return self._shares.grows or self._guest.owes
+
+    def look(self, give_up: Callable[[str, str], None] | None, *, grow: bool = False) -> bool:
+        """Share the memory out anew; whether there is something to tell at once. `give_up` takes a turn out of the
+        engine, by name and for a reason; without it nobody is there to lend to. Raises OSError.
+        """
+        began = time.perf_counter()
+        before = self._shares
+        self._shares = shares = self._memory.decide(
+            self._use(),
+            most_bytes=ALL if give_up is not None else 0,
+            policy_version=self._engine.version,
+            grow=grow,
+            now=time.monotonic(),
+        )
+        budget, there = shares.budget_bytes // self._guest.block_bytes, shares.kept_bytes // self._guest.block_bytes
+        if give_up is not None:
+            self._give_up(budget, give_up)
+        self._guest.fit(budget, there)
+        if self._serving.moves:
+            lent = -(-self._guest.there * self._guest.block_bytes // self._serving.pool.block_bytes)
+            self._serving.pool.withhold(lent)
+            self._serving.pool.return_pages(PIECE_BYTES)
+        self._guest.return_pages(PIECE_BYTES)
+        self._note(time.perf_counter() - began)
+        return shares.cuts > 0 or shares.frozen is not before.frozen
+
+    def told(self) -> Lent:
+        """How it stands, and what has been since it was asked last."""
+        told, self._told = self._told, Lent()
+        told.budget_bytes, told.frozen = self._shares.budget_bytes, self._shares.frozen
+        return told
+
+    def close(self) -> None:
+        """The guest is gone: all is serving's."""
+        self._serving.pool.withhold(0)
+
+    def _use(self) -> Use:
+        serving, guest = self._serving.pool, self._guest
+        return Use(
+            serving_bytes=serving.used * serving.block_bytes,
+            serving_wanted_bytes=self._serving.wanted * serving.block_bytes,
+            serving_cached_bytes=serving.cached * serving.block_bytes,
+            serving_hit_bytes=self._serving.take_found_bytes(),
+            guest_bytes=guest.used * guest.block_bytes,
+            guest_cached_bytes=(guest.there - guest.used) * guest.block_bytes,
+        )
+
+    def _give_up(self, budget: int, give_up: Callable[[str, str], None]) -> None:
+        """Turns above the budget, those that hold the least first."""
+        tokens = budget * self._engine.cache.block_tokens
+        fits = self._guest.used <= budget and self._engine.longest_tokens <= tokens
+        if fits or not len(self._engine):
+            return
+        for turn in sorted(self._engine.standing(), key=lambda turn: turn.held_tokens):
+            if turn.most_tokens > tokens or (turn.held_tokens and self._guest.used > budget):
+                give_up(turn.key, CUT)
+                self._told.preempted += 1
+
+    def _note(self, seconds: float) -> None:
+        self._told.looks += 1
+        self._told.look_seconds += seconds
+        if self._shares.cuts:
+            self._told.cuts += 1
+            self._told.cut_seconds += seconds
