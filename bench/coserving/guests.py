@@ -15,6 +15,7 @@ import random
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import closing
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class GuestOrders(msgspec.Struct, frozen=True):
 
 
 class Trajectories:
-    """Turns of a number of trajectories, each asked for when the one before has been answered."""
+    """Turns of a number of trajectories, each asked for when the one before has been answered and there is room."""
 
     def __init__(self, orders: GuestOrders, link: EngineLink, version: int) -> None:
         self._link = link
@@ -63,9 +64,11 @@ class Trajectories:
         self._turns = [0] * orders.trajectories
         self._numbers = itertools.count()
         self._open: dict[str, int] = {}
+        self._due = deque(range(orders.trajectories))
+        """Trajectories whose next turn waits for room."""
+        self._room_tokens = 0
+        """That open turns may hold, as the engine said last."""
         self.rolled = Rolled([], [], [])
-        for number in range(orders.trajectories):
-            self._ask(number)
 
     def _spike(self) -> None:
         """All trajectories ask at once, and a version lands."""
@@ -75,9 +78,19 @@ class Trajectories:
             self._changing = True
             self._link.order(self._link.lay(self._version + 1, self._tensors))
 
-    def _ask(self, number: int, *, again: bool = False) -> None:
-        if again:
-            self._turns[number] -= 1
+    def _ask_on(self) -> None:
+        held = sum(len(self._contexts[number]) + TURN_TOKENS for number in self._open.values())
+        while self._due and held + (asked := self._next_tokens(self._due[0])) <= self._room_tokens:
+            held += asked
+            self._ask(self._due.popleft())
+
+    def _next_tokens(self, number: int) -> int:
+        """That the next turn of a trajectory may come to hold."""
+        first = self._turns[number] % TURNS == 0
+        before = PROMPT_TOKENS if first else len(self._contexts[number]) + OBSERVATION_TOKENS
+        return before + TURN_TOKENS
+
+    def _ask(self, number: int) -> None:
         draw = self._draws[number]
         turn = self._turns[number] % TURNS
         if turn == 0:
@@ -97,6 +110,7 @@ class Trajectories:
             self._spike()
         for report in self._link.reports():
             if isinstance(report, Tick):
+                self._room_tokens = report.kv_bytes_total // report.kv_bytes_per_token
                 self.rolled.steps += report.steps
                 self.rolled.step_seconds += report.step_seconds
                 if report.slack is not None:
@@ -109,16 +123,17 @@ class Trajectories:
                 self._version, self._changing = report.version, False
             elif isinstance(report, Refused) and "policy version" in report.reason:
                 number = self._open.pop(report.name)  # it was on its way while the version changed
-                if more:
-                    self._ask(number, again=True)
+                self._turns[number] -= 1
+                self._due.append(number)
             elif isinstance(report, Refused | NotTaken):
                 self.rolled.errors.append(report.reason)
             elif isinstance(report, Done):
                 number = self._open.pop(report.name)
                 self._count(report)
                 self._contexts[number] += unpack_tokens(report.tokens)
-                if more:
-                    self._ask(number)
+                self._due.append(number)
+        if more:
+            self._ask_on()
         return len(self._open)
 
     def give_up(self) -> None:

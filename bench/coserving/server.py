@@ -47,7 +47,7 @@ FLAGS = {
     "--served-model-name": MODEL_NAME,
     "--dtype": "float32",
     "--block-size": "32",
-    "--kv-cache-memory-bytes": str(64 << 20),
+    "--kv-cache-memory-bytes": str(384 << 20),
     "--max-model-len": str(LONGEST_TOKENS),
     "--max-num-seqs": str(MAX_RUNNING),
     "--max-num-batched-tokens": "512",
@@ -136,7 +136,7 @@ def lending(lends: Lends, model: Path, socket: Path, *, ttft: float, tpot: float
         socket=str(socket),
         max_turns=MAX_RUNNING,
         max_model_len=GUEST_TOKENS,
-        kv_cache_bytes=256 << 20,
+        kv_cache_bytes=160 << 20,
         step_tokens=512,
         promise=promise if lends.promises else unbounded,
     )
