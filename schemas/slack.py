@@ -44,7 +44,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlackHeartbeat(Record, frozen=True, kw_only=True):
-    SCHEMA: ClassVar[str] = "slack-heartbeat/2"
+    SCHEMA: ClassVar[str] = "slack-heartbeat/3"
 
     worker: Id
     incarnation: Count
@@ -79,3 +79,7 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     """Unix seconds of its own clock: compared with nobody's, but to tell a clock that is wrong."""
     swap_seconds: float = 0.0
     """The engine's pause at its latest weight swap."""
+    cuts: Count = 0
+    """Times since its start that serving took room back from rollouts at once."""
+    frozen: bool = False
+    """It was cut: its budget may shrink further, and does not grow for now."""

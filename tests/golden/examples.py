@@ -144,6 +144,8 @@ EXAMPLES: tuple[Record, ...] = (
         refused_version=6,
         refused_reason="bad_signature",
         swap_seconds=0.0625,
+        cuts=3,
+        frozen=True,
     ),
     CapacityGrant(
         worker="serving-0", lend=True, kv_bytes=1 << 30, token_budget=4096, granted_at=1.5, reason="least loaded"
