@@ -1,5 +1,6 @@
 """Each role as a program: configuration, logs, metrics and signals around its loop."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
@@ -39,7 +40,15 @@ def run_lender_role(common: Common, serving: Path, flags: Sequence[str]) -> None
 
     config = load(common)
     settings = config.settings
+    os.environ.update(settings.serving.environment)
     lend(config.bus(), settings.executor, settings.lender, serving, flags, config.weights)
+
+
+def run_users_role(common: Common, url: str) -> None:
+    """The users of the server at `url`, until they are asked to stop. They need no broker."""
+    from workers.users.main import run_users
+
+    run_users(load(common).settings.users, url, stop_on_signals())
 
 
 def run_router_role(common: Common, number: int) -> None:
