@@ -22,6 +22,7 @@ from pipeline.command.tasks import training_prompts
 from pipeline.report.summary import Success, Summary
 from schemas.errors import UsageError
 from workers.evaluate import Evaluation
+from workers.users.waits import read_waits
 
 CONFIGURATION = "demo.toml"
 """The demo's own configuration, beside this module; `--config` takes its place."""
@@ -48,6 +49,7 @@ def run_demo(common: Common) -> None:
             with serving_beside(config, configuration, nursery) as serving:
                 measure = partial(_measure, config, nursery, configuration, serving, console)
                 before = measure(settings.model.folder, "before")
+                _wait_for_users(config, serving, console)
                 run_roles(
                     config,
                     broker,
@@ -89,6 +91,22 @@ def _configuration(common: Common) -> Config:
     return load(common)
 
 
+def _wait_for_users(config: Config, serving: Supervisor, console: Console) -> None:
+    """Until serving has answered its first user. Raises Interrupted or RoleFailed."""
+    stop = stop_on_signals()
+    with console.status("the serving engine comes up"):
+        while config.settings.run.lenders and not read_waits(config.run_folder):
+            if stop.wait(LOOK_SECONDS):
+                raise Interrupted
+            _tell(serving, console)
+
+
+def _tell(serving: Supervisor, console: Console) -> None:
+    """Say what happened to serving and its users."""
+    for happened in serving.tick():
+        console.print(happened, highlight=False)
+
+
 def _measure(
     config: Config,
     nursery: Nursery,
@@ -108,8 +126,7 @@ def _measure(
         with console.status(f"measuring held-out success {when} training"):
             while not (supervisor.finished or stop.wait(LOOK_SECONDS)):
                 supervisor.tick()
-                for happened in serving.tick():
-                    console.print(happened, highlight=False)
+                _tell(serving, console)
     finally:
         supervisor.stop()
     if not supervisor.finished:
