@@ -26,7 +26,8 @@ from typing import Any
 
 import msgspec
 
-from bench.coserving.arms import ARMS, TRAJECTORIES, Arm, Guest
+from bench.coserving.arms import ARMS, SWEEP, TRAJECTORIES, Arm, Guest
+from bench.coserving.curve import draw
 from bench.coserving.figures import latency, percentile
 from bench.coserving.pace import first_guess, search, unloaded
 from bench.coserving.report import show
@@ -102,7 +103,8 @@ def paced(server: Server, work: Slice, answers: Sequence[Answer], given: float |
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The whole run; what --json writes. Raises RoseError."""
-    arms = [arm for arm in ARMS if not arguments.arm or arm.name in arguments.arm]
+    known = (*ARMS, *SWEEP) if arguments.sweep else ARMS
+    arms = [arm for arm in known if not arguments.arm or arm.name in arguments.arm]
     shape = Shape(
         prompt_divisor=arguments.prompt_divisor,
         output_divisor=arguments.output_divisor,
@@ -186,8 +188,10 @@ def arguments_of(line: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
     parser.add_argument(
-        "--arm", action="append", choices=[arm.name for arm in ARMS], help="run this one; may be given again"
+        "--arm", action="append", choices=[arm.name for arm in (*ARMS, *SWEEP)], help="run this one; may be given again"
     )
+    parser.add_argument("--sweep", action="store_true", help="the guest at other dials too")
+    parser.add_argument("--plot", metavar="FILE", help="draw guest tokens over what they cost, as HTML")
     parser.add_argument("--repeats", type=number(int, 0), default=5, help="windows of each arm")
     parser.add_argument("--requests", type=number(int, 0), default=400, help="of a window")
     parser.add_argument("--first", type=number(int, -1), default=0, help="row of the trace that a window begins with")
@@ -211,6 +215,8 @@ def main() -> None:
             measured = measure(arguments, Path(folder))
     except RoseError as error:
         sys.exit(str(error))
+    if arguments.plot:
+        draw(measured["arms"], Path(arguments.plot))
     text = msgspec.json.format(msgspec.json.encode(measured), indent=2).decode()
     if arguments.json == "-":
         print(text)

@@ -12,6 +12,9 @@ begin before the users of a window and end after them; their tokens are counted 
     unprotected a guest that computes whenever it likes, unless a request waits: no promise holds it back
     strict      a guest while serving has nothing to do
     slo         a guest also inside the slack of the two budgets
+    spike       as slo, and every few seconds all trajectories ask at once while a policy version lands
+
+With `--sweep` the guest at other dials as well (SWEEP).
 """
 
 from collections.abc import Iterator
@@ -25,6 +28,7 @@ from bench.coserving.clients import Rolled, RolloutOrders
 from bench.coserving.guests import GuestOrders
 from bench.coserving.processes import Client
 from bench.coserving.server import MAX_RUNNING, MODEL_NAME, VOCABULARY, Launch, Lends, Server
+from workers.lender.admission import Promise as Lending
 
 CAP = 4
 """Rollouts at once where a fixed number of them is what protects serving."""
@@ -60,10 +64,19 @@ class Guest:
     """Rollouts of another model, in the guest of a server that lends."""
 
     trajectories: int
+    spike_seconds: float = 0.0
+    """Between two moments at which all trajectories ask at once while a version lands; 0: there are none."""
 
     def beside(self, server: Server) -> AbstractContextManager[Rolled]:
         """Raises ClientError."""
-        return _rolling("guests", GuestOrders(str(server.lends_at), self.trajectories, VOCABULARY))
+        orders = GuestOrders(
+            socket=str(server.lends_at),
+            trajectories=self.trajectories,
+            vocabulary=VOCABULARY,
+            model=str(server.lent),
+            spike_seconds=self.spike_seconds,
+        )
+        return _rolling("guests", orders)
 
 
 @contextmanager
@@ -94,6 +107,8 @@ class Promise:
     """Which; the same if not given."""
     below: str = ""
     """The arm from whose figure it is subtracted."""
+    above: str = ""
+    """The arm whose figure is subtracted from it."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +127,10 @@ class Arm:
 ALONE, AGAIN = "alone", "again"
 
 PRIORITIES = Launch(flags=("--scheduling-policy", "priority"))
+
+YIELD_SECONDS = Lending().yield_seconds
+
+SPIKE_SECONDS = 5.0
 
 TRAJECTORIES = 16
 """Of a guest: what keeps its batch full."""
@@ -145,6 +164,11 @@ ARMS = (
         promises=(
             Promise("ttft", "ttft_p99_ms_ratio", 1.10, "max", "serving alone"),
             Promise("tpot", "tpot_p99_ms_ratio", 1.05, "max", "serving alone"),
+            Promise("yield", "guest_longest_ms", 1000 * YIELD_SECONDS, "max", "one bounded step, the yield bound"),
+            Promise(
+                "burst_to_yield", "queue_p99_ms", 1000 * YIELD_SECONDS, "max", "more than serving alone", above=ALONE
+            ),
+            Promise("prefix_hits", "prefix_hit_rate_ratio", 0.98, "min", "serving alone"),
             Promise("harvest", "harvest", 0.80, "min", "the guest alone, in the time that serving leaves idle"),
             Promise(
                 "guest_step",
@@ -166,7 +190,24 @@ ARMS = (
             Promise("slo_ttft", "ttft_p99_ms_ratio", 1.10, "max", "serving alone"),
             Promise("slo_ttft_missed", "ttft_attainment", 0.005, "max", "less than serving alone", below=ALONE),
             Promise("slo_tpot_missed", "tpot_attainment", 0.005, "max", "less than serving alone", below=ALONE),
+            Promise("slo_yield", "guest_longest_ms", 1000 * YIELD_SECONDS, "max", "one bounded step, the yield bound"),
+            Promise("slo_prefix_hits", "prefix_hit_rate_ratio", 0.98, "min", "serving alone"),
             Promise("slo_harvest", "guest_tokens_per_second", 1.25, "min", "strict", over=STRICT),
         ),
     ),
+    Arm(
+        "spike",
+        launch=Launch(lends=Lends(dial=0.5)),
+        guests=Guest(TRAJECTORIES, spike_seconds=SPIKE_SECONDS),
+        guests_alone="guest",
+        promises=(
+            Promise("spike_ttft_missed", "ttft_attainment", 0.005, "max", "less than serving alone", below=ALONE),
+            Promise("spike_tpot_missed", "tpot_attainment", 0.005, "max", "less than serving alone", below=ALONE),
+        ),
+    ),
+)
+
+SWEEP = tuple(
+    Arm(f"dial {dial:g}", launch=Launch(lends=Lends(dial=dial)), guests=Guest(TRAJECTORIES), guests_alone="guest")
+    for dial in (0.1, 0.25, 0.75, 0.9, 1.0)
 )

@@ -9,6 +9,7 @@ Keeps true: a turn's tokens are counted when they came, evenly from its first to
 """
 
 import itertools
+import math
 import os
 import random
 import sys
@@ -18,12 +19,13 @@ from contextlib import closing
 from pathlib import Path
 
 import msgspec
+from safetensors.torch import load_file
 
 from bench.coserving.clients import LESS_URGENT, OBSERVATION_TOKENS, PROMPT_TOKENS, TURN_TOKENS, TURNS, Rolled, words
 from schemas.arrays import count, pack_tokens, unpack_tokens
 from schemas.prompts import Sampling
 from workers.executor.link import EngineLink
-from workers.executor.words import Done, GiveUp, Refused, Take, Tick
+from workers.executor.words import Done, GiveUp, NotTaken, Prepared, Refused, Serve, Serving, Take, Tick
 from workers.lender.link import knock
 
 LOOK_SECONDS = 0.002
@@ -39,6 +41,10 @@ class GuestOrders(msgspec.Struct, frozen=True):
     socket: str
     trajectories: int
     vocabulary: int
+    model: str
+    """Folder of the guest's model: what lands as a policy version."""
+    spike_seconds: float
+    """Between two spikes; 0: there are none."""
 
 
 class Trajectories:
@@ -46,6 +52,10 @@ class Trajectories:
 
     def __init__(self, orders: GuestOrders, link: EngineLink, version: int) -> None:
         self._link = link
+        self._spike_seconds = orders.spike_seconds or math.inf
+        self._next_spike = time.monotonic() + self._spike_seconds
+        self._tensors = load_file(Path(orders.model) / "model.safetensors") if orders.spike_seconds else {}
+        self._changing = False
         self._version = version
         self._vocabulary = orders.vocabulary
         self._draws = [random.Random(number) for number in range(orders.trajectories)]
@@ -57,7 +67,17 @@ class Trajectories:
         for number in range(orders.trajectories):
             self._ask(number)
 
-    def _ask(self, number: int) -> None:
+    def _spike(self) -> None:
+        """All trajectories ask at once, and a version lands."""
+        self._next_spike = time.monotonic() + self._spike_seconds
+        self.give_up()
+        if not self._changing:
+            self._changing = True
+            self._link.order(self._link.lay(self._version + 1, self._tensors))
+
+    def _ask(self, number: int, *, again: bool = False) -> None:
+        if again:
+            self._turns[number] -= 1
         draw = self._draws[number]
         turn = self._turns[number] % TURNS
         if turn == 0:
@@ -73,6 +93,8 @@ class Trajectories:
     def hear(self, *, more: bool) -> int:
         """Take reports in, ask on if `more`; returns how many turns are open."""
         self._link.wait(LOOK_SECONDS)
+        if more and time.monotonic() >= self._next_spike:
+            self._spike()
         for report in self._link.reports():
             if isinstance(report, Tick):
                 self.rolled.steps += report.steps
@@ -81,9 +103,16 @@ class Trajectories:
                     self.rolled.longest_seconds.append(report.slack.longest_seconds)
                     for hold, times in report.slack.held_back.items():
                         self.rolled.held_back[hold] = self.rolled.held_back.get(hold, 0) + times
-            elif isinstance(report, Refused):
+            elif isinstance(report, Prepared):
+                self._link.order(Serve(report.version))
+            elif isinstance(report, Serving):
+                self._version, self._changing = report.version, False
+            elif isinstance(report, Refused) and "policy version" in report.reason:
+                number = self._open.pop(report.name)  # it was on its way while the version changed
+                if more:
+                    self._ask(number, again=True)
+            elif isinstance(report, Refused | NotTaken):
                 self.rolled.errors.append(report.reason)
-                self._open.pop(report.name)
             elif isinstance(report, Done):
                 number = self._open.pop(report.name)
                 self._count(report)

@@ -124,9 +124,17 @@ def checks(arms: Sequence[Arm], found: Mapping[str, Standing]) -> list[Check]:
         for arm in arms
         if arm.name in found
         for promise in arm.promises
-        if {promise.over, promise.below} - {""} <= set(found)
+        if _known(promise, found[arm.name], found)
     ]
     return [_enough(arms, found), *kept]
+
+
+def _known(promise: Promise, standing: Standing, found: Mapping[str, Standing]) -> bool:
+    """Whether this run measured what the promise is about; serving may have nothing in its prefix cache, for one."""
+    if {promise.over, promise.below, promise.above} - {""} - set(found):
+        return False
+    ratio = standing.ratios.get(promise.figure.removesuffix("_ratio"))
+    return not promise.figure.endswith("_ratio") or (ratio is not None and not math.isnan(ratio.value))
 
 
 def _enough(arms: Sequence[Arm], found: Mapping[str, Standing]) -> Check:
@@ -151,6 +159,8 @@ def _check(promise: Promise, standing: Standing, found: Mapping[str, Standing]) 
     value = standing.value(promise.figure)
     if promise.over:
         value /= found[promise.over].value(promise.over_figure or promise.figure)
+    if promise.above:
+        value -= found[promise.above].value(promise.figure)
     if promise.below:
         value = found[promise.below].value(promise.figure) - value
     value = round(value, 4)

@@ -151,6 +151,8 @@ class Server:
     log: Path
     lends_at: Path | None = None
     """The socket of its guest."""
+    lent: Path | None = None
+    """The guest's model folder."""
 
     def check(self) -> None:
         """Raises ServerError when it has ended."""
@@ -191,7 +193,13 @@ def serve(launch: Launch, model: Path, log: Path, lending: LendConfig | None = N
             env=environment,
             start_new_session=True,
         )
-    server = Server(f"http://127.0.0.1:{port}", process, log, Path(lending.socket) if lending else None)
+    server = Server(
+        f"http://127.0.0.1:{port}",
+        process,
+        log,
+        Path(lending.socket) if lending else None,
+        Path(lending.model_folder) if lending else None,
+    )
     try:
         _wait_until_ready(server)
         yield server
