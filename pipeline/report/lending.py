@@ -90,8 +90,8 @@ def lending_in_a_sentence(lending: Lending) -> str:
         return "The serving engine served its users and lent nothing: its log says why."
     failed = f" {lending.failed:,} of them failed." if lending.failed else ""
     return (
-        f"One serving engine answered {lending.requests:,} requests of real users' traffic, {lending.kept:.1%} of them "
-        f"within its promise, and sampled {lending.share:.0%} of the run's rollout tokens in between.{failed}"
+        f"One serving engine answered {lending.requests:,} requests of real users' traffic, {100 * lending.kept:.1f} % of them "
+        f"within its promise, and sampled {100 * lending.share:.0f} % of the run's rollout tokens in between.{failed}"
     )
 
 

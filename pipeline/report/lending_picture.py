@@ -118,6 +118,8 @@ def _latency(
         y=1000 * budget,
         yref=f"y{number}",
         yanchor="bottom",
+        yshift=1,
+        bgcolor="rgba(255,255,255,0.85)",
         showarrow=False,
     )
     figure.update_yaxes(range=[0, ROOM * max([1000 * budget, *slowest])], row=number, col=1)

@@ -97,7 +97,7 @@ def test_a_promise_is_kept_by_requests_that_kept_both_budgets() -> None:
     assert lending is not None
     assert (lending.requests, lending.failed, lending.kept) == (4, 1, 0.25)
     assert (lending.turns, lending.tokens, lending.share) == (1, 10, 0.25)
-    assert "25.0% of them within its promise" in lending_in_a_sentence(lending)
+    assert "25.0 % of them within its promise" in lending_in_a_sentence(lending)
     assert "1 of them failed" in lending_in_a_sentence(lending)
     assert lending_picture(rows, PROMISED) is not None
 
