@@ -1,4 +1,4 @@
-"""How much a serving worker may lend, as the control app decides it."""
+"""How much a serving worker may lend. The newest grant of a worker counts; one without any lends all that it has."""
 
 from typing import ClassVar
 
@@ -11,7 +11,11 @@ class CapacityGrant(Record, frozen=True, kw_only=True):
 
     worker: Id
     lend: bool
+    """False parks it."""
     kv_bytes: Count
+    """Of its KV cache that turns may hold; 0 sets no limit."""
     token_budget: Count
+    """Context and new tokens that turns may hold; 0 sets no limit."""
     granted_at: float
+    """Unix seconds of whoever granted it."""
     reason: Text = ""

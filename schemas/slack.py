@@ -23,7 +23,7 @@ class ExecutorState(Enum):
     """Has proven no policy version yet: may be sent weights, not turns."""
     READY = "ready"
     PAUSED = "paused"
-    """Takes no new turns."""
+    """Takes no new turns, and gives back those that it holds."""
     STOPPING = "stopping"
 
 
@@ -79,6 +79,8 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     """Unix seconds of its own clock: compared with nobody's, but to tell a clock that is wrong."""
     swap_seconds: float = 0.0
     """The engine's pause at its latest weight swap."""
+    paused_reason: Text = ""
+    """Why it takes no new turns, where it does not."""
     cuts: Count = 0
     """Times since its start that serving took room back from rollouts at once."""
     frozen: bool = False

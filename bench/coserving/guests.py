@@ -25,7 +25,7 @@ from bench.coserving.clients import LESS_URGENT, OBSERVATION_TOKENS, PROMPT_TOKE
 from schemas.arrays import count, pack_tokens, unpack_tokens
 from schemas.prompts import Sampling
 from workers.executor.link import EngineLink
-from workers.executor.words import Done, GiveUp, NotTaken, Prepared, Refused, Serve, Serving, Take, Tick
+from workers.executor.words import Done, GiveUp, NotTaken, Prepared, Refused, Serve, Serving, Take, Tick, Wake
 from workers.lender.link import knock
 
 LOOK_SECONDS = 0.002
@@ -139,7 +139,10 @@ def run_beside(orders: GuestOrders, told: threading.Event) -> Rolled:
     """Until it is told to stop. Raises EngineBroken, or OSError where no server lends."""
     with closing(knock(Path(orders.socket))) as end:
         link = EngineLink(end.wires, end.connection.fileno())
+        link.order(Wake())
         tick = link.first_tick(told)
+        while tick is not None and tick.parked:
+            tick = link.first_tick(told)
         print("ready", flush=True)
         if tick is None:
             return Rolled([], [], [])

@@ -39,6 +39,7 @@ from workers.environments.config import EnvironmentConfig
 from workers.environments.registry import BUILT_IN
 from workers.executor.config import ExecutorConfig
 from workers.lender.config import LenderConfig
+from workers.lender.endpoint.config import EndpointConfig
 from workers.trainer.config import TrainerConfig
 from workers.users.config import UsersConfig
 from workers.weights.config import HOLDS, WeightsConfig
@@ -93,6 +94,7 @@ class Settings(BaseSettings):
     environment: EnvironmentConfig
     executor: ExecutorConfig
     lender: LenderConfig = Field(default_factory=LenderConfig)
+    endpoint: EndpointConfig = Field(default_factory=EndpointConfig)
     serving: ServingSection = Field(default_factory=ServingSection)
     users: UsersConfig
     router: RouterConfig = Field(default_factory=RouterConfig)

@@ -70,6 +70,7 @@ class ExecutorFacts:
     """Of one sequence."""
     swap_seconds: float = 0.0
     """The engine's pause at its latest version."""
+    paused_reason: str = ""
 
     @property
     def silent(self) -> bool:
@@ -176,7 +177,8 @@ def _executors(facts: Facts) -> Iterator[Finding]:
             sentence = f"{each.worker} serves version {each.version}, the newest on the log is {facts.newest_version}"
             yield Finding(Severity.NOTE, "executors", sentence)
         if each.state is ExecutorState.PAUSED:
-            yield Finding(Severity.WAITS, "executors", f"{each.worker} is paused: it takes no new turns")
+            why = each.paused_reason or "it does not say why"
+            yield Finding(Severity.WAITS, "executors", f"{each.worker} is paused, and takes no turns: {why}")
         if abs(each.clock_off_seconds) > CLOCK_SECONDS:
             off = f"{abs(each.clock_off_seconds):.0f} s {'ahead of' if each.clock_off_seconds > 0 else 'behind'}"
             yield Finding(Severity.NOTE, "executors", f"the clock of {each.worker} is {off} ours")

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from pipeline.command.options import Common, with_common
-from schemas.errors import RoseError
+from schemas.errors import RoseError, UsageError
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -125,16 +125,28 @@ def executor(
 @with_common
 def lend(
     common: Common,
-    model: Annotated[Path, typer.Option("--model", metavar="FOLDER", help="What the server serves.")],
+    model: Annotated[Path | None, typer.Option("--model", metavar="FOLDER", help="What a new server serves.")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option("--endpoint", metavar="URL", help="A server of the policy that is there already.")
+    ] = None,
     flags: Annotated[list[str] | None, typer.Argument(metavar="-- FLAGS", help="vLLM's own, after two dashes.")] = None,
     slot: Annotated[
         int | None, typer.Option("--slot", metavar="N", help="Its inbox; no two executors share one.")
     ] = None,
+    observe: Annotated[
+        bool, typer.Option("--observe", help="Lend nothing: log and export what could be lent. Needs no broker.")
+    ] = False,
 ) -> None:
-    """A vLLM server that runs rollout turns while it has nothing to serve."""
-    from pipeline.command.roles import run_lender_role
+    """A vLLM server that runs rollout turns while it has nothing to serve; or turns by request, from one elsewhere."""
+    from pipeline.command.roles import run_endpoint_role, run_lender_role
 
-    run_lender_role(common.saying(slot=("executor.slot", slot)), model, flags or [])
+    common = common.saying(slot=("executor.slot", slot), endpoint=("endpoint.url", endpoint))
+    if (model is None) == (endpoint is None) or (endpoint and (flags or observe)):
+        raise UsageError("give --model FOLDER, with vLLM's flags after two dashes, or --endpoint URL alone")
+    if model is not None:
+        run_lender_role(common, model, flags or [], observe=observe)
+    else:
+        run_endpoint_role(common)
 
 
 @app.command(rich_help_panel=ROLES)
@@ -179,6 +191,26 @@ def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="where the pr
 
     public = make_keys(file)
     sys.stdout.write(f"weights.signing_key = {file}\nweights.trusted_key = {public}\n")
+
+
+@app.command(rich_help_panel=RUNNING)
+@with_common
+def grant(
+    common: Common,
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `rose status` names it.")],
+    lend: Annotated[bool, typer.Option("--lend/--no-lend", help="Lend, or park.")] = True,
+    kv_bytes: Annotated[
+        int, typer.Option("--kv-bytes", metavar="N", min=0, help="KV cache that turns may hold; 0: no limit.")
+    ] = 0,
+    token_budget: Annotated[
+        int, typer.Option("--token-budget", metavar="N", min=0, help="Tokens that turns may hold; 0: no limit.")
+    ] = 0,
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
+) -> None:
+    """Have a lending server lend, or park: its newest grant counts."""
+    from pipeline.command.granting import send_grant
+
+    send_grant(common, worker, lend=lend, kv_bytes=kv_bytes, token_budget=token_budget, reason=reason)
 
 
 @app.command(rich_help_panel=LOOKING)

@@ -34,14 +34,31 @@ def run_executor_role(common: Common) -> None:
         run_executor(settings, wanted, name, engine.link, engine.shapes, stop, weights=config.weights)
 
 
-def run_lender_role(common: Common, serving: Path, flags: Sequence[str]) -> None:
-    """A vLLM server that lends to inbox `executor.slot`; it takes the place of this process."""
-    from workers.lender.beside import lend
+def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, observe: bool) -> None:
+    """A vLLM server that lends to inbox `executor.slot`, or is observed; it takes the place of this process."""
+    from workers.lender.beside import Plan, lend
 
     config = load(common)
-    settings = config.settings
+    settings, metrics, slot = config.settings, config.settings.metrics, config.settings.executor.slot
     os.environ.update(settings.serving.environment)
-    lend(config.bus(), settings.executor, settings.lender, serving, flags, config.weights)
+    plan = Plan(
+        settings=None if observe else config.bus(),
+        executor=settings.executor,
+        lender=settings.lender,
+        weights=config.weights,
+        stop_file=(settings.lender.stop_file or config.run_folder / f"executor-{slot}.stop").absolute(),
+        serve_metrics=lambda: serve_metrics(metrics.host, metrics.executor + slot if metrics.executor else 0),
+    )
+    lend(plan, serving, flags)
+
+
+def run_endpoint_role(common: Common) -> None:
+    """An executor of inbox `executor.slot` whose engine is the endpoint `endpoint.url`, until it is asked to stop."""
+    from workers.lender.endpoint.main import lend_endpoint
+
+    config = load(common)
+    settings, stop = _begin(config, config.settings.metrics.executor, config.settings.executor.slot)
+    lend_endpoint(settings, config.settings.executor, config.settings.endpoint, config.weights, stop)
 
 
 def run_users_role(common: Common, url: str) -> None:

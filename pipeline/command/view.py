@@ -203,4 +203,5 @@ def _facts(heard: Heard, now: float) -> ExecutorFacts:
         kv_used=1 - beat.kv_bytes_free / beat.kv_bytes_total if beat.kv_bytes_total else 0.0,
         tokens_per_second=beat.hardware.decode_tokens_per_second,
         swap_seconds=beat.swap_seconds,
+        paused_reason=beat.paused_reason,
     )

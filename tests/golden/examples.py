@@ -144,6 +144,7 @@ EXAMPLES: tuple[Record, ...] = (
         refused_version=6,
         refused_reason="bad_signature",
         swap_seconds=0.0625,
+        paused_reason="a grant parked it: night",
         cuts=3,
         frozen=True,
     ),

@@ -12,7 +12,7 @@ from pipeline.command.nursery import Forked, Nursery
 from schemas.arrays import pack_tokens
 from schemas.prompts import Sampling
 from schemas.slack import SlackHeartbeat
-from schemas.turns import PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, held_hash
+from schemas.turns import Part, PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, held_hash
 from tests.brokers import flags
 from tests.integration.policies import new_policy, save_policy, tensors_of
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
@@ -74,6 +74,9 @@ class Router:
         max_tokens: int = 8,
         claim: int = 0,
         stop: tuple[int, ...] = (0,),
+        attempt: int = 0,
+        begun: Part | None = None,
+        **sampling: Any,
     ) -> TurnKey:
         request = TurnRequest(
             trajectory_id=name,
@@ -81,7 +84,8 @@ class Router:
             home=1,
             turn=0,
             context=pack_tokens(context),
-            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=stop),
+            attempt=attempt,
+            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=stop, **sampling),
             requested_at=time.time(),
             patience_seconds=600.0,
         )
@@ -93,6 +97,7 @@ class Router:
             claim=claim,
             dispatched_at=time.time(),
             cost=PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0),
+            begun=begun,
         )
         self.writer.write(DISPATCHED, record, key=name, partition=SLOT)
         self.writer.flush()
@@ -121,9 +126,10 @@ class Router:
     def serves(self, version: int) -> bool:
         return bool(self.beats) and self.beats[-1].policy_version == version
 
-    def result(self, name: str) -> TurnResult:
-        self.until(lambda: any(result.trajectory_id == name for result in self.results))
-        return next(result for result in self.results if result.trajectory_id == name)
+    def result(self, name: str, attempt: int = 0) -> TurnResult:
+        wanted = TurnKey(name, 0, attempt)
+        self.until(lambda: any(result.key == wanted for result in self.results))
+        return next(result for result in self.results if result.key == wanted)
 
 
 def start_executor(

@@ -23,7 +23,7 @@ from schemas.prompts import Sampling
 from tests.waiting import WAIT_SECONDS, until
 from topics.broker import free_ports
 from workers.executor.line import Line
-from workers.executor.words import REPORTS, Done, Order, Outbox, Report, Take, Tick
+from workers.executor.words import REPORTS, Done, Order, Outbox, Report, Take, Tick, Wake
 from workers.lender.admission import Promise
 from workers.lender.config import LendConfig
 from workers.lender.link import knock
@@ -33,6 +33,9 @@ MODEL = ROOT / "workers/models/calculator"
 VOCABULARY = 99
 NOTES = "LEND_WITNESS"
 """The environment variable that names the witness's file of notes: one JSON object a line."""
+
+HANG = "LEND_HANG"
+"""The environment variable that names the file for as long as which a guest hangs (`lend_hang`)."""
 
 SERVING = {
     "HF_HUB_OFFLINE": "1",
@@ -120,6 +123,7 @@ class Beside:
         self.orders = Line(self.end.wires.orders)
         self.reports = Line(self.end.wires.reports)
         self.heard: list[Report] = []
+        self.order(Wake())
 
     def order(self, word: Order) -> None:
         Outbox(self.orders).say(word)
@@ -143,6 +147,15 @@ class Beside:
     def forget(self) -> None:
         self._read()
         self.heard.clear()
+
+    def awake(self) -> None:
+        """Wait until the guest lends."""
+        until(lambda: bool(ticks := self._of(Tick)) and not ticks[-1].parked)
+
+    def parked(self) -> str:
+        """Wait until there is no guest; why."""
+        until(lambda: bool(ticks := self._of(Tick)) and bool(ticks[-1].parked))
+        return self._of(Tick)[-1].parked
 
     def silent_for(self) -> float:
         """Seconds until the next report of how the engine stands."""

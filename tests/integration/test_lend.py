@@ -4,7 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,88 +16,204 @@ import pytest
 from safetensors.torch import load_file
 
 from schemas.arrays import unpack_logprobs, unpack_tokens
+from schemas.capacity import CapacityGrant
 from schemas.slack import ExecutorState, WorkerClass
 from schemas.turns import TurnOutcome, TurnResult
 from tests.brokers import AnyBroker, flags
 from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router
-from tests.integration.lender_kit import MODEL, SERVING, Server, healthy, server_flags
+from tests.integration.lender_kit import HANG, MODEL, ROOT, SERVING, Server, healthy, server_flags
 from tests.waiting import until
 from topics.admin import create_topics
-from topics.broker import free_ports
-from topics.catalog import Partitions
+from topics.broker import Broker, free_ports
+from topics.catalog import GRANTS, Partitions
 from topics.settings import BusSettings
 from workers.lender.config import LendConfig
 from workers.weights.config import DEFAULT_RUN
 
-pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+START_SECONDS = 4 * WAIT_SECONDS
+"""What a server may take to come up on a machine that has much else to do."""
 
 CONTEXT = [5, 6, 7, 8, 9, 10, 11, 12] * 4
+LONG = 450
+"""Tokens of a turn that takes longer than a grant to come by."""
+
+HANG_SECONDS = 4.0
 
 
 @pytest.fixture
 def settings(broker: AnyBroker, namespace: str) -> BusSettings:
-    settings = broker.settings(namespace)
+    return with_topics(broker.settings(namespace))
+
+
+def with_topics(settings: BusSettings) -> BusSettings:
     create_topics(settings, Partitions(home=2, slots=2, samples=1, chunks=2))
     return settings
 
 
-@pytest.fixture
-def server(settings: BusSettings, tmp_path: Path) -> Iterator[Server]:
-    [port], log = free_ports(1), tmp_path / "server.log"
+@contextmanager
+def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: object) -> Iterator[Server]:
+    """A server by `rose lend`, with these arguments and flags of vLLM's; `more` of the configuration, __ for a dot."""
+    [port], log = free_ports(1), folder / "server.log"
     wanted = {
         "run.name": DEFAULT_RUN,
         "model.folder": MODEL,
-        "executor.max_model_len": 256,
-        "environment.max_context_tokens": 256,
+        "executor.max_model_len": 512,
+        "environment.max_context_tokens": 512,
         "executor.kv_cache_bytes": 8 << 20,
         "executor.max_turns": 8,
         "executor.step_tokens": 64,
-    }
+        "lender.stop_file": folder / "stop",
+        "lender.hang_seconds": HANG_SECONDS,
+    } | {name.replace("__", "."): value for name, value in more.items()}
     said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "pipeline.command.main", "lend", "--model", str(MODEL), f"--slot={SLOT}"]
-    command += [*flags(settings), *said, "--", *server_flags(port)]
+    command += [*arguments, *said, "--", *server_flags(port), *vllm]
+    environment = os.environ | SERVING | {HANG: str(folder / "hang")}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env=os.environ | SERVING, stdout=output, stderr=output)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+    children: list[psutil.Process] = []
     try:
-        until(lambda: healthy(port) or process.poll() is not None, 2 * WAIT_SECONDS)
+        until(lambda: healthy(port) or process.poll() is not None, START_SECONDS)
         assert process.poll() is None, log.read_text()[-4000:]
         children = psutil.Process(process.pid).children(recursive=True)
-        yield Server(process, port, LendConfig(model_folder=str(MODEL), socket=""), log, tmp_path / "notes")
+        yield Server(process, port, LendConfig(model_folder=str(MODEL), socket=""), log, folder / "notes")
     finally:
+        if not children:  # one that is not up yet hears nothing
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
         process.send_signal(signal.SIGTERM)
         process.wait(WAIT_SECONDS)
-        assert not psutil.wait_procs(children, WAIT_SECONDS)[1]
         print(log.read_text()[-8000:])
+        assert not psutil.wait_procs(children, WAIT_SECONDS)[1]
 
 
-def test_a_server_runs_turns_of_the_bus_and_serves(settings: BusSettings, server: Server) -> None:
-    router = Router(settings, server.process)
-    answer = server.complete(CONTEXT).text
-    policy = load_file(MODEL / "model.safetensors")
-    router.publish_tensors(policy, 0)
-    router.until(lambda: router.serves(0))
-    assert (router.beats[-1].worker_class, router.beats[-1].state) == (WorkerClass.SERVING, ExecutorState.READY)
+def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_until_its_guest_hangs(
+    settings: BusSettings, tmp_path: Path
+) -> None:
+    hanging = ("--scheduler-cls", "tests.integration.lend_hang.Hanging")
+    with lending(tmp_path, *flags(settings), vllm=hanging) as server:
+        router = Router(settings, server.process)
+        answer = server.complete(CONTEXT).text
+        router.publish_tensors(load_file(MODEL / "model.safetensors"), 0)
+        router.until(lambda: router.serves(0))
+        assert (router.beats[-1].worker_class, router.beats[-1].state) == (WorkerClass.SERVING, ExecutorState.READY)
+        router.dispatch("alone", CONTEXT)
+        prove(router.result("alone"))
+        for number in range(8):
+            router.dispatch(f"beside-{number}", CONTEXT, max_tokens=100, stop=())
+        assert server.complete(CONTEXT).text == answer
+        for number in range(8):
+            prove(router.result(f"beside-{number}"))
 
-    router.dispatch("alone", CONTEXT)
-    prove(router.result("alone"))
-    for number in range(8):
-        router.dispatch(f"beside-{number}", CONTEXT, max_tokens=100, stop=())
-    assert server.complete(CONTEXT).text == answer
-    for number in range(8):
-        prove(router.result(f"beside-{number}"))
+        goes_on_after_a_park(router)
+        incarnation = router.beats[-1].incarnation
+        child(server, "beside").kill()
+        assert server.complete(CONTEXT).text == answer
+        router.until(lambda: router.beats[-1].incarnation > incarnation and router.serves(0))
+        assert server.log.read_text().count("the guest is built") == 2
+        router.dispatch("after", CONTEXT)
+        prove(router.result("after"))
 
-    router.executor = None
-    server.process.send_signal(signal.SIGTERM)
-    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+        router.executor = None
+        (tmp_path / "hang").touch()
+        core = server.core
+        router.dispatch("hangs", CONTEXT)
+        began = time.monotonic()
+        psutil.wait_procs([core], timeout=WAIT_SECONDS)
+        assert not core.is_running() and time.monotonic() - began > HANG_SECONDS / 2
+        assert server.process.wait(WAIT_SECONDS) != 0, "so that whoever runs it starts it again"
+        assert "a_step_that_hangs" in server.log.read_text()
+        assert "has had the thread" in (tmp_path / "stop").read_text()
+        router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
 
 
-def test_a_process_beside_that_is_killed_takes_nothing_along(settings: BusSettings, server: Server) -> None:
-    router = Router(settings, server.process)
-    router.until(lambda: bool(router.beats))
-    answer = server.complete(CONTEXT).text
-    (beside,) = [each for each in psutil.Process(server.process.pid).children() if "beside" in each.name()]
-    beside.kill()
-    assert server.complete(CONTEXT).text == answer
+def goes_on_after_a_park(router: Router) -> None:
+    """Turns of a lender that a grant parks end as if nobody had: on another guest, that knows nothing of them."""
+    names = [f"turn-{number}" for number in range(8)]
+    for number, name in enumerate(names):
+        router.dispatch(f"whole-{name}", CONTEXT, max_tokens=LONG, stop=(), seed=number)
+    for name in names:
+        router.result(f"whole-{name}")
+    keys = [router.dispatch(name, CONTEXT, max_tokens=LONG, stop=(), seed=seed) for seed, name in enumerate(names)]
+    router.until(lambda: any(map(router.lists, keys)))
+    grant(router, lend=False)
+    parts = {name: router.result(name) for name in names}
+    router.until(lambda: router.beats[-1].paused_reason == "a grant parked it: test")
+    begun = {name: part for name, part in parts.items() if part.outcome is TurnOutcome.PREEMPTED}
+    assert any(part.tokens for part in begun.values())
+    grant(router, lend=True)
+    router.until(lambda: router.serves(0) and router.beats[-1].state is ExecutorState.READY)
+    for seed, name in enumerate(names):
+        if name in begun:
+            router.dispatch(name, CONTEXT, max_tokens=LONG, stop=(), seed=seed, attempt=1, begun=begun[name].part)
+    for name in begun:
+        assert router.result(name, 1).tokens == router.result(f"whole-{name}").tokens
+        assert router.result(name, 1).context_tokens == len(CONTEXT) + len(unpack_tokens(begun[name].tokens))
+
+
+def grant(router: Router, *, lend: bool) -> None:
+    worker = f"executor-{SLOT}"
+    record = CapacityGrant(worker=worker, lend=lend, kv_bytes=0, token_budget=0, granted_at=0.0, reason="test")
+    router.writer.write(GRANTS, record, key=worker)
+    router.writer.flush()
+
+
+def test_a_file_stops_lending_while_the_broker_is_away(own_broker: Broker, tmp_path: Path) -> None:
+    settings = with_topics(own_broker.settings())
+    (tmp_path / "stop").touch()
+    with lending(tmp_path, *flags(settings)) as server:
+        router = Router(settings, server.process)
+        router.publish_tensors(load_file(MODEL / "model.safetensors"), 0)
+        router.until(lambda: bool(router.beats) and "file" in router.beats[-1].paused_reason)
+        assert not server.said("the guest is built"), "what was there before it began counts too"
+        (tmp_path / "stop").unlink()
+        router.until(lambda: router.serves(0))
+        router.dispatch("long", CONTEXT, max_tokens=LONG, stop=())
+        own_broker.stop()
+        (tmp_path / "stop").touch()
+        began = time.monotonic()
+        until(lambda: server.said("the guest is parked"))
+        print(f"parked {time.monotonic() - began:.2f} s after the file was there", file=sys.__stderr__)
+        assert time.monotonic() - began < 5.0, "a second, on a machine with nothing else to do"
+        assert server.complete(CONTEXT).text
+
+
+def test_a_server_that_is_observed_lends_nothing_and_tells_what_it_could(tmp_path: Path) -> None:
+    [port] = free_ports(1)
+    with lending(tmp_path, "--observe", metrics__executor=port - SLOT) as server:
+        until(lambda: metric(port, "rose_lender_observed_seconds_total") > 0)
+        idle = metric(port, "rose_lender_idle_seconds_total")
+        assert metric(port, "rose_lender_serving_kv_bytes", '{what="most"}') == 0.0
+        ended = metric(port, "rose_lender_idle_stretch_seconds_count")
+        for _ in range(3):
+            server.complete(CONTEXT, 100)
+        until(lambda: metric(port, "rose_lender_idle_stretch_seconds_count") >= ended + 3)
+        until(lambda: metric(port, "rose_lender_idle_seconds_total") > idle)
+        seconds = metric(port, "rose_lender_observed_seconds_total")
+        assert metric(port, "rose_lender_idle_seconds_total") < seconds
+        until(lambda: server.said("could be lent"))
+        assert not server.said("the guest is built")
+
+
+def metric(port: int, name: str, labels: str = "") -> float:
+    """Of the process beside; 0 while it does not tell."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
+            lines = answer.read().decode().splitlines()
+    except OSError:
+        return 0.0
+    found = [line.rpartition(" ")[2] for line in lines if line.startswith(f"{name}{labels} ")]
+    return float(found[0]) if found else 0.0
+
+
+def child(server: Server, name: str) -> psutil.Process:
+    """Of the server's process, or of the keeper."""
+    there = psutil.Process(server.process.pid).children(recursive=True)
+    (found,) = [each for each in there if each.name().startswith(name)]
+    return found
 
 
 def prove(result: TurnResult) -> None:

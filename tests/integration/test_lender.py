@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from vllm.v1.engine.core import EngineCoreProc
 
-from schemas.arrays import pack_logprobs, pack_tokens
+from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
 from schemas.prompts import Sampling
 from tests.integration.lender_kit import (
     MODEL,
@@ -33,7 +33,20 @@ from tests.integration.lender_kit import (
 from tests.waiting import WAIT_SECONDS, until
 from workers.executor.slabs import lay
 from workers.executor.vllm.engine import Engine
-from workers.executor.words import Gone, Prepare, Prepared, Refused, Serve, Serving, Tick
+from workers.executor.words import (
+    ABORTED,
+    Done,
+    GiveUp,
+    Gone,
+    Park,
+    Prepare,
+    Prepared,
+    Refused,
+    Serve,
+    Serving,
+    Tick,
+    Wake,
+)
 from workers.lender.vllm import touched
 from workers.lender.vllm.guest import engine_of
 from workers.lender.vllm.refusals import why_not
@@ -116,6 +129,7 @@ def same(answers: Sequence[tuple[int, Answer]], alone: Sequence[Answer]) -> bool
 def run_guest(beside: Beside, version: int = -1) -> list[tuple[bytes, bytes]]:
     """TURNS one after another: tokens and logprobs."""
     made = []
+    beside.awake()
     for number, (context, sampling) in enumerate(TURNS):
         beside.forget()
         beside.take(f"turn {number}", context, sampling, version)
@@ -263,11 +277,80 @@ def test_a_guest_that_fails_is_dropped_told_and_built_again(
             beside.end.wires.ring()
             assert "DecodeError" in beside.hear(Gone)[0].reason
             beside.forget()
-            beside.hear(Tick)
             run_guest(beside)
     assert same(answers, alone)
     assert server.core.num_threads() <= threads + 1
     assert server.log.read_text().count("the guest is dropped, serving goes on") == 3
+
+
+def wake_and_park(beside: Beside) -> None:
+    beside.order(Wake())
+    beside.awake()
+    beside.order(Park())
+    assert beside.parked()
+    beside.forget()
+
+
+def test_ten_wakes_and_parks_leave_no_thread_and_no_memory_behind(server: Server, beside: Beside) -> None:
+    core = server.core
+    for _ in range(2):
+        wake_and_park(beside)
+    threads, memory = core.num_threads(), core.memory_info().rss
+    for _ in range(10):
+        wake_and_park(beside)
+    grown = core.memory_info().rss - memory
+    print(f"ten wakes and parks: {grown / 1024:.0f} KiB more", file=sys.__stderr__)
+    assert core.num_threads() <= threads
+    assert grown < server.config.kv_cache_bytes, "less than one guest's cache"
+
+
+def test_a_turn_that_a_park_interrupts_comes_back_with_what_was_sampled(beside: Beside, standalone: Engine) -> None:
+    """A guest that was built anew has the version of the folder."""
+    standalone.swap(2, load_file(MODEL / "model.safetensors").items())
+    sampling = Sampling(max_tokens=230, temperature=0.0)
+    beside.order(Wake())
+    beside.awake()
+    beside.forget()
+    beside.take("parked", PROMPTS[0], sampling)
+    until(lambda: any(tick.steps > 5 for tick in beside.hear(Tick)))
+    beside.order(Park())
+    given = beside.done(1)["parked"]
+    assert "told" in beside.parked()
+    sampled = unpack_tokens(given.tokens)
+    assert given.finish_reason == ABORTED and 0 < len(sampled) < 230
+    assert run_alone(standalone, PROMPTS[0], sampling)[: len(sampled)] == sampled
+
+
+def run_alone(engine: Engine, context: list[int], sampling: Sampling) -> list[int]:
+    engine.add("alone", context, sampling, policy_version=engine.version)
+    finished = []
+    while len(engine):
+        finished += engine.step().finished
+    return finished[0].tokens
+
+
+def test_a_server_that_is_never_idle_says_so_and_hands_back_what_it_is_told_to(
+    server: Server, alone: list[Answer], beside: Beside
+) -> None:
+    beside.order(Wake())
+    beside.awake()
+    with ExitStack() as clients:
+        answers = [clients.enter_context(traffic(server, 0.0)) for _ in range(4)]
+        until(lambda: all(answers))
+        beside.forget()
+        for number in range(8):
+            beside.take(f"held {number}", PROMPTS[0], Sampling(max_tokens=240))
+        began = time.monotonic()
+        beside.order(GiveUp("held 3"))
+        assert "held 3" in {turn.name for turn in beside.hear(Done)}
+        beside.order(Park())
+        assert {f"held {number}" for number in range(8)} == set(beside.done(8))
+        assert beside.parked()
+        assert time.monotonic() - began < 5.0, "a second, on a machine with nothing else to do"
+        print(f"held {max(tick.held_seconds for tick in beside.hear(Tick)):.2f} s", file=sys.__stderr__)
+    assert all(same(each, alone) for each in answers)
+    beside.order(Wake())
+    beside.awake()
 
 
 def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:

@@ -127,6 +127,13 @@ def test_a_version_that_nobody_serves_keeps_nobody_from_turns() -> None:
     assert Finding(Severity.NOTE, "executors", sentence) in found
 
 
+def test_who_is_paused_says_why() -> None:
+    paused = executor("lender-0", state=ExecutorState.PAUSED, paused_reason="a grant parked it: night")
+    findings = diagnose(dataclasses.replace(WELL, executors=(executor(held=4), paused)))
+    sentences = {each.sentence: each.severity for each in findings}
+    assert sentences["lender-0 is paused, and takes no turns: a grant parked it: night"] is Severity.WAITS
+
+
 def test_the_rest_is_worth_a_note() -> None:
     letters = {"rose.prompts.submitted.v1": 2}
     facts = dataclasses.replace(WELL, letters=letters, executors=(executor(held=1, clock_off_seconds=-90.0),))

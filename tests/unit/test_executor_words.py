@@ -9,7 +9,7 @@ from schemas.prompts import Sampling
 from schemas.turns import VersionSpan
 from workers.executor.line import Line, memory
 from workers.executor.slabs import Laid
-from workers.executor.words import ORDERS, REPORTS, Done, Outbox, Prepare, Serve, Serving, Take
+from workers.executor.words import ORDERS, REPORTS, Done, Outbox, Prepare, Serve, Serving, Take, Tick
 
 
 def test_every_word_is_read_as_it_was_said() -> None:
@@ -44,4 +44,26 @@ def test_what_finds_no_room_is_sent_later_and_in_order(deeds: list[bool]) -> Non
             outbox.flush()
     heard += [order.version for order in map(ORDERS.decode, line.read()) if isinstance(order, Serve)]
     assert heard == list(range(said)) and not len(outbox)
+    os.close(descriptor)
+
+
+@given(st.lists(st.sampled_from(["tick", "word", "read"]), max_size=200))
+def test_of_ticks_the_newest_is_kept_and_no_step_is_lost(deeds: list[str]) -> None:
+    descriptor = memory(200, "test")
+    outbox, line = Outbox(Line(descriptor)), Line(descriptor)
+    ticks, words, heard = 0, 0, list[Tick]()
+    for deed in [*deeds, *["read"] * (len(deeds) + 1)]:
+        if deed == "tick":
+            ticks += 1
+            outbox.say(Tick(ticks, "cpu", 0, 0, 1, 1, 1, 1.0, 1.0, 2, 0.5))
+        elif deed == "word":
+            words += 1
+            outbox.say(Serving(words, 0.0))
+        else:
+            heard += [report for report in map(REPORTS.decode, line.read()) if isinstance(report, Tick)]
+            outbox.flush()
+        assert len(outbox) <= words + 1
+    assert [tick.version for tick in heard] == sorted({tick.version for tick in heard})
+    assert (heard[-1].version if heard else 0) == ticks
+    assert (sum(tick.steps for tick in heard), sum(tick.step_seconds for tick in heard)) == (2 * ticks, 0.5 * ticks)
     os.close(descriptor)

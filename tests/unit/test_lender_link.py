@@ -108,7 +108,7 @@ def test_who_comes_last_has_the_link(host: Host, path: Path, beside: End) -> Non
         assert not ended(second)
 
 
-@pytest.mark.parametrize("wrong", ["protocol", "count", "unsealed"])
+@pytest.mark.parametrize("wrong", ["protocol", "count", "unsealed", "bell"])
 def test_who_brings_something_else_is_sent_away(
     host: Host, path: Path, wrong: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,6 +117,8 @@ def test_who_brings_something_else_is_sent_away(
         wires = Wires.new()
         if wrong == "unsealed":
             wires = replace(wires, slab_1=os.memfd_create("a"))
+        if wrong == "bell":
+            wires = replace(wires, bell=os.memfd_create("a"))
         hello = Hello(PROTOCOL + (wrong == "protocol"))
         brought = wires.descriptors[: 4 if wrong == "count" else 5]
         socket.send_fds(connection, [msgspec.msgpack.encode(hello)], brought)

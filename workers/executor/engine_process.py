@@ -86,7 +86,8 @@ def run_engine(config: ExecutorConfig, wires: Wires) -> None:
             step_tokens=config.step_tokens,
         )
     )
-    host = EngineHost(engine, wires, StepCost(**UNKNOWN), tick_seconds=config.heartbeat_seconds)
+    reports = Outbox(Line(wires.reports))
+    host = EngineHost(engine, wires, reports, StepCost(**UNKNOWN), tick_seconds=config.heartbeat_seconds)
     bell = select.poll()
     bell.register(wires.bell, select.POLLIN)
     while True:

@@ -4,11 +4,13 @@ Keeps true
 - A tick takes orders in, does one piece of preparing a version or one engine step, in turn, and reports.
   Nothing else runs in this process for it: no bus, no records, no thread.
 - A policy version is swapped in between two steps, whole or not at all.
+- Where no tick may be done, a turn that is given up goes back all the same, one at a time.
 - Reports never wait for their reader: what does not fit on the line is kept and sent later, in order.
 - Ticks make the heartbeats: an engine that hangs says nothing.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
@@ -26,6 +28,7 @@ from workers.executor.words import (
     NotTaken,
     Order,
     Outbox,
+    Park,
     Prepare,
     Prepared,
     Refused,
@@ -34,6 +37,8 @@ from workers.executor.words import (
     Slack,
     Take,
     Tick,
+    Wake,
+    untouched,
 )
 
 
@@ -44,16 +49,25 @@ class EngineHost:
         self,
         engine: Engine,
         wires: Wires,
+        reports: Outbox,
         cost: StepCost,
         *,
         tick_seconds: float,
         slack: Callable[[], Slack | None] = lambda: None,
     ) -> None:
-        """`cost` is told of each step; `tick_seconds` lie between two `Tick`s, which say `slack`."""
+        """`reports` is of the wires; `cost` is told of each step; `tick_seconds` lie between two `Tick`s, which say
+        `slack`.
+        """
+        self.granted = True
+        """Whether it is to lend, as far as it was told: a guest's alone."""
         self._engine = engine
         self._wires = wires
         self._orders = Line(wires.orders)
-        self._reports = Outbox(Line(wires.reports))
+        self._later: deque[Order] = deque()
+        """Read where no tick may be done."""
+        self._reports = reports
+        self._let_at = time.monotonic()
+        """When a tick might last be done."""
         self._tick_seconds = tick_seconds
         self._slack = slack
         self._cost = cost
@@ -72,7 +86,7 @@ class EngineHost:
     @property
     def busy(self) -> bool:
         """Whether a tick has something to do."""
-        return bool(self._orders) or self._preparing is not None or len(self._engine) > 0
+        return bool(self._orders or self._later) or self._preparing is not None or len(self._engine) > 0
 
     @property
     def rest_seconds(self) -> float:
@@ -90,8 +104,9 @@ class EngineHost:
     def tick(self, most_tokens: int | None = None) -> None:
         """One bounded piece of work, a step of at most `most_tokens` tokens. Raises EngineBroken."""
         self._reports.flush()
-        for order in self._orders.read():
-            self._obey(ORDERS.decode(order))
+        self._read()
+        while self._later:
+            self._obey(self._later.popleft())
         if self._prepares_next:
             self._prepare_on()
         elif len(self._engine):
@@ -102,24 +117,66 @@ class EngineHost:
     def _prepares_next(self) -> bool:
         return self._preparing is not None and (self._stepped or not len(self._engine))
 
-    def beat(self) -> None:
-        """Say how the engine stands, if it is time for that: all that may be done where a step may not."""
+    def beat(self, *, held: bool = False) -> None:
+        """Say how the engine stands, if it is time for that, and give a turn up: all that may be done where a step may
+        not. `held`: whether one may not, or there is just nothing to do.
+        """
+        if not held:
+            self._let_at = time.monotonic()
+        elif self._orders or self._later:
+            self._read()
+            self._give_up_next()
         if time.monotonic() >= self._next_tick:
             self._tell_load()
+
+    def hand_back(self) -> bool:
+        """Give one turn up; whether none is left, and all that was said is on the line."""
+        self._read()
+        here = (order.name for order in self._later if isinstance(order, Take))
+        name = next(here, None) or next(iter(self._share_before), None)
+        if name is not None:
+            self._give_up(name)
+        return name is None and not len(self._reports)
 
     def leave(self) -> None:
         """Whoever gave the orders is gone: let go of the turns; the engine may have another host."""
         for name in self._share_before:
             self._engine.abort(name)
 
+    def _read(self) -> None:
+        """Orders as they came; what says whether to lend is heard at once."""
+        for message in self._orders.read():
+            order = ORDERS.decode(message)
+            if isinstance(order, Wake | Park):
+                self.granted = isinstance(order, Wake)
+            else:
+                self._later.append(order)
+
+    def _give_up_next(self) -> None:
+        """The first turn that is to be given up, out of its order."""
+        for order in self._later:
+            if isinstance(order, GiveUp):
+                self._later.remove(order)
+                self._give_up(order.name)
+                return
+
+    def _give_up(self, name: str) -> None:
+        """It may be in the engine, on the way there, or have left."""
+        finished = self._engine.abort(name)
+        if finished is not None:
+            self._reports.say(self._done(finished))
+        for order in self._later:
+            if isinstance(order, Take) and order.name == name:
+                self._later.remove(order)
+                self._reports.say(untouched(name, time.time()))
+                return
+
     def _obey(self, order: Order) -> None:
         match order:
             case Take():
                 self._take(order)
             case GiveUp():
-                finished = self._engine.abort(order.name)
-                if finished is not None:
-                    self._reports.say(self._done(finished))
+                self._give_up(order.name)
             case Prepare():
                 tensors = lying(self._wires.slabs[order.slab], order.layout)
                 self._preparing = order.version, self._engine.preparing(tensors)
@@ -200,6 +257,7 @@ class EngineHost:
                 decode_tokens_per_second=self._cost.decode_tokens_per_second(load.running),
                 steps=self._steps,
                 step_seconds=self._step_seconds,
+                held_seconds=time.monotonic() - self._let_at,
                 slack=self._slack(),
             )
         )

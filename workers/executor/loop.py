@@ -7,6 +7,7 @@ Keeps true
   with the reason. One that is given up, as when the executor stops, goes back with what was sampled of it.
 - No turn is taken on before a version from the log has been applied. A turn is handed to the engine with the version
   that serves; while the engine changes to another one, turns that come wait here.
+- While its gate is closed (a grant, a stop, a server that is never idle) it holds nothing: what it held goes back.
 - What it says to others holds without a clock: its incarnation is a place in the log, its turns are named.
 - A broker that is away, or a process that was stopped for a while, changes nothing: it goes on with what it holds.
 
@@ -15,17 +16,19 @@ It decides nothing: the inbox does.
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from threading import Event
 
+import msgspec
 import structlog
 
 from schemas.arrays import count
-from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
-from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult
+from schemas.slack import HELD, ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
+from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
 from topics.reader import Reader
 from topics.records import Envelope, Spoiled
@@ -34,6 +37,7 @@ from topics.writer import Writer
 from workers.executor import metrics
 from workers.executor.answers import MOST_CHARACTERS, Start, ended, refused
 from workers.executor.config import ExecutorConfig
+from workers.executor.gate import Gate, Granted
 from workers.executor.inbox import Inbox, Verdict, packed_hashes
 from workers.executor.link import EngineLink
 from workers.executor.parts import context_of, sampling_of
@@ -72,6 +76,9 @@ HAND_BACK_SECONDS = 5.0
 STOPPED = "it stops"
 """Why it gives everything back in the end."""
 
+PARKED = "it is parked"
+"""Why a guest gave turns back, before it has said so."""
+
 START_BITS = 16
 """Random bits of an incarnation, below the offset: a broker that lost its newest records may give an offset twice."""
 
@@ -107,8 +114,9 @@ class Executor:
         link: EngineLink,
         tick: Tick,
         receiver: WeightReceiver,
+        granted: Granted | None,
     ) -> None:
-        """`tick`: the first of the engine at the link. Raises TopicMissing or BusError."""
+        """`tick`: the first of the engine at the link. `granted`: of a lender. Raises TopicMissing or BusError."""
         self._config = config
         self._name = name
         self._link = link
@@ -116,10 +124,14 @@ class Executor:
         self._log = structlog.get_logger("executor").bind(worker=name)
         self._tick = tick
         """The engine's newest."""
-        self._token_budget = self._tick.kv_bytes_total // self._tick.kv_bytes_per_token
+        self._gate = Gate(granted)
         self._running: dict[str, Running] = {}
+        self._answered: deque[int] = deque(maxlen=HELD)
+        """By `held_hash`, the turns that it answered last."""
         self._version = -1
         self._swap_seconds = 0.0
+        self._kept: StagedVersion | None = None
+        """What a guest serves, to serve it again when it was built anew."""
         self._next: StagedVersion | None = None
         self._change = Change.PREPARING
         """Of `_next`."""
@@ -132,7 +144,7 @@ class Executor:
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name, group="executor")
         self._start = Start(name, worker_class, self._begin())
-        self._inbox = Inbox(self._start.incarnation, max_turns=config.max_turns, token_budget=self._token_budget)
+        self._inbox = Inbox(self._start.incarnation, max_turns=self._most_turns, token_budget=0)
 
     def _begin(self) -> int:
         """Mark this start in the inbox and read on from there: what is dispatched after a heartbeat is read.
@@ -154,19 +166,19 @@ class Executor:
 
         Raises EngineBroken or BusError.
         """
-        self._log.info(
-            "started", incarnation=self._start.incarnation, slot=self._config.slot, tokens=self._token_budget
-        )
+        self._log.info("started", incarnation=self._start.incarnation, slot=self._config.slot)
         try:
             while not stop.is_set():
                 self._take_in()
                 self._hear()
+                self._open_or_close()
                 self._change_version()
                 self._writer.poll()
             self._hand_back()
             self._writer.flush()
         except EngineBroken:  # its turns are lost: the router need not wait for silence
-            self._beat(ExecutorState.STOPPING, ())
+            self._writer.flush()
+            self._beat(ExecutorState.STOPPING, self._answered)
             self._writer.flush()
             raise
         finally:
@@ -189,6 +201,9 @@ class Executor:
             metrics.TURNS.labels(f"dropped_{answer.reason}").inc()
         elif answer.verdict is Verdict.REFUSE:
             self._refuse(dispatch, answer.reason, answer.refusal)
+        elif self._gate.reason:
+            self._inbox.release(dispatch.request.key)
+            self._refuse(dispatch, self._gate.reason, Refusal.ROOM)
         elif self._changing:
             self._deferred.append(dispatch)
         else:
@@ -201,13 +216,43 @@ class Executor:
         self._running[name] = Running(request.key, time.time())
         self._link.order(Take(name, context_of(dispatch), sampling_of(dispatch), self._version))
 
-    def _hear(self, state: ExecutorState = ExecutorState.READY) -> None:
-        """Take in what the engine reports. Of ticks that came together the last one is told on, as `state`."""
+    def _hear(self) -> None:
+        """Take in what the engine reports. Of ticks that came together the last one is told on."""
         before = self._tick
         for report in self._link.reports():
             self._take_report(report)
         if self._tick is not before:
-            self._beat(state if self._version >= 0 else ExecutorState.STARTING)
+            self._beat(self._state)
+
+    @property
+    def _state(self) -> ExecutorState:
+        if self._gate.reason:
+            return ExecutorState.PAUSED
+        return ExecutorState.READY if self._version >= 0 else ExecutorState.STARTING
+
+    def _open_or_close(self) -> None:
+        """Follow what the grant and the engine say of lending."""
+        before, order = self._gate.reason, self._gate.follow(self._tick)
+        self._inbox.token_budget, reason = self._gate.budget_tokens, self._gate.reason
+        if order is not None:
+            self._link.order(order)
+        if reason and not before:
+            self._give_up()
+        if reason != before:
+            self._log.info("takes no turns" if reason else "takes turns", reason=reason)
+            self._beat(self._state)
+        if self._tick.parked or self._tick.version < 0 <= self._version:
+            self._kept = self._next or self._kept
+            self._version, self._next, self._laid = -1, None, None
+
+    def _give_up(self) -> None:
+        """Have everything go back: the engine's with what was sampled of it."""
+        for name in self._running:
+            self._link.order(GiveUp(name))
+        deferred, self._deferred = self._deferred, []
+        for dispatch in deferred:
+            self._inbox.release(dispatch.request.key)
+            self._refuse(dispatch, self._gate.reason, Refusal.ROOM)
 
     def _take_report(self, report: Report) -> None:
         match report:
@@ -224,10 +269,17 @@ class Executor:
                 self._not_taken(report)
             case Tick():
                 self._tick = report
+                self._inbox.max_turns = self._most_turns
                 metrics.STEPS.inc(report.steps)
                 metrics.STEP_SECONDS.inc(report.step_seconds)
                 if report.slack is not None:
                     metrics.show(report.slack)
+
+    @property
+    def _most_turns(self) -> int:
+        """That it holds at once."""
+        most, may = self._config.max_turns, self._tick.most_turns
+        return most if may is None else min(most, may)
 
     @property
     def _changing(self) -> bool:
@@ -237,8 +289,10 @@ class Executor:
         return self._change is Change.ORDERED or self._config.drain_before_swap
 
     def _change_version(self) -> None:
+        if self._tick.parked:
+            return
         if self._next is None:
-            self._next = self._receiver.staged()
+            self._next = self._receiver.staged() or (self._kept if self._version < 0 else None)
             if self._next is not None:
                 self._change = Change.PREPARING
                 self._laid = self._helper.submit(self._link.lay, self._next.version, self._next.tensors)
@@ -252,15 +306,19 @@ class Executor:
 
     def _served(self, report: Serving) -> None:
         self._version, self._swap_seconds = report.version, report.seconds
+        self._tick = msgspec.structs.replace(self._tick, version=report.version)  # it may be older than this report
         metrics.SWAP_SECONDS.observe(report.seconds)
-        metrics.POLICY_VERSION.set(report.version)
         self._log.info("serving", version=report.version, swap_seconds=round(report.seconds, 4))
+        if self._gate.lends:
+            self._kept = self._next
         self._resume()
 
     def _not_taken(self, report: NotTaken) -> None:
         metrics.SWAPS_REFUSED.inc()
         self._log.error("version refused, the old one serves on", version=report.version, reason=report.reason)
         self._receiver.refuse(report.version, report.reason)
+        if self._next is self._kept:
+            self._kept = None
         self._resume()
 
     def _resume(self) -> None:
@@ -275,20 +333,15 @@ class Executor:
 
         An engine that hangs gives nothing back; the router then issues its turns again from their beginning.
         """
-        held = set(self._inbox.hashes)
-        for name in self._running:
-            self._link.order(GiveUp(name))
-        deferred, self._deferred = self._deferred, []
-        for dispatch in deferred:
-            self._inbox.release(dispatch.request.key)
-            self._refuse(dispatch, STOPPED, Refusal.ROOM)
+        self._gate.reason = STOPPED
+        self._give_up()
         deadline = time.monotonic() + HAND_BACK_SECONDS
         while self._running and time.monotonic() < deadline:
             self._link.wait(BUSY_SECONDS)
-            self._hear(ExecutorState.PAUSED)
+            self._hear()
             self._writer.poll()
         self._writer.flush()
-        self._beat(ExecutorState.STOPPING, held.difference(self._inbox.hashes))
+        self._beat(ExecutorState.STOPPING, self._answered)
 
     def _answer(self, done: Done) -> None:
         running = self._running.pop(done.name)
@@ -299,7 +352,7 @@ class Executor:
         metrics.TOKENS.labels("sampled").inc(count(done.tokens))
         metrics.TOKENS.labels("cached").inc(done.cached_tokens)
         metrics.TURN_SECONDS.observe(done.finished_at - running.received_at)
-        reason = STOPPED if given_up else ""
+        reason = (done.reason or self._gate.reason or PARKED) if given_up else ""
         self._send(ended(self._start, dispatch, done, outcome, reason, received_at=running.received_at))
 
     def _refuse(self, dispatch: TurnDispatch, reason: str, refusal: Refusal | None) -> None:
@@ -309,6 +362,7 @@ class Executor:
         self._send(refused(self._start, dispatch, reason, refusal, now=time.time()))
 
     def _send(self, result: TurnResult) -> None:
+        self._answered.append(held_hash(TurnKey(result.trajectory_id, result.turn, result.attempt)))
         self._writer.write(
             COMPLETED, result, key=result.trajectory_id, partition=result.home, trajectory_id=result.trajectory_id
         )
@@ -319,6 +373,7 @@ class Executor:
         refused_version, refused_reason = self._receiver.refused_newest or (-1, "")
         metrics.HELD_TURNS.set(len(self._inbox))
         metrics.KV_FREE_BYTES.set(tick.kv_bytes_free)
+        metrics.POLICY_VERSION.set(self._version)
         beat = SlackHeartbeat(
             worker=self._name,
             incarnation=self._start.incarnation,
@@ -339,12 +394,13 @@ class Executor:
             serving=Tenant(running=tick.slack.running, waiting=tick.slack.waiting) if tick.slack else Tenant(),
             prefill_headroom_seconds=tick.slack.prefill_headroom if tick.slack else None,
             decode_headroom_seconds=tick.slack.decode_headroom if tick.slack else None,
-            max_turns=self._config.max_turns,
-            token_budget=self._token_budget,
+            max_turns=self._inbox.max_turns,
+            token_budget=self._inbox.token_budget,
             ttl_seconds=TTL_SECONDS,
             holds=packed_hashes(self._inbox.hashes if turns is None else turns),
             refused_version=refused_version,
             refused_reason=refused_reason[:MOST_CHARACTERS],
+            paused_reason=self._gate.reason[:MOST_CHARACTERS],
             sent_at=time.time(),
             swap_seconds=self._swap_seconds,
         )

@@ -6,6 +6,7 @@ from threading import Event
 from schemas.slack import WorkerClass
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
+from workers.executor.gate import Granted
 from workers.executor.link import EngineLink
 from workers.weights.config import WeightsConfig
 
@@ -20,9 +21,11 @@ def run_executor(
     worker_class: WorkerClass = WorkerClass.DEDICATED,
     *,
     weights: WeightsConfig | None = None,
+    granted: Granted | None = None,
 ) -> None:
     """Run turns of the inbox `config.slot` on the engine at the link until `stop` is set.
 
+    `granted`: of a lender, which lends unless its newest grant says no.
     `shapes`: of the tensors of its model. Raises RoseError: a setting that no engine can be made from, an engine that
     broke or is gone, a broken key file or store, an unreachable broker, a missing topic.
     """
@@ -41,6 +44,6 @@ def run_executor(
     try:
         tick = link.first_tick(stop)
         if tick is not None:
-            Executor(settings, config, name, worker_class, link, tick, receiver).run(stop)
+            Executor(settings, config, name, worker_class, link, tick, receiver, granted).run(stop)
     finally:
         receiver.stop()

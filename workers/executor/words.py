@@ -51,6 +51,14 @@ class Serve(Word, frozen=True):
     version: int
 
 
+class Wake(Word, frozen=True):
+    """To a guest: lend. It is built if it is not there; `Tick.parked` is empty once it is."""
+
+
+class Park(Word, frozen=True):
+    """To a guest: lend no more. Its turns go back first (`Done`), then its memory."""
+
+
 class Done(Word, frozen=True):
     """Of the engine: a turn has left it. Fields as in `Finished`."""
 
@@ -66,6 +74,8 @@ class Done(Word, frozen=True):
     finished_at: float
     device_seconds: float
     """The turn's share of the steps that it was in."""
+    reason: str = ""
+    """Why the engine itself gave it up; empty when it was told to."""
 
 
 class Refused(Word, frozen=True):
@@ -131,8 +141,14 @@ class Tick(Word, frozen=True):
     """Since the tick before."""
     step_seconds: float
     """That those took."""
+    held_seconds: float = 0.0
+    """Since it might last have computed: a guest waits for its host."""
+    parked: str = ""
+    """Why there is no engine at this moment; empty where there is one."""
     slack: Slack | None = None
     """None without a serving tenant."""
+    most_turns: int | None = None
+    """That it may be given now, where that changes; None leaves it to the configuration."""
 
 
 class Failed(Word, frozen=True):
@@ -151,8 +167,28 @@ class Gone(Word, frozen=True):
     """Until another is begun."""
 
 
-Order = Take | GiveUp | Prepare | Serve
-Report = Done | Refused | Prepared | Serving | NotTaken | Tick | Failed | Gone
+class Seen(Word, frozen=True):
+    """Of a server that is only observed: all since its beginning, and how it stands now."""
+
+    seconds: float
+    """That were looked at."""
+    idle_seconds: float
+    """Of those, without a request."""
+    stretches: tuple[int, ...]
+    """Idle stretches that have ended, counted as in `workers.lender.idleness`."""
+    stretch_seconds: float
+    """All of those together."""
+    running: int
+    waiting: int
+    kv_bytes_total: int
+    kv_bytes_held: int
+    """By requests."""
+    kv_bytes_most: int
+    """The same at its highest, since the word before."""
+
+
+Order = Take | GiveUp | Prepare | Serve | Wake | Park
+Report = Done | Refused | Prepared | Serving | NotTaken | Tick | Failed | Gone | Seen
 
 ORDERS = msgspec.msgpack.Decoder(Order)
 REPORTS = msgspec.msgpack.Decoder(Report)
@@ -160,27 +196,60 @@ REPORTS = msgspec.msgpack.Decoder(Report)
 _encode = msgspec.msgpack.Encoder().encode
 
 
+def untouched(name: str, at: float) -> Done:
+    """Of a turn that left, at this unix time, before anything was computed of it."""
+    return Done(
+        name=name,
+        tokens=b"",
+        logprobs=b"",
+        finish_reason=ABORTED,
+        spans=(),
+        context_tokens=0,
+        cached_tokens=0,
+        scheduled_at=0.0,
+        first_token_at=0.0,
+        finished_at=at,
+        device_seconds=0.0,
+    )
+
+
 class Outbox:
-    """The sending end: what finds no room on the line is kept, in order, until there is some."""
+    """The sending end: what finds no room on the line is kept, in order, until there is some. Of ticks one is kept, the
+    newest, behind all else: so who reads nothing for long makes nothing grow.
+    """
 
     def __init__(self, line: Line) -> None:
         self._line = line
         self._unsent: deque[bytes] = deque()
+        self._tick: Tick | None = None
 
     def __len__(self) -> int:
         """Words that are kept."""
-        return len(self._unsent)
+        return len(self._unsent) + (self._tick is not None)
 
     def say(self, word: Word) -> None:
         """Never waits."""
-        self._unsent.append(_encode(word))
+        if isinstance(word, Tick):
+            before, self._tick = self._tick, word
+            if before is not None:
+                sums = {"steps": before.steps + word.steps, "step_seconds": before.step_seconds + word.step_seconds}
+                self._tick = msgspec.structs.replace(word, **sums)
+        else:
+            self._unsent.append(_encode(word))
         self.flush()
 
     def flush(self) -> None:
         """Send of what was kept as much as has room."""
         while self._unsent:
-            try:
-                self._line.write(self._unsent[0])
-            except LineFull:
+            if not self._sent(self._unsent[0]):
                 return
             self._unsent.popleft()
+        if self._tick is not None and self._sent(_encode(self._tick)):
+            self._tick = None
+
+    def _sent(self, message: bytes) -> bool:
+        try:
+            self._line.write(message)
+        except LineFull:
+            return False
+        return True

@@ -1,7 +1,8 @@
-"""The process beside a lending server: an executor whose engine is the server's guest.
+"""The process beside a lending server: an executor whose engine is the server's guest, or who observes.
 
 Keeps true
-- It is the server's child, and whatever becomes of it, serving goes on. It ends with the server, with a goodbye.
+- Whatever becomes of it, serving goes on. It ends with the server, with a goodbye, and is started again if it is killed
+  (`keeper`).
 - A guest that is dropped, a broker that is away or a server that is not up yet is waited for; after each it is a new
   start of the executor. What only a person can mend ends it, with a sentence in the log.
 """
@@ -11,8 +12,10 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import NoReturn
@@ -30,7 +33,11 @@ from workers.executor.link import EngineLink
 from workers.executor.main import run_executor
 from workers.executor.vllm.folder import check_folder
 from workers.lender.config import LendConfig, LenderConfig
+from workers.lender.grants import Grants
+from workers.lender.keeper import Keeper
 from workers.lender.link import End, knock
+from workers.lender.observed import observe
+from workers.lender.pulse import Pulse
 from workers.lender.vllm import SETTING
 from workers.weights.config import WeightsConfig
 
@@ -41,69 +48,105 @@ AGAIN_SECONDS = 1.0
 """Before it begins anew after a failure."""
 
 
-def lend(
-    settings: BusSettings,
-    config: ExecutorConfig,
-    lender: LenderConfig,
-    serving: Path,
-    flags: Sequence[str],
-    weights: WeightsConfig,
-) -> NoReturn:
-    """Become a vLLM server of the model folder `serving`, with these flags of vLLM's, and lend to inbox `config.slot`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is lent, to whom, and until when."""
+
+    settings: BusSettings | None
+    """None: nothing is lent, what could be is observed."""
+    executor: ExecutorConfig
+    lender: LenderConfig
+    weights: WeightsConfig
+    stop_file: Path
+    serve_metrics: Callable[[], None]
+    """Called once in each process beside. May raise UsageError."""
+
+    @property
+    def slot(self) -> int:
+        return self.executor.slot
+
+
+def lend(plan: Plan, serving: Path, flags: Sequence[str]) -> NoReturn:
+    """Become a vLLM server of the model folder `serving`, with these flags of vLLM's, and lend as planned.
 
     Call it before this process has a client of a broker: librdkafka's threads are not forked. Raises
     ModelFolderError for a policy that no guest can be made from.
     """
-    shapes, _ = check_folder(config.model_folder)
+    shapes = check_folder(plan.executor.model_folder)[0] if plan.settings is not None else {}
     folder = Path(tempfile.mkdtemp(prefix="rose-lend-"))
-    file = folder / "lend.json"
-    file.write_bytes(msgspec.json.encode(_of(config, lender, folder / "socket")))
-    end = end_with(os.getpid(), signal.SIGTERM)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if os.fork() == 0:
-        end()
-        _stay_beside(settings, config, shapes, folder, weights)
+    file, pulse = folder / "lend.json", Pulse.made(folder / "pulse")
+    file.write_bytes(msgspec.json.encode(_of(plan, folder)))
+    _fork(lambda: _keep(plan, shapes, folder, pulse))
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(serving), *flags]
     os.execve(sys.executable, command, {**os.environ, SETTING: str(file)})
 
 
-def _of(config: ExecutorConfig, lender: LenderConfig, path: Path) -> LendConfig:
+def _of(plan: Plan, folder: Path) -> LendConfig:
+    config = plan.executor
     return LendConfig(
         model_folder=str(config.model_folder.resolve()),
-        socket=str(path),
+        socket=str(folder / "socket"),
         dtype=config.dtype,
         max_turns=config.max_turns,
         max_model_len=config.max_model_len,
         kv_cache_bytes=config.kv_cache_bytes,
         step_tokens=config.step_tokens,
-        promise=lender.promise,
+        promise=plan.lender.promise,
         heartbeat_seconds=config.heartbeat_seconds,
+        pulse=str(folder / "pulse"),
+        observe=plan.settings is None,
     )
 
 
-def _stay_beside(
-    settings: BusSettings,
-    config: ExecutorConfig,
-    shapes: Mapping[str, tuple[int, ...]],
-    folder: Path,
-    weights: WeightsConfig,
-) -> NoReturn:
-    """The forked process's program."""
-    name, stop = f"executor-{config.slot}", Event()
+def _fork(program: Callable[[], None]) -> int:
+    """A child that runs `program`, is asked to stop when this process is gone, and runs nothing else of it."""
+    end = end_with(os.getpid(), signal.SIGTERM)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        end()
+        program()
+        status = 0
+    except Exception:  # noqa: BLE001  nobody else would tell
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _until_asked() -> Event:
+    stop = Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the server, which takes it along
-    show_as(f"beside-{config.slot}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the server, which takes its children along
+    return stop
+
+
+def _keep(plan: Plan, shapes: Mapping[str, tuple[int, ...]], folder: Path, pulse: Pulse) -> None:
+    """The keeper's program."""
+    stop = _until_asked()
+    show_as(f"keeper-{plan.slot}")
+    try:
+        begin = lambda: _fork(lambda: _stay_beside(plan, shapes, folder / "socket"))  # noqa: E731
+        Keeper(pulse, plan.stop_file, begin, hang_seconds=plan.lender.hang_seconds).keep(stop)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stay_beside(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """The program of the process beside."""
+    name, stop = f"executor-{plan.slot}", _until_asked()
+    show_as(f"beside-{plan.slot}")
     log = structlog.get_logger("lender").bind(worker=name)
     try:
+        plan.serve_metrics()
         while not stop.is_set():
             try:
-                reach(settings)
-                end = _knock(folder / "socket", stop)
-                if end is not None:
-                    with closing(end):
-                        link = EngineLink(end.wires, end.connection.fileno())
-                        run_executor(settings, config, name, link, shapes, stop, WorkerClass.SERVING, weights=weights)
+                _link(plan, shapes, path, name, stop)
             except UsageError:
                 raise
             except RoseError as error:
@@ -114,11 +157,37 @@ def _stay_beside(
                 stop.wait(AGAIN_SECONDS)
     except UsageError as error:
         log.error("lends nothing, serving goes on", reason=str(error))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+
+
+def _link(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path, name: str, stop: Event) -> None:
+    """One link with the server, from its beginning to its end."""
+    settings = plan.settings
+    if settings is not None:
+        reach(settings)
+    end = _knock(path, stop)
+    if end is None:
+        return
+    with closing(end):
+        link = EngineLink(end.wires, end.connection.fileno())
+        if settings is None:
+            observe(link, stop)
+            return
+        grants = Grants(settings, name)
+        try:
+            grants.known(stop)
+            run_executor(
+                settings,
+                plan.executor,
+                name,
+                link,
+                shapes,
+                stop,
+                WorkerClass.SERVING,
+                weights=plan.weights,
+                granted=lambda: grants.newest,
+            )
+        finally:
+            grants.stop()
 
 
 def _knock(path: Path, stop: Event) -> End | None:

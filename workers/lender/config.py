@@ -1,4 +1,4 @@
-"""What a server lends: the file that `ROSE_LEND` names."""
+"""What a server lends: the file that `ROSE_LEND` names, and what `rose lend` is told besides."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,12 @@ class LenderConfig:
 
     promise: Promise = field(default_factory=Promise)
     """The dial from strict to slo, the two budgets, the yield bound."""
+    stop_file: Path | None = None
+    """While this file is there, nothing is lent: it stops within a second. Who ends a guest that hangs writes it, so
+    put it where it outlives the server. Left out, `executor-<slot>.stop` in the run's folder."""
+    hang_seconds: float = 30.0
+    """A guest that has had the serving thread for so long hangs, and its engine core is ended; longer than what may be
+    compiled in a first step."""
 
 
 class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +48,10 @@ class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How long a piece of building the guest runs before serving is asked for again."""
     heartbeat_seconds: Annotated[float, Meta(ge=0.01, le=0.2)] = 0.1
     """Time between two reports of how the guest stands, at most 0.2."""
+    pulse: str = ""
+    """Path of the page that is shared with the keeper (`workers.lender.pulse`); empty: nobody watches for a hang."""
+    observe: bool = False
+    """Whether there is no guest, and what could be lent is measured."""
 
 
 def read_config(file: Path) -> LendConfig:

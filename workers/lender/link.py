@@ -26,6 +26,9 @@ PROTOCOL = 1
 
 CREDENTIALS = struct.Struct("3i")
 
+BELL = Path("anon_inode:[eventfd]")
+"""What the kernel calls one."""
+
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
     protocol: int
@@ -78,6 +81,8 @@ def welcome(connection: socket.socket) -> End:
         if hello.protocol != PROTOCOL:
             raise LinkRefused(f"its words are of protocol {hello.protocol}, ours of {PROTOCOL}: install one release")
         wires = Wires.handed(descriptors)
+        if Path(f"/proc/self/fd/{wires.bell}").readlink() != BELL:
+            raise LinkRefused("its bell is none")
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         os.set_blocking(wires.bell, False)

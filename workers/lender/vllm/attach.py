@@ -45,8 +45,14 @@ def _attach(core: Any, config: LendConfig) -> None:
     from workers.lender.vllm.refusals import why_not
     from workers.lender.vllm.touched import moved
 
-    if reason := moved() or why_not(core):
+    if reason := moved() or (not config.observe and why_not(core)):
         raise UsageError(reason)
+    if config.observe:
+        from workers.lender.vllm.observing import observe
+
+        observe(core, config, LOG)
+        LOG.info("rose: this server is observed, and lends nothing")
+        return
     from workers.lender.vllm.turns import lend
 
     lend(core, config, LOG)

@@ -4,7 +4,8 @@ Keeps true
 - Nothing that goes wrong here leaves `tick`: the guest is dropped, which is told, and built again after a while.
 - A tick is one bounded piece: of building the guest, of preparing a version, or a step of the engine.
 - Between two ticks the process is as the host left it.
-- A guest is built when somebody first knocks. Who knocks later gets the same engine, empty, at the version that it has.
+- A guest is built once somebody has knocked and said so, and parked when it is not wanted any more (`life`). Who knocks
+  later gets the same engine, empty, at the version that it has.
 """
 
 import socket
@@ -26,34 +27,48 @@ from workers.executor.vllm.engine import Engine, EngineConfig
 from workers.executor.words import Gone, Outbox, Slack
 from workers.lender.config import LendConfig
 from workers.lender.feeder import Feeder
+from workers.lender.life import Act, Life, State
 from workers.lender.link import End
+from workers.lender.parked import NOT_WOKEN, Parked
+from workers.lender.pulse import Pulse
 from workers.lender.vllm.apart import Apart
 from workers.lender.vllm.pieces import Pieces
 
-FIRST_RETRY_SECONDS = 1.0
-MOST_RETRY_SECONDS = 60.0
-"""How long a guest that was dropped stays away: twice as long each time, until it has stayed for as long as this."""
+FREE_SECONDS = 0.5
+"""How long a guest that is parked waits for serving to be idle before it gives its memory back all the same."""
 
 
 class Guest:
     """At most one engine, for at most one process beside."""
 
     def __init__(
-        self, config: LendConfig, feeder: Feeder, cost: StepCost, slack: Callable[[], Slack], log: Logger
+        self,
+        config: LendConfig,
+        feeder: Feeder,
+        pulse: Pulse,
+        cost: StepCost,
+        slack: Callable[[], Slack],
+        log: Logger,
     ) -> None:
         """`cost`: of the guest's steps, which is told of each; `slack`: how serving stands, for those beside."""
         self._config = config
         self._feeder = feeder
+        self._pulse = pulse
         self._cost = cost
         self._slack = slack
         self._log = log
+        self._life = Life()
+        self._parks_since = 0.0
         self._apart: Apart | None = None
         self._building: Pieces[Engine] | None = None
         self._engine: Engine | None = None
         self._link: End | None = None
-        self._host: EngineHost | None = None
-        self._retry_at = 0.0
-        self._retry_seconds = FIRST_RETRY_SECONDS
+        self._reports: Outbox | None = None
+        """Of the link."""
+        self._host: EngineHost | Parked | None = None
+        """Answers at the link, while there is one."""
+        self._granted = False
+        """What it last heard."""
         self._began = 0.0
 
     @property
@@ -61,80 +76,152 @@ class Guest:
         """Whether a tick has something to do."""
         if self._feeder.link is not self._link:
             return True
-        if self._engine is None:
-            return self._link is not None and time.monotonic() >= self._retry_at
-        return self._host is not None and self._host.busy
+        if self._host is None:
+            return False
+        return self._host.busy or self._life.due(self._wanted, time.monotonic())
+
+    @property
+    def _wanted(self) -> bool:
+        return self._granted and not self._pulse.stop
 
     @property
     def wanted_seconds(self) -> float:
         """What the next piece of work will take, as predicted."""
         if self._engine is None:
             return self._config.piece_seconds
-        return self._host.wanted_seconds if self._host is not None else 0.0
+        return self._host.wanted_seconds if isinstance(self._host, EngineHost) else 0.0
 
     def tick(self, *, seconds: float, tokens: int) -> None:
         """One bounded piece of work, of at most `seconds`, or a step of at most `tokens` tokens. Raises nothing."""
+        self._pulse.take()
         try:
             if self._feeder.link is not self._link:
                 self._change_link()
-            elif self._engine is None:
-                self._build(min(seconds, self._config.piece_seconds))
-            elif self._host is not None:
-                assert self._apart is not None
-                with self._apart.stepping():
-                    self._host.tick(tokens)
+            else:
+                self._live(seconds, tokens)
         except Exception as error:  # noqa: BLE001  whatever a guest does, serving goes on
             self._drop(error)
+        finally:
+            self._pulse.give()
 
-    def beat(self) -> None:
-        """Report while no tick may be done. Raises nothing."""
-        if self._host is not None:
-            try:
-                self._host.beat()
-            except Exception as error:  # noqa: BLE001  as above
-                self._drop(error)
+    def beat(self, *, held: bool) -> None:
+        """Where no tick may be done (`held`), or there is nothing to do: report, and let go of what is not wanted.
+
+        Raises nothing.
+        """
+        self._pulse.take()
+        try:
+            if self._feeder.link is not self._link:
+                self._change_link()
+            if self._host is not None:
+                self._host.beat(held=held)
+                self._granted = self._host.granted
+                if not self._wanted:
+                    self._follow()
+                if self._life.state is State.PARKING:
+                    self._park(held=held)
+        except Exception as error:  # noqa: BLE001  as above
+            self._drop(error)
+        finally:
+            self._pulse.give()
+
+    def _live(self, seconds: float, tokens: int) -> None:
+        host = self._host
+        if host is None:
+            return
+        self._follow()
+        if self._life.state is State.PARKING:
+            host.beat()
+            self._park(held=False)
+        elif isinstance(host, Parked):
+            host.tick()
+            if self._life.state is State.WAKING:
+                self._build(min(seconds, self._config.piece_seconds))
+        else:
+            assert self._apart is not None
+            with self._apart.stepping():
+                host.tick(tokens)
+        self._granted = host.granted
+
+    def _follow(self) -> None:
+        now = time.monotonic()
+        match self._life.follow(self._wanted, now):
+            case Act.BUILD:
+                self._began = now
+                self._apart = _apart_for_building()
+                self._building = Pieces(lambda: engine_of(self._config), "rose-guest-build")
+            case Act.PARK:
+                self._parks_since = now
+            case Act.NOTHING:
+                pass
+        if isinstance(self._host, Parked):
+            self._host.why = self._why_parked
+
+    @property
+    def _why_parked(self) -> str:
+        if self._life.state is State.WAKING:
+            return "its guest is being built"
+        if self._life.state is State.DROPPED:
+            return "its guest was dropped, and is built again"
+        return self._pulse.stop or NOT_WOKEN
+
+    def _park(self, *, held: bool) -> None:
+        """One turn back, or, once none is left, all of its memory."""
+        assert self._engine is not None and self._apart is not None
+        if isinstance(self._host, EngineHost) and not self._host.hand_back():
+            return
+        if held and time.monotonic() - self._parks_since < FREE_SECONDS:
+            return
+        engine, self._engine = self._engine, None
+        with self._apart.stepping():
+            engine.close()
+        self._life.freed()
+        self._log.info("rose: the guest is parked: %s", self._why_parked)
+        self._enter()
 
     def _change_link(self) -> None:
-        host, self._host = self._host, None
-        if host is not None:
-            host.leave()
+        if self._host is not None:
+            self._host.leave()
         while self._feeder.ended:  # first: the link that is taken now may end at any moment
             self._feeder.ended.pop().close()
         self._link = self._feeder.link
-        if self._engine is not None:
-            self._enter(self._engine)
+        self._reports = None if self._link is None else Outbox(Line(self._link.wires.reports))
+        self._enter()
 
-    def _enter(self, engine: Engine) -> None:
-        if self._link is not None:
-            beat = self._config.heartbeat_seconds
-            self._host = EngineHost(engine, self._link.wires, self._cost, tick_seconds=beat, slack=self._slack)
+    def _enter(self) -> None:
+        """Have somebody answer at the link."""
+        if self._host is not None:
+            self._granted = self._host.granted
+        self._host = None
+        if self._link is None or self._reports is None:
+            return
+        wires, reports, every = self._link.wires, self._reports, self._config.heartbeat_seconds
+        if self._engine is None:
+            self._host = Parked(Line(wires.orders), reports, tick_seconds=every)
+            self._host.why = self._why_parked
+        else:
+            self._host = EngineHost(self._engine, wires, reports, self._cost, tick_seconds=every, slack=self._slack)
+        self._host.granted = self._granted
 
     def _build(self, seconds: float) -> None:
-        if self._building is None:
-            self._began = time.monotonic()
-            self._apart = _apart_for_building()
-            self._building = Pieces(lambda: engine_of(self._config), "rose-guest-build")
-        assert self._apart is not None
+        assert self._building is not None and self._apart is not None
         with self._apart.building():
             if not self._building.go_on(seconds):
                 return
         building, self._building = self._building, None
         self._engine = building.result()
+        self._life.built()
         self._log.info(
             "rose: the guest is built, %.2f s after it was begun, in %d pieces of at most %.1f ms",
             time.monotonic() - self._began,
             building.pieces,
             1000 * building.longest_seconds,
         )
-        self._enter(self._engine)
+        self._enter()
 
     def _drop(self, error: Exception) -> None:
-        engine, self._engine, self._host, self._building = self._engine, None, None, None
-        now = time.monotonic()
-        if now - self._retry_at > MOST_RETRY_SECONDS:
-            self._retry_seconds = FIRST_RETRY_SECONDS
-        self._retry_at, wait = now + self._retry_seconds, self._retry_seconds
-        self._retry_seconds = min(2 * self._retry_seconds, MOST_RETRY_SECONDS)
+        engine, self._engine, self._building = self._engine, None, None
+        wait = self._life.fault(time.monotonic())
         with suppress(Exception):  # an error may not let itself be told
             reason = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
             self._log.error("rose: the guest is dropped, serving goes on, another is built in %.0f s: %s", wait, reason)
@@ -142,14 +229,14 @@ class Guest:
         if engine is not None and self._apart is not None:
             with suppress(Exception), self._apart.stepping():  # what is broken may not let itself be closed
                 engine.close()
+        self._enter()
 
     def _tell(self, gone: Gone) -> None:
-        """Where there is no room for it, the end of the link says as much."""
-        if self._link is None:
+        """Where there is no room for it, or no engine that was to blame, the end of the link says as much."""
+        if self._link is None or self._reports is None:
             return
-        reports = Outbox(Line(self._link.wires.reports))
-        reports.say(gone)
-        if len(reports):
+        self._reports.say(gone)
+        if len(self._reports) or isinstance(self._host, Parked):
             self._link.connection.shutdown(socket.SHUT_RDWR)
 
 

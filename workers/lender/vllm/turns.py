@@ -12,6 +12,7 @@ from workers.executor.words import Slack
 from workers.lender.admission import Admission, Answer
 from workers.lender.config import LendConfig
 from workers.lender.feeder import Feeder
+from workers.lender.pulse import Pulse
 from workers.lender.vllm.guest import Guest
 from workers.lender.vllm.serving import ServingView
 
@@ -19,11 +20,14 @@ from workers.lender.vllm.serving import ServingView
 class Turns:
     """Who computes next: after each step of serving's, the guest if admission lets it."""
 
-    def __init__(self, core: Any, config: LendConfig, feeder: Feeder, log: Logger) -> None:
+    def __init__(self, core: Any, config: LendConfig, feeder: Feeder, pulse: Pulse, log: Logger) -> None:
         self._core = core
+        self._look_seconds = config.heartbeat_seconds
+        self._looks_at = 0.0
+        """Of a guest that wants nothing, when it is asked again whether it might."""
         self._admission = Admission(config.promise, serving_step_tokens=core.scheduler.max_num_scheduled_tokens)
         self._view = ServingView(core, self._admission)
-        self._guest = Guest(config, feeder, self._admission.guest, self._slack, log)
+        self._guest = Guest(config, feeder, pulse, self._admission.guest, self._slack, log)
         self._held_back: dict[str, int] = {}
         self._longest = 0.0
         self._answer: Answer | None = None
@@ -40,8 +44,16 @@ class Turns:
         if self._guest.busy and self._core.is_running():
             self._offer()
         else:
-            self._guest.beat()
+            self._guest.beat(held=not self._might())
         return executed
+
+    def _might(self) -> bool:
+        """Whether a guest that wants nothing might compute, as far as that is looked at: now and then."""
+        now = time.monotonic()
+        if now < self._looks_at or not self._core.is_running():
+            return False
+        self._looks_at = now + self._look_seconds
+        return self._admission.admit(self._view.holds(), wanted_seconds=0.0, now=now).hold is None
 
     def _offer(self) -> None:
         now = time.monotonic()
@@ -50,7 +62,7 @@ class Turns:
         self._answer = answer
         if answer.hold is not None:
             self._held_back[answer.hold.value] = self._held_back.get(answer.hold.value, 0) + 1
-            self._guest.beat()
+            self._guest.beat(held=True)
             return
         self._guest.tick(seconds=answer.seconds, tokens=answer.tokens)
         seconds = time.monotonic() - now
@@ -85,7 +97,7 @@ def lend(core: Any, config: LendConfig, log: Logger) -> None:
         core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
 
     feeder = Feeder(Path(config.socket), wake, beat_seconds=config.heartbeat_seconds, log=log)
-    turns = Turns(core, config, feeder, log)
+    turns = Turns(core, config, feeder, Pulse.of_core(config.pulse), log)
 
     def take_input() -> None:
         core.process_input_queue_block = idle = not turns.wanted

@@ -1,0 +1,26 @@
+"""A scheduler for a serving engine whose guest hangs for as long as a file is there."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.integration.lender_kit import HANG
+from workers.executor.vllm.engine import Engine, Step
+
+
+class Hanging(Scheduler):  # type: ignore[misc]
+    """Stands in a server by `--scheduler-cls`."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        step, file = Engine.step, Path(os.environ[HANG])
+
+        def a_step_that_hangs(engine: Engine) -> Step:
+            while file.exists():
+                time.sleep(0.1)
+            return step(engine)
+
+        Engine.step = a_step_that_hangs  # type: ignore[method-assign]

@@ -1,0 +1,233 @@
+"""A lender by requests, between a real broker and a scripted endpoint."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from schemas.arrays import unpack_logprobs, unpack_tokens
+from schemas.slack import ExecutorState, WorkerClass
+from schemas.turns import Refusal, TurnOutcome, TurnResult
+from tests.brokers import AnyBroker
+from tests.integration.endpoint_kit import MOST_TOKENS, Lending, ScriptedEndpoint, lending
+from tests.integration.executor_kit import Router
+from tests.integration.policies import logprobs_of, new_policy, save_policy
+from tests.waiting import until
+from topics.admin import create_topics
+from topics.catalog import Partitions
+from topics.settings import BusSettings
+from workers.executor.loop import TTL_SECONDS
+from workers.lender.endpoint.config import EndpointConfig
+
+pytestmark = pytest.mark.slow
+
+CONTEXT = [3, 4, 5, 6] * 5
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=2, slots=2, samples=1, chunks=2))
+    return settings
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    return save_policy(tmp_path / "policy", new_policy(0, tied=False))
+
+
+@pytest.fixture
+def endpoint(policy: Path) -> Iterator[ScriptedEndpoint]:
+    endpoint = ScriptedEndpoint(policy, new_policy(0, tied=False))
+    endpoint.start()
+    yield endpoint
+    endpoint.end()
+
+
+@pytest.fixture
+def config(endpoint: ScriptedEndpoint, tmp_path: Path) -> EndpointConfig:
+    return EndpointConfig(url=endpoint.url, folder=tmp_path / "versions", ttft_seconds=5.0, tpot_seconds=0.5)
+
+
+@pytest.fixture
+def lender(settings: BusSettings, policy: Path, config: EndpointConfig) -> Iterator[Lending]:
+    with lending(settings, policy, config) as lender:
+        yield lender
+
+
+@pytest.fixture
+def router(settings: BusSettings, lender: Lending) -> Router:
+    return Router(settings, lender)
+
+
+def prove(result: TurnResult, model: Any, version: int) -> None:
+    """The result is what this model says after the context, under this version."""
+    tokens = unpack_tokens(result.tokens)
+    assert result.outcome is TurnOutcome.COMPLETED
+    assert [(span.start, span.end, span.version) for span in result.spans] == [(0, len(tokens), version)]
+    expected = logprobs_of(model, CONTEXT, tokens).numpy()
+    assert np.abs(unpack_logprobs(result.logprobs) - expected).max() < 1e-3
+
+
+@torch.no_grad()
+def greedy(model: Any, count: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens.append(int(model(input_ids=torch.tensor([[*CONTEXT, *tokens]])).logits[0, -1].argmax()))
+    return tokens
+
+
+def test_turns_are_answered_under_versions_that_were_proven(
+    router: Router, endpoint: ScriptedEndpoint, lender: Lending, tmp_path: Path
+) -> None:
+    models = [new_policy(seed, tied=False) for seed in range(4)]
+    router.until(lambda: bool(router.beats))
+    beat = router.beats[-1]
+    assert (beat.state, beat.policy_version) == (ExecutorState.STARTING, -1)
+    assert (beat.worker_class, beat.hardware.device) == (WorkerClass.SERVING, "request-level")
+
+    router.publish(models[1], 1)
+    router.until(lambda: router.serves(1))
+    router.dispatch("greedy", CONTEXT, temperature=0.0, stop=())
+    prove(router.result("greedy"), models[1], 1)
+    assert unpack_tokens(router.result("greedy").tokens) == greedy(models[1], 8)
+
+    endpoint.loads = False
+    router.publish(models[2], 2)
+    router.until(lambda: router.beats[-1].refused_version == 2)
+    assert "off by" in router.beats[-1].refused_reason and router.serves(1)
+    assert endpoint.loaded == ["version-1", "version-2", "version-1"]
+    router.dispatch("still", CONTEXT)
+    prove(router.result("still"), models[1], 1)
+
+    endpoint.loads = True
+    for number in range(12):
+        router.dispatch(f"across-{number}", CONTEXT, max_tokens=20)
+    router.publish(models[3], 3)
+    router.until(lambda: router.serves(3))
+    for number in range(12):
+        result = router.result(f"across-{number}")
+        if result.outcome is TurnOutcome.COMPLETED:
+            version = result.spans[0].version
+            prove(result, models[version], version)
+        else:
+            assert result.refusal is Refusal.ROOM
+    assert [path.name for path in (tmp_path / "versions/slot-1").glob("version-*")] == ["version-3"]
+
+    router.dispatch("seeded", CONTEXT, seed=4)
+    assert "seeded" in router.result("seeded").reason
+    router.dispatch("strange", [*CONTEXT, 48])
+    assert "vocabulary" in router.result("strange").reason
+    assert router.result("strange").refusal is Refusal.ENGINE
+
+    router.executor = None
+    assert lender.end() == 0
+    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+
+
+def test_what_a_turn_had_when_its_endpoint_went_comes_back_and_so_does_the_endpoint(
+    router: Router, endpoint: ScriptedEndpoint
+) -> None:
+    model = new_policy(1, tied=False)
+    router.publish(model, 1)
+    router.until(lambda: router.serves(1))
+    endpoint.token_seconds = 0.1
+    router.dispatch("broken-off", CONTEXT, max_tokens=200, stop=())
+    router.until(lambda: router.beats[-1].rollout.running == 1)
+    before = len(router.beats)
+    router.until(lambda: len(router.beats) > before + 10)
+    endpoint.stop()
+    result = router.result("broken-off")
+    assert result.outcome is TurnOutcome.PREEMPTED and "away" in result.reason
+    tokens = unpack_tokens(result.tokens)
+    assert 0 < len(tokens) < 200
+    assert np.abs(unpack_logprobs(result.logprobs) - logprobs_of(model, CONTEXT, tokens).numpy()).max() < 1e-3
+    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+
+    gone = router.beats[-1].incarnation
+    endpoint.model, endpoint.token_seconds = new_policy(0, tied=False), 0.0
+    endpoint.start()
+    router.until(lambda: router.beats[-1].incarnation != gone and router.serves(1))
+    router.dispatch("goes-on", CONTEXT, max_tokens=len(tokens) + 8, stop=(), begun=result.part)
+    whole = router.result("goes-on")
+    prove(whole, model, 1)
+    assert unpack_tokens(whole.tokens)[: len(tokens)] == tokens and len(unpack_tokens(whole.tokens)) == len(tokens) + 8
+
+
+def test_an_endpoint_that_hangs_is_a_silent_executor(router: Router, endpoint: ScriptedEndpoint) -> None:
+    router.publish(new_policy(1, tied=False), 1)
+    router.until(lambda: router.serves(1))
+    endpoint.hang(True)
+    time.sleep(1.0)  # what it said before is read
+    router.until(lambda: not list(router.reader.read(100, TTL_SECONDS)))
+    endpoint.hang(False)
+    router.until(lambda: router.serves(1))
+    router.dispatch("after", CONTEXT)
+    assert router.result("after").outcome is TurnOutcome.COMPLETED
+
+
+def test_turns_that_are_late_go_back_and_none_are_asked_for(router: Router, endpoint: ScriptedEndpoint) -> None:
+    router.publish(new_policy(1, tied=False), 1)
+    router.until(lambda: router.serves(1))
+    assert router.beats[-1].max_turns == 1
+    endpoint.token_seconds = 0.7
+    router.dispatch("late", CONTEXT, max_tokens=200, stop=())
+    result = router.result("late")
+    assert result.outcome is TurnOutcome.PREEMPTED and "latency" in result.reason
+    assert len(unpack_tokens(result.tokens))
+    router.until(lambda: router.beats[-1].max_turns == 0)
+    router.dispatch("none", CONTEXT)
+    assert router.result("none").refusal is Refusal.ROOM
+
+
+def test_turns_on_time_are_asked_for_in_growing_number(router: Router, endpoint: ScriptedEndpoint) -> None:
+    router.publish(new_policy(1, tied=False), 1)
+    router.until(lambda: router.serves(1))
+    endpoint.token_seconds = 0.05
+    number = 0
+    while router.beats[-1].max_turns < 4:
+        names = [f"more-{number + more}" for more in range(router.beats[-1].max_turns)]
+        number += len(names)
+        for name in names:
+            router.dispatch(name, CONTEXT, max_tokens=30, stop=())
+        for name in names:
+            router.result(name)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"tells_token_ids": False}, "does not tell the token ids"),
+        ({"changed": {"logprobs_mode": "raw_logprobs"}}, "--logprobs-mode processed_logprobs"),
+        ({"changed": {"dtype": "torch.float16"}}, "computes in float16"),
+        ({"changed": {"max_model_len": MOST_TOKENS - 1}}, "longest turn"),
+        ({"changed": {"model": "/nowhere"}}, "cannot be read from here"),
+        ({"folder": Path(__file__).parents[2] / "workers/models/calculator"}, "are not the policy's"),
+    ],
+)
+def test_an_endpoint_that_cannot_lend_is_refused_in_a_sentence(
+    settings: BusSettings,
+    endpoint: ScriptedEndpoint,
+    policy: Path,
+    config: EndpointConfig,
+    wrong: dict[str, Any],
+    sentence: str,
+) -> None:
+    for name, value in wrong.items():
+        setattr(endpoint, name, value)
+    with lending(settings, policy, config) as lender:
+        until(lambda: lender.poll() is not None)
+        assert lender.poll() == 2 and sentence in lender.said and "\n" not in lender.said
+
+
+def test_a_folder_that_the_endpoint_does_not_see_is_told_and_nothing_is_loaded(
+    router: Router, endpoint: ScriptedEndpoint
+) -> None:
+    endpoint.sees_folders = False
+    router.publish(new_policy(1, tied=False), 1)
+    router.until(lambda: bool(router.beats) and router.beats[-1].refused_version == 1)
+    assert "cannot read" in router.beats[-1].refused_reason and endpoint.loaded == []

@@ -1,0 +1,244 @@
+"""An executor whose engine the test plays: what it does when a grant, a guest or a server says that it may not run."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+import torch
+
+from pipeline.command.granting import send_grant
+from pipeline.command.options import Common
+from schemas.arrays import pack_logprobs, pack_tokens
+from schemas.errors import UsageError
+from schemas.slack import ExecutorState, WorkerClass
+from schemas.turns import Refusal, TurnOutcome, VersionSpan, held_hash
+from tests.brokers import AnyBroker
+from tests.integration.executor_kit import SLOT, Router
+from tests.waiting import until
+from topics.admin import create_topics
+from topics.catalog import Partitions
+from topics.settings import BusSettings
+from workers.executor.config import ExecutorConfig
+from workers.executor.gate import Granted
+from workers.executor.line import Line
+from workers.executor.link import EngineLink
+from workers.executor.loop import Executor
+from workers.executor.wires import Wires
+from workers.executor.words import (
+    ABORTED,
+    ORDERS,
+    Done,
+    GiveUp,
+    Order,
+    Outbox,
+    Park,
+    Prepare,
+    Prepared,
+    Serve,
+    Serving,
+    Take,
+    Tick,
+    Wake,
+)
+from workers.lender.grants import Grants
+from workers.weights.receive import StagedVersion
+
+NAME = f"executor-{SLOT}"
+TICK = Tick(-1, "cpu", 0, 0, 10_000, 10_000, 1, 1.0, 1.0, 0, 0.0)
+Wanted = TypeVar("Wanted", bound=Order)
+
+
+class OneVersion:
+    """A receiver to which version 3 came."""
+
+    refused_newest = None
+
+    def __init__(self) -> None:
+        self._staged: StagedVersion | None = StagedVersion(3, {"w": torch.zeros(4)}, 16, None, 0.0)  # type: ignore[arg-type]
+
+    def staged(self) -> StagedVersion | None:
+        staged, self._staged = self._staged, None
+        return staged
+
+
+@dataclass
+class Engine:
+    """The other end of an executor's wires. What it says of itself is `tick`."""
+
+    wires: Wires
+    tick: Tick = TICK
+    heard: list[Order] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reports = Outbox(Line(self.wires.reports))
+        self._orders = Line(self.wires.orders)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def say(self, **changes: Any) -> None:
+        self.tick = msgspec.structs.replace(self.tick, **changes)
+
+    def hear(self, kind: type[Wanted]) -> Wanted:
+        """Wait for an order of a kind, and forget it."""
+        until(lambda: any(isinstance(order, kind) for order in self.heard))
+        found = next(order for order in self.heard if isinstance(order, kind))
+        self.heard.remove(found)
+        return found
+
+    def serve(self) -> None:
+        """Take a version up, as it is told to."""
+        version = self.hear(Prepare).version
+        self.reports.say(Prepared(version))
+        self.hear(Serve)
+        self.reports.say(Serving(version, 0.0))
+        self.say(version=version)
+
+    def give_up(self, name: str, tokens: list[int]) -> None:
+        spans = (VersionSpan(0, len(tokens), 3),) if tokens else ()
+        logprobs = pack_logprobs([-1.0] * len(tokens))
+        self.reports.say(Done(name, pack_tokens(tokens), logprobs, ABORTED, spans, 3, 0, 1.0, 2.0, 3.0, 0.5))
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.02):
+            self.heard += map(ORDERS.decode, self._orders.read())
+            self.reports.say(self.tick)
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=2, slots=2, samples=1, chunks=2))
+    return settings
+
+
+@pytest.fixture
+def grants(settings: BusSettings) -> Iterator[Grants]:
+    grants = Grants(settings, NAME)
+    grants.known(threading.Event())
+    yield grants
+    grants.stop()
+
+
+def grant(settings: BusSettings, *, lend: bool, worker: str = NAME, token_budget: int = 0) -> None:
+    embedded = f"broker.embedded={str(settings.embedded).lower()}"
+    common = Common(bootstrap_server=settings.bootstrap, namespace=settings.namespace, settings=[embedded])
+    send_grant(common, worker, lend=lend, kv_bytes=0, token_budget=token_budget, reason="night")
+
+
+@contextmanager
+def running(settings: BusSettings, granted: Granted | None) -> Iterator[tuple[Engine, Router]]:
+    """An executor, its engine, and the router that it talks to."""
+    wires, stop = Wires.new(), threading.Event()
+    engine = Engine(wires)
+    life = os.pidfd_open(os.getpid())
+    executor = Executor(
+        settings,
+        ExecutorConfig(model_folder=Path(), slot=SLOT),
+        NAME,
+        WorkerClass.SERVING,
+        EngineLink(wires, life),
+        TICK,
+        OneVersion(),  # type: ignore[arg-type]
+        granted,
+    )
+    thread = threading.Thread(target=executor.run, args=(stop,))
+    thread.start()
+    try:
+        yield engine, Router(settings)
+    finally:
+        stop.set()
+        thread.join()
+        engine.close()
+        wires.close()
+        os.close(life)
+
+
+def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings: BusSettings, grants: Grants) -> None:
+    grant(settings, lend=False)
+    grant(settings, lend=True, worker="another")
+    until(lambda: grants.newest is not None)
+    with running(settings, lambda: grants.newest) as (engine, router):
+        engine.hear(Park)
+        router.until(lambda: bool(router.beats) and "night" in router.beats[-1].paused_reason)
+        assert router.beats[-1].state is ExecutorState.PAUSED
+        grant(settings, lend=True, token_budget=500)
+        engine.hear(Wake)
+        engine.serve()
+        router.until(lambda: router.beats[-1].state is ExecutorState.READY)
+        assert (router.beats[-1].token_budget, router.beats[-1].paused_reason) == (500, "")
+
+        router.dispatch("held", [3, 4, 5])
+        taken = engine.hear(Take)
+        began = time.monotonic()
+        grant(settings, lend=False)
+        assert engine.hear(GiveUp).name == taken.name
+        engine.hear(Park)
+        assert time.monotonic() - began < 5.0, "a second, on a machine with nothing else to do"
+        engine.give_up(taken.name, [7, 8])
+        engine.say(parked="nobody has woken it", version=-1, kv_bytes_total=0)
+        back = router.result("held")
+        assert (back.outcome, back.reason, len(back.tokens)) == (TurnOutcome.PREEMPTED, "a grant parked it: night", 8)
+        router.until(lambda: router.beats[-1].policy_version == -1)
+        assert (router.beats[-1].state, router.beats[-1].token_budget) == (ExecutorState.PAUSED, 0)
+        router.dispatch("late", [3, 4, 5])
+        assert router.result("late").refusal is not None
+
+        grant(settings, lend=True)
+        engine.hear(Wake)
+        assert not any(isinstance(order, Prepare) for order in engine.heard), "it is not there yet"
+        engine.say(parked="", kv_bytes_total=10_000)
+        engine.serve()
+        router.until(lambda: router.beats[-1].state is ExecutorState.READY)
+        assert router.beats[-1].policy_version == 3
+
+
+def test_a_server_that_is_never_idle_gives_its_turns_back_until_it_was(settings: BusSettings) -> None:
+    with running(settings, lambda: None) as (engine, router):
+        engine.serve()
+        router.until(lambda: router.serves(3))
+        router.dispatch("held", [3, 4, 5])
+        taken = engine.hear(Take)
+        engine.say(held_seconds=4.9)
+        router.until(lambda: bool(router.beats[-1].holds))
+        assert not any(isinstance(order, GiveUp) for order in engine.heard)
+        engine.say(held_seconds=5.1)
+        assert engine.hear(GiveUp).name == taken.name
+        engine.give_up(taken.name, [])
+        back = router.result("held")
+        assert back.outcome is TurnOutcome.PREEMPTED and "no moment" in back.reason
+        router.dispatch("refused", [3, 4, 5])
+        assert router.result("refused").refusal is Refusal.ROOM
+        assert router.beats[-1].state is ExecutorState.PAUSED
+        engine.say(held_seconds=0.0)
+        router.until(lambda: router.beats[-1].state is ExecutorState.READY)
+
+
+def test_a_goodbye_lists_what_was_answered_just_before(settings: BusSettings) -> None:
+    with running(settings, None) as (engine, router):
+        engine.serve()
+        router.until(lambda: router.serves(3))
+        keys = [router.dispatch(name, [3, 4, 5]) for name in ("before", "with")]
+        for key in keys[:1]:
+            engine.give_up(engine.hear(Take).name, [7])
+            router.result(key.trajectory_id)
+        engine.hear(Take)
+    # the last one is never answered: its engine hangs, and the router issues it again
+    router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+    assert router.beats[-1].holds == held_hash(keys[0]).to_bytes(8, "little")
+
+
+def test_a_grant_that_cannot_be_is_one_sentence(settings: BusSettings) -> None:
+    with pytest.raises(UsageError, match="no such grant"):
+        grant(settings, lend=True, worker="no worker")

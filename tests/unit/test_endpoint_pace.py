@@ -1,0 +1,96 @@
+"""The pace of a lender by requests: how it grows, what it yields, where it settles."""
+
+import itertools
+from math import inf
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.lender.endpoint.pace import Pace, Window, late
+
+TTFT, TPOT, MOST = 1.0, 0.1, 64
+
+seconds = st.floats(0, 4, allow_nan=False)
+windows = st.builds(
+    Window,
+    ttft=st.lists(seconds, max_size=8),
+    tpot=st.lists(seconds.map(lambda s: s / 10), max_size=8),
+    full=st.booleans(),
+    others_late=st.booleans(),
+)
+LATE = Window([2 * TTFT], [], full=True)
+CALM = Window([0.1 * TTFT], [0.1 * TPOT], full=True)
+
+
+def new_pace(most: int = MOST) -> Pace:
+    return Pace(ttft_seconds=TTFT, tpot_seconds=TPOT, most=most)
+
+
+@given(st.lists(windows, max_size=60), st.integers(0, 100))
+def test_it_stays_between_nothing_and_the_most_and_grows_only_when_on_time(history: list[Window], most: int) -> None:
+    pace, was_late = new_pace(most), False
+    for now, window in enumerate(history):
+        before = pace.limit
+        after = pace.see(window, float(now))
+        assert after == pace.limit and 0 <= after <= most
+        on_time = not window.others_late and all(s <= TTFT for s in window.ttft) and all(s <= TPOT for s in window.tpot)
+        assert after <= before or on_time
+        assert after <= before or before == 0 or window.full
+        assert after <= before + (1 if was_late else max(before, 1))
+        was_late |= after < before
+
+
+@given(st.lists(windows, max_size=40))
+def test_whatever_was_before_an_endpoint_that_stays_late_is_soon_asked_for_nothing(history: list[Window]) -> None:
+    pace = new_pace()
+    for now, window in enumerate(history):
+        pace.see(window, float(now))
+    for _ in range(2 * MOST.bit_length() + 1):
+        pace.see(LATE, 40.0)
+    assert pace.limit == 0
+    assert pace.see(Window([], [], full=False), 41.0) == 0
+
+
+def test_the_window_after_a_cut_is_not_judged() -> None:
+    pace = new_pace(8)
+    assert [pace.see(CALM, 0.0) for _ in range(3)] == [2, 4, 8]
+    assert [pace.see(LATE, 1.0), pace.see(LATE, 2.0), pace.see(CALM, 3.0)] == [4, 4, 5]
+
+
+def test_what_was_too_much_is_tried_again_twice_as_late_each_time() -> None:
+    pace, now, tries = new_pace(), 0.0, []
+    for _ in range(400):
+        before = pace.limit
+        after = pace.see(LATE if before else Window([], [], full=False), now)
+        if before == 0 and after == 1:
+            tries.append(now)
+        now += 1.0
+    gaps = [b - a for a, b in itertools.pairwise(tries)]
+    assert all(later >= earlier for earlier, later in itertools.pairwise(gaps)) and gaps[-1] > 3 * gaps[0]
+
+
+@given(st.integers(2, MOST - 1), st.floats(0.2, 0.7))
+def test_it_settles_where_the_endpoint_keeps_its_promise(knee: int, base_share: float) -> None:
+    """An endpoint whose time per token grows with the turns at it, and is over its budget beyond `knee` of them."""
+    pace, tokens, late_windows = new_pace(), 0, 0
+    base = base_share * TPOT
+    for now in range(600):
+        tpot = base + (TPOT - base) * pace.limit / (knee + 0.5)
+        full = pace.limit > 0
+        if now >= 100:
+            tokens += pace.limit
+            late_windows += tpot > TPOT
+        pace.see(Window([0.1], [tpot] if full else [], full=full), float(now))
+    spare = int((0.8 - base_share) / (1 - base_share) * (knee + 0.5))
+    assert tokens / 500 >= min(spare, knee) / 2
+    assert late_windows <= 50
+
+
+def test_late_is_told_by_buckets_that_are_surely_over_the_budget() -> None:
+    nothing = {0.1: 0.0, 0.25: 0.0, inf: 0.0}
+    assert not late({}, {}, 0.2) and not late(nothing, nothing, 0.2)
+    assert not late(nothing, {0.1: 0.0, 0.25: 20.0, inf: 20.0}, 0.2)
+    assert not late(nothing, {0.1: 19.0, 0.25: 19.0, inf: 20.0}, 0.2)
+    assert late(nothing, {0.1: 18.0, 0.25: 18.0, inf: 20.0}, 0.2)
+    before = {0.1: 0.0, 0.25: 0.0, inf: 500.0}
+    assert not late(before, {0.1: 10.0, 0.25: 10.0, inf: 510.0}, 0.2)

@@ -1,0 +1,51 @@
+"""The proof that an endpoint answers with a version: what is proven, and what never is."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.lender.endpoint.proof import flaw, probe_context
+
+TOLERANCE = 1e-3
+SIZES = st.integers(1, 200)
+
+
+def drawn(seed: int, size: int) -> "np.typing.NDArray[np.float64]":
+    return -np.random.default_rng(seed).exponential(3.0, size)
+
+
+@given(st.integers(0, 99), SIZES, st.floats(1e-5, 1.0))
+def test_what_answers_with_the_new_weights_is_proven_and_what_stays_with_the_old_is_not(
+    seed: int, size: int, moved: float
+) -> None:
+    before = drawn(seed, size)
+    new = before + moved * np.random.default_rng(seed + 1).standard_normal(size)
+    noise = 1e-6 * np.random.default_rng(seed + 2).standard_normal(size)
+    if np.abs(new - before).max() < 1e-5:
+        return
+    assert flaw(new + noise, new, before, TOLERANCE) == ""
+    assert flaw(before + noise, new, before, TOLERANCE)
+
+
+@given(st.integers(0, 99), SIZES, st.floats(2 * TOLERANCE, 10.0))
+def test_one_logprob_that_is_off_is_enough(seed: int, size: int, off: float) -> None:
+    new = drawn(seed, size)
+    given_ = new.copy()
+    given_[seed % size] -= off
+    assert "off by" in flaw(given_, new, None, TOLERANCE)
+
+
+def test_what_is_no_number_is_never_proven() -> None:
+    new = drawn(0, 4)
+    assert flaw(np.array([new[0], np.nan, new[2], new[3]]), new, None, TOLERANCE)
+    assert flaw(np.full(4, -np.inf), new, None, TOLERANCE)
+
+
+def test_a_version_that_is_the_one_before_is_proven_by_the_same_answers() -> None:
+    new = drawn(1, 8)
+    assert flaw(new, new, new.copy(), TOLERANCE) == ""
+
+
+def test_a_probe_is_the_same_for_the_same_version() -> None:
+    assert probe_context(48, 3) == probe_context(48, 3) != probe_context(48, 4)
+    assert set(probe_context(48, 3)) <= set(range(48))

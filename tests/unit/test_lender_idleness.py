@@ -1,0 +1,43 @@
+"""What could be lent: all time is idle or busy, and each stretch is counted once, where it belongs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.executor.words import Seen
+from workers.lender.idleness import BOUNDS, Idleness
+from workers.lender.observed import Observed, in_words
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 500.0)), max_size=60))
+def test_all_time_is_idle_or_busy_and_each_stretch_is_counted(history: list[tuple[bool, float]]) -> None:
+    """What serving comes to be, idle or not, and how long after what came before."""
+    idleness, now, idle, stretches, since = Idleness(0.0), 0.0, 0.0, list[float](), 0.0
+    is_idle = True
+    for becomes_idle, seconds in history:
+        now += seconds
+        idle += seconds * is_idle
+        if is_idle and not becomes_idle:
+            stretches.append(now - since)
+        elif not is_idle and becomes_idle:
+            since = now
+        is_idle = becomes_idle
+        (idleness.idle if becomes_idle else idleness.busy)(now)
+        assert idleness.seconds(now) == now
+        assert idleness.idle_seconds(now) == pytest.approx(idle)
+    for place, upper in enumerate(BOUNDS):
+        lower = BOUNDS[place - 1] if place else -1.0
+        assert idleness.stretches[place] == sum(lower < length <= upper for length in stretches)
+    assert sum(idleness.stretches) == len(stretches)
+
+
+def test_what_was_seen_is_exported_and_told_in_words() -> None:
+    observed = Observed()
+    assert list(observed.collect()) == []
+    counts = tuple(1 if place in (2, 6) else 0 for place in range(len(BOUNDS) + 1))
+    observed.seen = Seen(10.0, 4.0, counts, 1.009, 1, 0, 1000, 100, 250)
+    metrics = {sample.name: sample.value for metric in observed.collect() for sample in metric.samples}
+    assert metrics["rose_lender_idle_seconds_total"] == 4.0
+    assert metrics["rose_lender_idle_stretch_seconds_count"] == 2.0
+    words = in_words(observed.seen, 250)
+    assert (words["idle"], words["serving_kv_most"], words["stretch_p50"]) == ("40.0%", "25.0%", "<= 0.01 s")

@@ -1,0 +1,139 @@
+"""The keeper: the process beside comes back, a file stops lending, and a guest that hangs ends its engine core."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.waiting import until
+from workers.lender import pulse as pulses
+from workers.lender.hang import GAP_SECONDS, Hang
+from workers.lender.keeper import Keeper, is_halted, says_stop
+from workers.lender.pulse import Pulse
+
+ROOT = Path(__file__).parents[2]
+STOP_SECONDS = 1.0
+"""Within which a file stops lending."""
+
+CORE = """
+import sys, time
+from workers.lender.pulse import Pulse
+pulse = Pulse.of_core(sys.argv[1])
+
+def a_step_that_hangs():
+    while True:
+        time.sleep(0.01)
+
+if sys.argv[2] == "guest":
+    pulse.take()
+a_step_that_hangs()
+"""
+
+
+class Beside:
+    """Starts processes beside that do nothing."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def begin(self) -> int:
+        self.started.append(subprocess.Popen(["sh", "-c", self.command]))
+        return self.started[-1].pid
+
+
+@contextmanager
+def kept(folder: Path, begin: Callable[[], int], *, hang_seconds: float = 60.0) -> Iterator[Pulse]:
+    """While a keeper keeps; it says goodbye at the end."""
+    pulse, stop = Pulse.made(folder / "pulse"), Event()
+    keeper = Keeper(pulse, folder / "marks" / "stop", begin, hang_seconds=hang_seconds)
+    thread = Thread(target=keeper.keep, args=(stop,))
+    thread.start()
+    try:
+        yield Pulse(folder / "pulse")
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_process_beside_that_is_killed_comes_back_and_one_that_ends_does_not(tmp_path: Path) -> None:
+    beside = Beside("exec sleep 600")
+    with kept(tmp_path, beside.begin):
+        until(lambda: len(beside.started) == 1)
+        os.kill(beside.started[0].pid, signal.SIGKILL)
+        until(lambda: len(beside.started) == 2)
+        assert not is_halted(beside.started[1].pid)
+    assert is_halted(beside.started[1].pid), "it goes with its keeper"
+    once = Beside("exit 0")
+    (tmp_path / "again").mkdir()
+    with kept(tmp_path / "again", once.begin):
+        until(lambda: len(once.started) == 1)
+        time.sleep(2.0)
+        assert len(once.started) == 1
+
+
+def test_a_file_stops_and_so_does_a_keeper_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "marks" / "stop"
+    file.parent.mkdir()
+    with kept(tmp_path, Beside("exec sleep 600").begin) as pulse:
+        assert pulse.stop == ""
+        for present in (True, False, True):
+            began = time.monotonic()
+            file.touch() if present else file.unlink()
+            until(lambda: bool(pulse.stop) is present)  # noqa: B023
+            assert time.monotonic() - began < STOP_SECONDS
+    file.unlink()
+    monkeypatch.setattr(pulses, "KEEPER_SECONDS", 0.0)
+    pulse.look(stop=False)
+    assert "silent" in pulse.stop
+    assert Pulse(None).stop == "", "where there never was a keeper, none is missed"
+
+
+def test_a_file_that_nobody_can_look_at_says_stop(tmp_path: Path) -> None:
+    assert not says_stop(tmp_path / "no" / "such")
+    assert says_stop(tmp_path / ("x" * 1000)), "a name that no file can have"
+
+
+@pytest.mark.parametrize("holder", ["guest", "serving"])
+def test_a_guest_that_hangs_ends_its_engine_core_and_serving_that_is_slow_does_not(tmp_path: Path, holder: str) -> None:
+    log = tmp_path / "log"
+    with kept(tmp_path, Beside("exec sleep 600").begin, hang_seconds=1.0), log.open("wb") as output:
+        command = [sys.executable, "-c", CORE, str(tmp_path / "pulse"), holder]
+        core = subprocess.Popen(command, cwd=ROOT, stderr=output)
+        if holder == "guest":
+            assert core.wait(60.0) == -signal.SIGKILL
+            assert "a_step_that_hangs" in log.read_text()
+            assert "has had the thread" in (tmp_path / "marks" / "stop").read_text()
+        else:
+            time.sleep(4.0)
+            assert core.poll() is None and not (tmp_path / "marks").exists()
+            core.kill()
+            core.wait()
+
+
+LOOKS = st.tuples(st.integers(0, 3), st.booleans(), st.floats(0.01, 5.0))
+
+
+@settings(deadline=None)
+@given(st.lists(LOOKS, max_size=80))
+def test_only_seconds_of_one_hold_that_were_seen_make_a_hang(looks: list[tuple[int, bool, float]]) -> None:
+    """Each look: the hold that was seen, whether the process was halted, and the seconds since the look before."""
+    hang, now, held, before = Hang(3.0), 0.0, 0.0, 0
+    for since, halted, seconds in looks:
+        now += seconds
+        if since != before:
+            held = 0.0
+        elif since and not halted:
+            held += min(seconds, GAP_SECONDS)
+        before = since
+        hangs = hang.looked(since, halted=halted, now=now)
+        assert hangs == (since != 0 and held >= 3.0 - 1e-9) or abs(held - 3.0) < 1e-6

@@ -1,0 +1,360 @@
+"""What a lender asks of its endpoint: vLLM 0.32's HTTP API, its development part among it.
+
+Keeps true
+- An endpoint that cannot be proven, or tells no token ids, is refused in a sentence before anything is asked of it.
+- Answers are checked against the shapes that are declared here; nothing of them is believed further than it is needed.
+- It is asked to load only what it was seen to see: vLLM 0.32 ends when a load fails half-way.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from schemas.prompts import Sampling
+from workers.executor.vllm.folder import check_folder
+from workers.executor.vllm.types import EngineBroken, EngineRefusal, EngineStartError, SwapRefused
+from workers.lender.endpoint.proof import ANSWER_TOKENS, TOLERANCES, Probed
+
+VERSION = "0.32."
+"""Of vLLM: what is asked of it is not promised to stay."""
+
+ANSWER_SECONDS = 10.0
+"""Within which an endpoint that is well answers what costs it nothing."""
+
+INFO_SECONDS = 60.0
+"""Within which it tells its configuration: the first time vLLM looks its machine over."""
+
+SILENT_SECONDS = 30.0
+"""Between two tokens of a turn: one that is silent for longer hangs."""
+
+LOAD_SECONDS = 600.0
+"""For which a load may take: it reads the whole model."""
+
+MOST_LINE_BYTES = 8 << 20
+"""Of one piece of an answer."""
+
+LIKELIEST = 20
+"""Tokens at each place of a probe; vLLM's `--max-logprobs` is that unless it was set."""
+
+TTFT, TPOT = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"
+"""Histograms that it exports."""
+
+TOKEN = "token_id:"
+"""What stands before a token's id where a token is named."""
+
+SEEN = "rose"
+"""Name of a tensor that no model has."""
+
+NOT_VLLM = (
+    "only a vLLM 0.32 server that was started with VLLM_SERVER_DEV_MODE=1 is known to load a policy version that can "
+    "be proven; SGLang and others were not tried"
+)
+
+Answered = TypeVar("Answered")
+
+
+class ModelConfig(msgspec.Struct):
+    model: str
+    dtype: str
+    max_model_len: int
+    logprobs_mode: str
+    max_logprobs: int
+    quantization: str | None = None
+
+
+class ParallelConfig(msgspec.Struct):
+    world_size: int
+    data_parallel_size: int
+
+
+class CacheConfig(msgspec.Struct):
+    block_size: int
+    num_gpu_blocks: int | None = None
+
+
+class DeviceConfig(msgspec.Struct):
+    device: str = ""
+
+
+class VllmConfig(msgspec.Struct):
+    model_config: ModelConfig
+    parallel_config: ParallelConfig
+    cache_config: CacheConfig
+    device_config: DeviceConfig
+    lora_config: Any = None
+    speculative_config: Any = None
+
+    @property
+    def dtype(self) -> str:
+        return self.model_config.dtype.removeprefix("torch.")
+
+
+class ServerInfo(msgspec.Struct):
+    vllm_config: VllmConfig
+
+
+class Model(msgspec.Struct):
+    id: str
+
+
+class Models(msgspec.Struct):
+    data: list[Model]
+
+
+class Logprobs(msgspec.Struct):
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float] | None] = []
+
+
+class Choice(msgspec.Struct):
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens_details: CachedTokens | None = None
+
+
+class Piece(msgspec.Struct):
+    """Of an answer: what is new in it."""
+
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+class Endpoint:
+    """One server. Every method raises EngineBroken when it is away or broken."""
+
+    def __init__(self, url: str, model: str) -> None:
+        """`model`: the name under which it serves; empty for its only one. Call it within a running event loop."""
+        self.url = url.rstrip("/")
+        self.model = model
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            read_bufsize=MOST_LINE_BYTES,
+        )
+
+    async def aclose(self) -> None:
+        await self._session.close()
+
+    async def check(self, shapes: Mapping[str, Sequence[int]], max_model_len: int) -> VllmConfig:
+        """What it is. Raises EngineStartError for one that this lender cannot use: `shapes` are the policy's."""
+        version = await self._get("/version")
+        info = await self._get("/server_info?config_format=json", INFO_SECONDS) if version is not None else None
+        if version is None or info is None:
+            raise EngineStartError(f"{self.url}: {NOT_VLLM}")
+        said = str(msgspec.json.decode(version).get("version", ""))
+        if not said.startswith(VERSION):
+            raise EngineStartError(f"{self.url} is vLLM {said}: {NOT_VLLM}")
+        config = self._decoded(info, ServerInfo).vllm_config
+        sentence = unusable(config, shapes, max_model_len)
+        if sentence:
+            raise EngineStartError(f"{self.url}: {sentence}")
+        models = self._decoded(await self._get("/v1/models") or b"{}", Models).data
+        names = [model.id for model in models]
+        if not self.model and len(names) == 1:
+            self.model = names[0]
+        if self.model not in names:
+            raise EngineStartError(f"{self.url} serves {', '.join(names)}: set endpoint.model to the policy's name")
+        await self._check_tokens()
+        return config
+
+    async def _check_tokens(self) -> None:
+        sampling = Sampling(max_tokens=1, temperature=0.0)
+        try:
+            async for _, tokens, logprobs, _ in self.turn([0, 1], sampling, salt="rose"):
+                if tokens and len(tokens) == len(logprobs):
+                    return
+        except EngineRefusal as refusal:
+            raise EngineStartError(f"{self.url} answers no turn: {refusal}") from None
+        raise EngineStartError(f"{self.url} does not tell the token ids that it draws: turns are never tokenised again")
+
+    async def alive(self) -> None:
+        """Its engine has done something for us, between two of its steps."""
+        try:
+            await self._post("/collective_rpc", {"method": "check_health"}, ANSWER_SECONDS)
+        except SwapRefused as refusal:
+            raise EngineBroken(str(refusal)) from None
+
+    async def histograms(self) -> dict[str, dict[float, float]]:
+        """Latencies of all its requests so far, by upper bound in seconds; empty if it exports none."""
+        text = await self._get("/metrics")
+        found: dict[str, dict[float, float]] = {}
+        for family in text_string_to_metric_families((text or b"").decode()):
+            if family.name in (TTFT, TPOT):
+                buckets = found.setdefault(family.name, {})
+                for sample in family.samples:
+                    if sample.name.endswith("_bucket"):
+                        bound = float(sample.labels["le"])
+                        buckets[bound] = buckets.get(bound, 0.0) + sample.value
+        return found
+
+    async def turn(
+        self, context: Sequence[int], sampling: Sampling, *, salt: str
+    ) -> AsyncIterator[tuple[int, list[int], list[float], str]]:
+        """A turn as it is drawn: cached tokens of its context, new tokens, their logprobs, and why it has ended.
+
+        `salt`: KV is found again under the same one only. Raises EngineRefusal for a turn that it does not take.
+        """
+        body = {**self._body(context, sampling, salt), "stream": True, "stream_options": {"include_usage": True}}
+        silence = aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_SECONDS, sock_read=SILENT_SECONDS)
+        try:
+            async with self._session.post(f"{self.url}/v1/completions", json=body, timeout=silence) as response:
+                if response.status == 400:
+                    raise EngineRefusal(f"{self.url} does not take the turn: {await _said(response)}")
+                if response.status != 200:
+                    raise EngineBroken(f"{self.url} answers a turn with {response.status}: {await _said(response)}")
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        yield self._taken(self._decoded(line[6:], Piece), context)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise EngineBroken(f"{self.url} broke a turn off: {_reason(error)}") from None
+
+    def _taken(self, piece: Piece, context: Sequence[int]) -> tuple[int, list[int], list[float], str]:
+        details = piece.usage.prompt_tokens_details if piece.usage is not None else None
+        cached = details.cached_tokens or 0 if details is not None else 0
+        if not piece.choices:
+            return cached, [], [], ""
+        choice = piece.choices[0]
+        if choice.prompt_token_ids is not None and choice.prompt_token_ids != list(context):
+            raise EngineRefusal(f"{self.url} changes the tokens of a context: turns are never tokenised again")
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
+        return cached, choice.token_ids or [], logprobs, choice.finish_reason or ""
+
+    async def probe(self, context: Sequence[int], *, salt: str, likeliest: int) -> Probed:
+        """Its answer to a context, as it is drawn for a turn."""
+        sampling = Sampling(max_tokens=ANSWER_TOKENS)
+        body = {**self._body(context, sampling, salt), "logprobs": likeliest}
+        answer = self._decoded(await self._post("/v1/completions", body, SILENT_SECONDS), Piece)
+        choice = answer.choices[0]
+        if choice.logprobs is None or choice.token_ids is None:
+            raise SwapRefused("a probe is answered without token ids or logprobs")
+        places = [place or {} for place in choice.logprobs.top_logprobs]
+        ids = [{int(name.removeprefix(TOKEN)): value for name, value in place.items()} for place in places]
+        return Probed(context, choice.token_ids, ids)
+
+    async def sees(self, folder: Path) -> bool:
+        """Whether it can read `folder`, in which a tensor lies that no model has.
+
+        Asked to copy it as it is, vLLM finds the tensor and has no place for it, and nothing has changed.
+        """
+        asked = {"weights_path": str(folder), "is_checkpoint_format": False}
+        try:
+            await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": asked}, LOAD_SECONDS)
+        except SwapRefused as refusal:
+            return f"no attribute `{SEEN}`" in str(refusal)
+        return False
+
+    async def load(self, folder: Path) -> None:
+        """Load the safetensors of `folder` in place of its weights; it answers nobody meanwhile.
+
+        Requests that it holds wait, and are computed anew under the new weights. Raises SwapRefused.
+        """
+        await self._post("/pause?mode=keep", {}, LOAD_SECONDS)
+        try:
+            asked = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            await self._post("/collective_rpc", asked, LOAD_SECONDS)
+            await self._post("/reset_prefix_cache?reset_running_requests=true", {}, LOAD_SECONDS)
+        finally:
+            await self._post("/resume", {}, LOAD_SECONDS)
+
+    def _body(self, context: Sequence[int], sampling: Sampling, salt: str) -> dict[str, Any]:
+        """A completion that is drawn as sampling says, whatever the server's own defaults are."""
+        return {
+            "model": self.model,
+            "prompt": list(context),
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,
+            "add_special_tokens": False,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "cache_salt": salt,
+        }
+
+    async def _get(self, path: str, seconds: float = ANSWER_SECONDS) -> bytes | None:
+        """None for what it has not."""
+        try:
+            async with self._session.get(self.url + path, timeout=aiohttp.ClientTimeout(total=seconds)) as response:
+                if response.status in (404, 405):
+                    return None
+                if response.status != 200:
+                    raise EngineBroken(f"{self.url}{path} answers {response.status}: {await _said(response)}")
+                return await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineBroken(f"{self.url} does not answer: {_reason(error)}") from None
+
+    async def _post(self, path: str, body: dict[str, Any], seconds: float) -> bytes:
+        """Raises SwapRefused."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=seconds)
+            async with self._session.post(self.url + path, json=body, timeout=timeout) as response:
+                if response.status != 200:
+                    raise SwapRefused(f"{self.url}{path} answers {response.status}: {await _said(response)}")
+                return await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineBroken(f"{self.url} does not answer: {_reason(error)}") from None
+
+    def _decoded(self, answer: bytes, kind: type[Answered]) -> Answered:
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except msgspec.DecodeError as error:
+            raise EngineBroken(f"{self.url} answers what is no {kind.__name__}: {error}") from None
+
+
+def unusable(config: VllmConfig, shapes: Mapping[str, Sequence[int]], max_model_len: int) -> str:
+    """Why no policy of these shapes can be lent an endpoint like this; empty when it can."""
+    model, parallel = config.model_config, config.parallel_config
+    if parallel.world_size > 1 or parallel.data_parallel_size > 1:
+        return "it runs on several ranks, which nobody has tried"
+    if config.speculative_config is not None or config.lora_config is not None or model.quantization is not None:
+        return "it speculates, quantizes or has LoRA adapters, which nobody has tried"
+    if config.dtype not in TOLERANCES:
+        return f"it computes in {config.dtype}: a version can be proven in {' or '.join(TOLERANCES)}"
+    if model.logprobs_mode != "processed_logprobs":
+        return f"its logprobs are {model.logprobs_mode}: start it with --logprobs-mode processed_logprobs"
+    if model.max_model_len < max_model_len:
+        return f"its longest turn is {model.max_model_len} tokens, executor.max_model_len is {max_model_len}"
+    return _other_model(Path(model.model), shapes, on_cpu=config.device_config.device == "cpu")
+
+
+def _other_model(folder: Path, shapes: Mapping[str, Sequence[int]], *, on_cpu: bool) -> str:
+    if not (folder / "config.json").is_file():
+        return f"its model folder {folder} cannot be read from here, so it cannot be told whether it is the policy's"
+    theirs, _ = check_folder(folder)
+    ours = {name: tuple(shape) for name, shape in shapes.items()}
+    if {**theirs, **ours} != theirs or theirs.keys() - ours.keys() - {HEAD}:
+        return f"it serves {folder}, whose tensors are not the policy's: only a server of the policy's model can lend"
+    if on_cpu and HEAD not in theirs:
+        return f"on a CPU vLLM does not load a head again that is tied: give it {folder} with an {HEAD} of its own"
+    return ""
+
+
+HEAD = "lm_head.weight"
+"""Where it is missing it is the embedding."""
+
+
+async def _said(response: aiohttp.ClientResponse) -> str:
+    return (await response.text(errors="replace"))[:300]
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,26 @@
+"""Settings of an endpoint that lends by requests."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from schemas.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointConfig:
+    """A vLLM server of the policy's model, whose latency this lender keeps. What it takes on is the executor's."""
+
+    url: str = ""
+    """`http://host:port`, where its API is; `rose lend --endpoint` says it."""
+    model: str = ""
+    """The name under which it serves the policy; empty: the only one that it has."""
+    folder: Path = Path("runs/endpoint")
+    """Where policy versions are written for it to load: its machine sees the folder under the same path."""
+    ttft_seconds: float = 1.0
+    """Its promise: from a request to its first token."""
+    tpot_seconds: float = 0.1
+    """Its promise: from one token of a request to the next, in the mean."""
+
+    def __post_init__(self) -> None:
+        if not (self.ttft_seconds > 0 and self.tpot_seconds > 0):
+            raise UsageError("endpoint.ttft_seconds and endpoint.tpot_seconds are more than 0")

@@ -1,0 +1,118 @@
+"""Pace: how many turns an endpoint is asked for at once, from the latency that it shows.
+
+Keeps true
+- Between 0 and `most`. It begins with 1, doubles while nothing was ever late, and grows by 1 from then on.
+- It grows only after a window that was full, on time, and with a fifth of each budget to spare.
+- A window that was late halves it, down to 0. The window after that shows what was asked before, and is not judged.
+- At 0 nothing of its own is seen: after a quiet time it asks for 1 again, twice as long each time that was too much.
+
+Late is a window of which more than one in twenty of the latencies of either kind are over their budget: of its own
+turns, or of all requests where the endpoint tells (`late`).
+
+Pure; seconds, `now` on any one clock.
+
+Example (most 8): full and on time for three windows -> 2, 4, 8; late -> 4; late (not judged) -> 4; full, on time -> 5
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+LATE_SHARE = 0.05
+"""Share of latencies over the budget from which on a window is late."""
+
+SPARE = 0.8
+"""Share of a budget that may be used while the pace grows."""
+
+QUIET_SECONDS = 10.0
+"""At 0, until it is tried with 1 again, the first time."""
+
+LONGEST_QUIET_SECONDS = 160.0
+
+Buckets = Mapping[float, float]
+"""By upper bound in seconds, how many latencies were ever seen up to it: a Prometheus histogram; infinity is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What was seen since the window before. Latencies still growing stand as they are now."""
+
+    ttft: Sequence[float]
+    """Of its own turns."""
+    tpot: Sequence[float]
+    full: bool
+    """Whether it had as many turns running as it might, at some time."""
+    others_late: bool = False
+    """Of all requests of the endpoint, as it tells."""
+
+
+class Pace:
+    def __init__(self, *, ttft_seconds: float, tpot_seconds: float, most: int) -> None:
+        self.limit = min(1, most)
+        """Turns at once."""
+        self._ttft_seconds = ttft_seconds
+        self._tpot_seconds = tpot_seconds
+        self._most = most
+        self._was_late = False
+        self._judges = True
+        self._quiet_seconds = QUIET_SECONDS
+        self._closed_at = 0.0
+
+    def see(self, window: Window, now: float) -> int:
+        """Take in one window; returns the limit from here on."""
+        if not self._judges:
+            self._judges = True
+        elif self._late(window):
+            self._halve(now)
+        elif self.limit == 0:
+            if now - self._closed_at >= self._quiet_seconds:
+                self.limit = min(1, self._most)
+        elif window.full and self._spare(window):
+            self.limit = min(self._most, self.limit + (1 if self._was_late else self.limit))
+            self._quiet_seconds = QUIET_SECONDS
+        return self.limit
+
+    def _late(self, window: Window) -> bool:
+        own = (window.ttft, self._ttft_seconds), (window.tpot, self._tpot_seconds)
+        return window.others_late or any(
+            sum(each > budget for each in seen) > LATE_SHARE * len(seen) for seen, budget in own
+        )
+
+    def _halve(self, now: float) -> None:
+        self._was_late = True
+        if self.limit == 1:
+            self._quiet_seconds = min(2 * self._quiet_seconds, LONGEST_QUIET_SECONDS)
+        if self.limit:
+            self._judges = False
+        self.limit //= 2
+        self._closed_at = now
+
+    def _spare(self, window: Window) -> bool:
+        worst_ttft, worst_tpot = max(window.ttft, default=0.0), max(window.tpot, default=0.0)
+        return worst_ttft <= SPARE * self._ttft_seconds and worst_tpot <= SPARE * self._tpot_seconds
+
+
+def late(before: Buckets, after: Buckets, budget_seconds: float) -> bool:
+    """Whether more than one in twenty of the latencies between two looks at a histogram are surely over the budget.
+
+    Surely: those in the bucket that the budget falls into are not counted.
+    """
+    seen = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
+    total = max(seen.values(), default=0.0)
+    kept = [count for bound, count in seen.items() if bound >= budget_seconds]
+    return total > 0 and total - min(kept, default=total) > LATE_SHARE * total
+
+
+class Rates:
+    """Tokens a second, of one turn, fading: the newest turn counts for a fifth."""
+
+    NEWEST = 0.2
+
+    def __init__(self) -> None:
+        self.prefill = 10_000.0
+        self.decode = 100.0
+
+    def first_token(self, computed_tokens: int, seconds: float) -> None:
+        self.prefill += self.NEWEST * (max(computed_tokens, 1) / max(seconds, 1e-6) - self.prefill)
+
+    def decoded(self, seconds_per_token: float) -> None:
+        self.decode += self.NEWEST * (1.0 / max(seconds_per_token, 1e-6) - self.decode)

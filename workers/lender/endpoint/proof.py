@@ -1,0 +1,95 @@
+"""Proof: whether an endpoint answers with the weights that it was told to load.
+
+It is asked to go on from a context that nobody else has, as a turn is, and tells of each token that it drew the
+likeliest ones with their logprobs. The same tokens after the same context are given to the model of the transformers
+library, once with the weights that should answer and once with those before.
+
+Keeps true
+- What is off by more than the tolerance of the element type is not proven, wherever the endpoint got it from.
+- Nor is what lies nearer to the weights before than to the new ones, however close the two are.
+
+A probe proves what it can see: two versions between which fewer logprobs move than rounding moves are not told apart,
+and the newer one is then refused about as often as not.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.errors import UsageError
+
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25}
+"""By what an endpoint computes in, the largest difference of two logprobs that counts as the same."""
+
+CONTEXT_TOKENS = 32
+ANSWER_TOKENS = 32
+"""Of a probe: as long as a short turn."""
+
+Logprobs = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What an endpoint answered to a probe."""
+
+    context: Sequence[int]
+    tokens: Sequence[int]
+    likeliest: Sequence[Mapping[int, float]]
+    """Of each token of the answer: logprobs by token id, at its place."""
+
+    @property
+    def logprobs(self) -> Logprobs:
+        return np.array([logprob for place in self.likeliest for logprob in place.values()])
+
+
+def probe_context(vocabulary: int, seed: int) -> list[int]:
+    """The same for the same seed."""
+    return random.Random(seed).choices(range(vocabulary), k=CONTEXT_TOKENS)
+
+
+def flaw(given: Logprobs, new: Logprobs, before: Logprobs | None, tolerance: float) -> str:
+    """Why the answers do not prove the new weights; empty when they do.
+
+    `new`, `before`: what these weights give for the same tokens; `before` is None if it is not known what they were.
+    """
+    off = float(np.max(np.abs(given - new), initial=0.0))
+    if not off <= tolerance:
+        return f"logprobs of a probe are off by {off:.2g}, more than {tolerance:g}"
+    if before is not None:
+        moved = new - before
+        if moved.any() and float((given - before) @ moved) < 0.5 * float(moved @ moved):
+            return "a probe is answered as by the version before"
+    return ""
+
+
+class Expected:
+    """The policy's model, to say what its answers should be. Computes on the host, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        """Imports the transformers library, which takes seconds. Raises UsageError for a model that it has not."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            with torch.random.fork_rng():
+                self._model: Any = AutoModelForCausalLM.from_config(config).float().eval()
+        except (ValueError, KeyError, OSError) as error:
+            raise UsageError(f"transformers makes no model of {folder}, so no version can be proven: {error}") from None
+
+    def logprobs(self, tensors: Mapping[str, Any], probed: Probed) -> Logprobs:
+        """What these weights, by Hugging Face name, give for what the endpoint told."""
+        import torch
+
+        with torch.no_grad():
+            self._model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, strict=False)
+            self._model.tie_weights()
+            ids = torch.tensor([[*probed.context, *probed.tokens]])
+            logits = self._model(input_ids=ids).logits[0, len(probed.context) - 1 : -1]
+            expected = torch.log_softmax(logits.double(), -1)
+        return np.array([expected[place, token] for place, tokens in enumerate(probed.likeliest) for token in tokens])

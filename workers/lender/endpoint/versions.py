@@ -1,0 +1,133 @@
+"""The policy versions of an endpoint: written where it finds them, loaded by its own API, proven.
+
+Keeps true
+- What was loaded and is not proven is followed by the weights before it, which are proven in the same way.
+- A file is whole before the endpoint is told of it, and stays until another version is proven.
+"""
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from workers.executor.vllm.types import EngineBroken, SwapRefused
+from workers.lender.endpoint.api import HEAD, LIKELIEST, SEEN, Endpoint, VllmConfig
+from workers.lender.endpoint.proof import TOLERANCES, Expected, flaw, probe_context
+
+FILE = "model.safetensors"
+
+EMBEDDING = "model.embed_tokens.weight"
+"""What a tied head is."""
+
+log = structlog.get_logger("endpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What the endpoint can be told to load."""
+
+    version: int
+    folder: Path
+    tensors: Mapping[str, Tensor] | None = None
+    """None for those that it was started with: nobody has proven them."""
+
+
+class Versions:
+    """Of one endpoint, for one start of an executor."""
+
+    def __init__(self, api: Endpoint, server: VllmConfig, vocabulary: int, expected: Expected, folder: Path) -> None:
+        """`server`: what `api.check` found; `folder`: where versions are written, and nothing else is kept."""
+        self._api = api
+        self._server = server
+        self._vocabulary = vocabulary
+        self._expected = expected
+        self._folder = folder
+        shutil.rmtree(folder, ignore_errors=True)  # of a start before this one
+        self._serves = Weights(-1, Path(server.model_config.model))
+        self._prepared: Weights | None = None
+        self.salt = ""
+        """Names the weights that serve: KV is found again under no other."""
+        self.loads = 0
+        """Times that the endpoint answered nobody for a load; odd while one goes on."""
+
+    @property
+    def version(self) -> int:
+        """That serves; -1 if none is proven."""
+        return self._serves.version
+
+    async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write a version where the endpoint finds it. Raises SwapRefused or EngineBroken."""
+        weights = Weights(version, self._folder / f"version-{version}", tensors)
+        seen = self._folder / "seen"
+        try:
+            await asyncio.to_thread(_write, weights.folder, _with_head(tensors))
+            await asyncio.to_thread(_write, seen, {f"{SEEN}.seen": torch.zeros(1)})
+        except OSError as error:
+            raise SwapRefused(f"{weights.folder} cannot be written: {error.strerror}") from None
+        if not await self._api.sees(seen):
+            raise SwapRefused(f"{self._api.url} cannot read {self._folder}, where versions are written for it")
+        self._prepared = weights
+
+    async def serve(self) -> None:
+        """Load what was prepared, and prove it.
+
+        Raises SwapRefused when the weights before serve on, EngineBroken when they are not proven either.
+        """
+        weights, self._prepared = self._prepared, None
+        if weights is None:
+            raise SwapRefused("nothing is prepared")
+        self.loads += 1
+        try:
+            sentence = await self._load(weights)
+            if not sentence:
+                weights, self._serves = self._serves, weights
+                return
+            log.error("not proven, the weights before are loaded again", version=weights.version, reason=sentence)
+            worse = await self._load(self._serves)
+            if worse:
+                raise EngineBroken(f"{self._api.url} does not take back what it served: {worse}")
+            raise SwapRefused(sentence)
+        finally:
+            self.loads += 1
+            _drop(weights)
+
+    async def _load(self, weights: Weights) -> str:
+        """Why these weights are not what the endpoint answers with now; empty when they are."""
+        self.salt = f"rose-{weights.version}-{secrets.token_hex(8)}"
+        try:
+            await self._api.load(weights.folder)
+            if weights.tensors is None:
+                return ""
+            most = min(LIKELIEST, self._server.model_config.max_logprobs, self._vocabulary)
+            context = probe_context(self._vocabulary, weights.version)
+            probed = await self._api.probe(context, salt=self.salt, likeliest=most)
+        except SwapRefused as refusal:
+            return str(refusal)
+        new = await asyncio.to_thread(self._expected.logprobs, weights.tensors, probed)
+        known, before = self._serves.tensors, None
+        if known is not None and known is not weights.tensors:
+            before = await asyncio.to_thread(self._expected.logprobs, known, probed)
+        return flaw(probed.logprobs, new, before, TOLERANCES[self._server.dtype])
+
+
+def _with_head(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model that keeps its head apart is given one; any other passes it over."""
+    return {HEAD: tensors[EMBEDDING].clone(), **tensors} if EMBEDDING in tensors else dict(tensors)
+
+
+def _write(folder: Path, tensors: dict[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+
+
+def _drop(weights: Weights) -> None:
+    """Its file is needed no more. What the endpoint was started with is not ours."""
+    if weights.tensors is not None:
+        shutil.rmtree(weights.folder, ignore_errors=True)

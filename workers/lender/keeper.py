@@ -1,0 +1,136 @@
+"""The keeper of a lending server: one small process that has the process beside for a child and looks at the guest.
+
+Keeps true
+- The process beside that is killed is started again, later each time (`backoff`); one that ends by itself is not.
+- A file that says stop is seen within `LOOK_SECONDS`, whatever a broker, the process beside or serving is doing.
+- An engine core whose guest hangs is ended, so that whoever runs the server starts it anew; the file then says stop:
+  the next life does not lend until somebody has looked at it and removed it. Serving that is slow is left alone.
+- It is the server's child and ends with it, after the process beside has said goodbye.
+
+It looks at one page of memory (`pulse`) and at one file, and imports nothing that could hang itself.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event
+
+import structlog
+
+from workers.lender.backoff import Backoff
+from workers.lender.hang import Hang
+from workers.lender.pulse import STACK_SIGNAL, Pulse
+
+LOOK_SECONDS = 0.2
+"""Between two looks."""
+
+STACK_SECONDS = 1.0
+"""That this may take."""
+
+GOODBYE_SECONDS = 10.0
+"""How long the process beside may take to hand its turns back once the server is gone."""
+
+
+class Keeper:
+    """`begin` forks the process beside and returns its id."""
+
+    def __init__(self, pulse: Pulse, stop_file: Path, begin: Callable[[], int], *, hang_seconds: float) -> None:
+        self._pulse = pulse
+        self._stop_file = stop_file
+        self._begin = begin
+        self._hang = Hang(hang_seconds)
+        self._core: tuple[int, int] | None = None
+        """The engine core's process and a descriptor of it."""
+        self._ended = False
+        """The engine core was."""
+        self._beside: int | None = None
+        self._again = Backoff()
+        self._done = False
+        """The process beside has ended by itself."""
+        self._log = structlog.get_logger("keeper")
+
+    def keep(self, stop: Event) -> None:
+        """Until `stop` is set; then the process beside has said goodbye."""
+        while not stop.is_set():
+            self._pulse.look(stop=says_stop(self._stop_file))
+            self._watch()
+            self._tend()
+            time.sleep(LOOK_SECONDS)
+        self._part()
+
+    def _tend(self) -> None:
+        """Start the process beside, if it is to be there and is not."""
+        now = time.monotonic()
+        if self._beside is not None:
+            pid, status = os.waitpid(self._beside, os.WNOHANG)
+            if not pid:
+                return
+            self._beside, code = None, os.waitstatus_to_exitcode(status)
+            self._done = code == 0
+            if not self._done:
+                self._log.error("the process beside has ended", status=code, again_in=self._again.failed(now))
+        if not self._done and now >= self._again.until:
+            self._beside = self._begin()
+
+    def _watch(self) -> None:
+        if self._core is None and self._pulse.core:
+            try:
+                self._core = self._pulse.core, os.pidfd_open(self._pulse.core)
+            except ProcessLookupError:
+                return
+        if self._core is None or self._ended:
+            return
+        pid, descriptor = self._core
+        since = self._pulse.since
+        halted = bool(since) and is_halted(pid)
+        if self._hang.looked(since, halted=halted, now=time.monotonic()):
+            self._end(pid, descriptor)
+
+    def _end(self, pid: int, descriptor: int) -> None:
+        """What an operator would do: have it not happen again, keep the evidence, and let the server be restarted."""
+        reason = f"a guest has had the thread of engine core {pid} for {self._hang.seconds:.0f} s; it is ended"
+        self._log.error(reason, stacks="in the server's log", stop_file=str(self._stop_file))
+        try:
+            self._stop_file.parent.mkdir(parents=True, exist_ok=True)
+            self._stop_file.write_text(f"{reason}\n")
+        except OSError as error:
+            self._log.error("the next life may lend: the stop file cannot be written", reason=str(error))
+        self._ended = True
+        try:
+            signal.pidfd_send_signal(descriptor, STACK_SIGNAL)
+            time.sleep(STACK_SECONDS)
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def _part(self) -> None:
+        if self._beside is None:
+            return
+        os.kill(self._beside, signal.SIGTERM)
+        deadline = time.monotonic() + GOODBYE_SECONDS
+        while not os.waitpid(self._beside, os.WNOHANG)[0]:
+            if time.monotonic() > deadline:
+                os.kill(self._beside, signal.SIGKILL)
+            time.sleep(LOOK_SECONDS)
+
+
+def says_stop(file: Path) -> bool:
+    """Whether the file is there, or nobody can tell."""
+    try:
+        file.stat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def is_halted(pid: int) -> bool:
+    """Whether somebody has stopped the process, as a debugger does, or it is gone."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return True
+    return state in ("T", "t", "Z", "X")

@@ -1,0 +1,97 @@
+"""What could be lent, as the process beside an observed server logs and exports it."""
+
+import time
+from collections.abc import Iterable
+from itertools import accumulate
+from threading import Event
+
+import structlog
+from prometheus_client.core import (
+    REGISTRY,
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from workers.executor.link import EngineLink
+from workers.executor.metrics import SERVING_REQUESTS
+from workers.executor.words import Seen
+from workers.lender.idleness import BOUNDS
+
+LOG_SECONDS = 60.0
+"""Between two lines of the log."""
+
+WAIT_SECONDS = 0.2
+"""Longest wait between two looks at whether to stop."""
+
+SHOWN = (0.5, 0.9)
+"""Quantiles of the idle stretches in the log: bounds that so many do not exceed."""
+
+
+class Observed(Collector):
+    """The newest word of the server, as metrics."""
+
+    def __init__(self) -> None:
+        self.seen: Seen | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by whoever serves the metrics, on a thread of its own."""
+        seen = self.seen
+        if seen is None:
+            return
+        yield CounterMetricFamily("rose_lender_observed_seconds", "That were looked at", seen.seconds)
+        yield CounterMetricFamily("rose_lender_idle_seconds", "Of those, without a serving request", seen.idle_seconds)
+        bounds = [*map(str, BOUNDS), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(seen.stretches)), strict=True))
+        name, said = "rose_lender_idle_stretch_seconds", "Idle stretches that have ended"
+        yield HistogramMetricFamily(name, said, buckets=buckets, sum_value=seen.stretch_seconds)
+        kv = GaugeMetricFamily("rose_lender_serving_kv_bytes", "KV cache that serving's requests hold", labels=["what"])
+        kv.add_metric(["held"], seen.kv_bytes_held)
+        kv.add_metric(["most"], seen.kv_bytes_most)
+        kv.add_metric(["total"], seen.kv_bytes_total)
+        yield kv
+
+
+OBSERVED = Observed()
+"""This process's."""
+
+
+def observe(link: EngineLink, stop: Event) -> None:
+    """Until `stop` is set. Raises EngineBroken when the server is gone."""
+    if OBSERVED.seen is None:
+        REGISTRY.register(OBSERVED)
+    log, logs_at, most = structlog.get_logger("lender"), time.monotonic(), 0
+    while not stop.is_set():
+        for report in link.reports():
+            if isinstance(report, Seen):
+                OBSERVED.seen, most = report, max(most, report.kv_bytes_most)
+                SERVING_REQUESTS.labels("running").set(report.running)
+                SERVING_REQUESTS.labels("waiting").set(report.waiting)
+        if OBSERVED.seen is not None and time.monotonic() >= logs_at:
+            logs_at = time.monotonic() + LOG_SECONDS
+            log.info("could be lent", **in_words(OBSERVED.seen, most))
+            most = 0
+        link.wait(WAIT_SECONDS)
+
+
+def in_words(seen: Seen, kv_bytes_most: int) -> dict[str, str]:
+    """For a line of the log."""
+    told = {
+        "observed": f"{seen.seconds:.0f} s",
+        "idle": f"{seen.idle_seconds / seen.seconds:.1%}" if seen.seconds else "nothing yet",
+        "stretches": str(sum(seen.stretches)),
+        "serving_kv_most": f"{kv_bytes_most / max(1, seen.kv_bytes_total):.1%}",
+    }
+    for share in SHOWN:
+        told[f"stretch_p{100 * share:.0f}"] = _quantile(seen.stretches, share)
+    return told
+
+
+def _quantile(stretches: tuple[int, ...], share: float) -> str:
+    total = sum(stretches)
+    for bound, counted in zip(BOUNDS, accumulate(stretches), strict=False):
+        if total and counted >= share * total:
+            return f"<= {bound:g} s"
+    return f"> {BOUNDS[-1]:g} s" if total else "none yet"

@@ -1,0 +1,95 @@
+"""What a lending server and its keeper know of each other: one page of memory, in a file that both map.
+
+Keeps true
+- Either side reads and writes words of eight bytes and never waits: a look costs less than a microsecond.
+- A keeper that was there and is silent for `KEEPER_SECONDS` says stop: nobody else would end a guest that hangs.
+
+All times are nanoseconds of this machine's monotonic clock.
+"""
+
+import faulthandler
+import mmap
+import os
+import signal
+import time
+from pathlib import Path
+
+from schemas.errors import UsageError
+
+BYTES = 4096
+
+STACK_SIGNAL = signal.SIGRTMIN + 6
+"""Has the engine core write the stacks of its threads into the server's log; nobody else is known to use it."""
+
+KEEPER_SECONDS = 5.0
+"""A keeper looks several times a second."""
+
+CORE, SINCE, STOP, LOOKED = 0, 8, 16, 24
+"""Words, 64 bytes apart: the engine core's process; since when its guest has had the thread, 0 while it has not;
+whether the guest must stop; when the keeper looked last, 0 while there is none."""
+
+
+class Pulse:
+    """Either side's view of the page."""
+
+    def __init__(self, path: Path | None) -> None:
+        """`path`: of the page, which must be there; None is a page of one's own: no keeper. Raises OSError."""
+        if path is None:
+            memory = mmap.mmap(-1, BYTES)
+        else:
+            with path.open("r+b") as file:
+                memory = mmap.mmap(file.fileno(), BYTES)
+        self._words = memoryview(memory).cast("Q")
+
+    @classmethod
+    def made(cls, path: Path) -> "Pulse":
+        """Of an empty page, made at `path` for this user alone."""
+        path.touch(0o600)
+        os.truncate(path, BYTES)
+        return cls(path)
+
+    @classmethod
+    def of_core(cls, path: str) -> "Pulse":
+        """For the process of the engine core; an empty `path` is a page of its own. Raises UsageError."""
+        try:
+            pulse = cls(Path(path) if path else None)
+        except OSError as error:
+            raise UsageError(f"the keeper's page {path} cannot be mapped: {error}") from None
+        if path:
+            faulthandler.register(STACK_SIGNAL, all_threads=True)
+        pulse._words[SINCE] = 0
+        pulse._words[CORE] = os.getpid()
+        return pulse
+
+    def take(self) -> None:
+        """The guest has the thread from now on."""
+        self._words[SINCE] = time.monotonic_ns()
+
+    def give(self) -> None:
+        """The guest has the thread no more."""
+        self._words[SINCE] = 0
+
+    @property
+    def core(self) -> int:
+        """The engine core's process; 0 before there is one."""
+        return self._words[CORE]
+
+    @property
+    def since(self) -> int:
+        """Since when the guest has had the thread; 0 while it has not."""
+        return self._words[SINCE]
+
+    def look(self, *, stop: bool) -> None:
+        """The keeper was here, and says whether the guest must stop."""
+        self._words[STOP] = stop
+        self._words[LOOKED] = time.monotonic_ns()
+
+    @property
+    def stop(self) -> str:
+        """Why the guest must stop; empty if it need not."""
+        if self._words[STOP]:
+            return "a file here says stop"
+        looked = self._words[LOOKED]
+        if looked and time.monotonic_ns() - looked > KEEPER_SECONDS * 1e9:
+            return "its keeper is silent"
+        return ""

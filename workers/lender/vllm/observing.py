@@ -1,0 +1,107 @@
+"""Looking at what a server could lend, from its engine core's own loop: no guest, no turn, no memory taken.
+
+Keeps true: serving's loop goes as it would; what is done here takes microseconds, and is told once a second.
+"""
+
+import time
+from logging import Logger
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.engine import EngineCoreRequestType
+
+from workers.executor.line import Line
+from workers.executor.words import Outbox, Seen
+from workers.lender.config import LendConfig
+from workers.lender.feeder import Feeder
+from workers.lender.idleness import Idleness
+from workers.lender.link import End
+
+TELL_SECONDS = 1.0
+
+
+def observe(core: Any, config: LendConfig, log: Logger) -> None:
+    """Tell who knocks what the loop of `core`, an EngineCoreProc, leaves over. Raises UsageError."""
+    process_input_queue, process_engine_step = core._process_input_queue, core._process_engine_step
+    arrived = core.input_queue.queue
+
+    def wake() -> None:
+        core.process_input_queue_block = False  # first: the loop may be about to sleep
+        core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
+
+    feeder = Feeder(Path(config.socket), wake, beat_seconds=TELL_SECONDS, log=log)
+    observer = Observer(core.scheduler, feeder)
+
+    def take_input() -> None:
+        core.process_input_queue_block = True
+        feeder.arm()
+        if feeder.link is not observer.link:
+            core.process_input_queue_block = False
+        process_input_queue()
+        if core.scheduler.has_requests():
+            observer.idleness.busy(time.monotonic())
+
+    def step() -> bool:
+        executed: bool = process_engine_step()
+        if not arrived and not core.scheduler.has_requests():
+            observer.idleness.idle(time.monotonic())
+        observer.look()
+        return executed
+
+    core._process_input_queue = take_input
+    core._process_engine_step = step
+
+
+class Observer:
+    """What was seen of one server."""
+
+    def __init__(self, scheduler: Any, feeder: Feeder) -> None:
+        self.idleness = Idleness(time.monotonic())
+        self.link: End | None = None
+        """The feeder's, as of the last look."""
+        self._feeder = feeder
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._scheduler = scheduler
+        kv = scheduler.kv_cache_config
+        self._blocks = kv.num_blocks - 1  # vLLM keeps one for itself
+        self._block_bytes = sum(tensor.size for tensor in kv.kv_cache_tensors) // kv.num_blocks
+        self._most_blocks = 0
+        """Held since the last word."""
+        self._tells_at = 0.0
+        self._reports: Outbox | None = None
+
+    def look(self) -> None:
+        """After each step of the loop."""
+        self._most_blocks = max(self._most_blocks, self._held)
+        if self._feeder.link is not self.link:
+            self._change_link()
+        now = time.monotonic()
+        if self._reports is not None and now >= self._tells_at and not len(self._reports):
+            self._tells_at = now + TELL_SECONDS
+            self._reports.say(self._seen(now))
+            self._most_blocks = 0
+
+    @property
+    def _held(self) -> int:
+        """Blocks of serving's requests: prefixes that nobody holds are not among them."""
+        return int(self._blocks - self._pool.get_num_free_blocks())
+
+    def _change_link(self) -> None:
+        while self._feeder.ended:  # first: the link that is taken now may end at any moment
+            self._feeder.ended.pop().close()
+        self.link = self._feeder.link
+        self._reports = None if self.link is None else Outbox(Line(self.link.wires.reports))
+
+    def _seen(self, now: float) -> Seen:
+        running, waiting = self._scheduler.get_request_counts()
+        return Seen(
+            seconds=self.idleness.seconds(now),
+            idle_seconds=self.idleness.idle_seconds(now),
+            stretches=tuple(self.idleness.stretches),
+            stretch_seconds=self.idleness.stretch_seconds,
+            running=running,
+            waiting=waiting,
+            kv_bytes_total=self._blocks * self._block_bytes,
+            kv_bytes_held=self._held * self._block_bytes,
+            kv_bytes_most=self._most_blocks * self._block_bytes,
+        )
