@@ -89,9 +89,10 @@ def lending_in_a_sentence(lending: Lending) -> str:
     if not lending.turns:
         return "The serving engine served its users and lent nothing: its log says why."
     failed = f" {lending.failed:,} of them failed." if lending.failed else ""
+    kept, share = f"{100 * lending.kept:.1f} %", f"{100 * lending.share:.0f} %"
     return (
-        f"One serving engine answered {lending.requests:,} requests of real users' traffic, {100 * lending.kept:.1f} % of them "
-        f"within its promise, and sampled {100 * lending.share:.0f} % of the run's rollout tokens in between.{failed}"
+        f"Serving answered {lending.requests:,} requests, replayed from a trace of real users, {kept} of them within "
+        f"its promise. Meanwhile its engine sampled {share} of the run's rollout tokens.{failed}"
     )
 
 
