@@ -31,13 +31,13 @@ from bench.coserving.curve import draw
 from bench.coserving.figures import latency, percentile
 from bench.coserving.pace import first_guess, search, unloaded
 from bench.coserving.report import show
-from bench.coserving.requests import Shape, Slice, compress
 from bench.coserving.results import checks, peers, standings, worst
 from bench.coserving.server import LENT, LONGEST_TOKENS, SERVED, VOCABULARY, Launch, Server, lending, make_model, serve
-from bench.coserving.stream import Answer
-from bench.coserving.traces import SQUARE, read_trace
 from bench.coserving.windows import Budgets, Window, busy, figures, run_window
 from schemas.errors import RoseError
+from workers.users.requests import Shape, Slice, compress
+from workers.users.stream import Answer
+from workers.users.traces import SQUARE, read_trace
 
 TRIES = 3
 """Windows that an arm may have in a round until one counts."""

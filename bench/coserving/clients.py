@@ -18,13 +18,12 @@ import os
 import random
 import sys
 import time
-from typing import Any
 
 import aiohttp
 import msgspec
 
-from bench.coserving.requests import FIRST_WORD, Request
-from bench.coserving.stream import Answer, ask, session
+from workers.users.requests import FIRST_WORD, Request
+from workers.users.stream import Answer, ask, completion, session
 
 REQUEST_SECONDS = 120.0
 """After which a request has failed."""
@@ -84,20 +83,6 @@ class Rolled(msgspec.Struct):
     """How often the guest might not compute, by why."""
 
 
-def body(model: str, prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
-    """A completion request for exactly `tokens` tokens."""
-    return {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-        **more,
-    }
-
-
 async def use(orders: UserOrders, start: float) -> Used:
     """Send every request at its moment after `start`; return when all are answered."""
     ticks: list[float] = []
@@ -112,7 +97,7 @@ async def use(orders: UserOrders, start: float) -> Used:
 async def _at_its_moment(client: aiohttp.ClientSession, orders: UserOrders, request: Request, start: float) -> Answer:
     due = start + request.at
     await asyncio.sleep(due - time.monotonic())
-    wanted = body(orders.model, request.prompt, request.tokens, temperature=0.0, cache_salt=orders.salt)
+    wanted = completion(orders.model, request.prompt, request.tokens, temperature=0.0, cache_salt=orders.salt)
     return await ask(client, orders.url, wanted, due=due)
 
 
@@ -145,7 +130,7 @@ async def _play(
     while True:
         context = words(draw, PROMPT_TOKENS, orders.vocabulary)
         for _ in range(TURNS):
-            wanted = body(orders.model, list(context), TURN_TOKENS, temperature=1.0, **more)
+            wanted = completion(orders.model, list(context), TURN_TOKENS, temperature=1.0, **more)
             answer = await ask(client, orders.url, wanted, due=time.monotonic(), on_tokens=count)
             if answer.error:
                 rolled.errors.append(answer.error)

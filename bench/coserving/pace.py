@@ -11,11 +11,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from bench.coserving.clients import REQUEST_SECONDS, body
-from bench.coserving.requests import Slice
+from bench.coserving.clients import REQUEST_SECONDS
 from bench.coserving.server import MODEL_NAME, Server
-from bench.coserving.stream import Answer, ask, session
 from schemas.errors import RoseError
+from workers.users.requests import Slice
+from workers.users.stream import Answer, ask, completion, session
 
 LEAST, WANTED, MOST = 0.17, 0.24, 0.33
 """Busy share of serving alone: within the fleet's 15 to 35 % also in another window."""
@@ -47,7 +47,7 @@ def unloaded(server: Server, work: Slice) -> list[Answer]:
                 await ask(
                     client,
                     server.url,
-                    body(MODEL_NAME, each.prompt, each.tokens, temperature=0.0, cache_salt=f"{salt}-{number}"),
+                    completion(MODEL_NAME, each.prompt, each.tokens, temperature=0.0, cache_salt=f"{salt}-{number}"),
                     due=time.monotonic(),
                 )
                 for number, each in enumerate(chosen)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from bench.check import Check
 from bench.coserving.arms import AGAIN, ALONE, Arm, Promise
 from bench.coserving.figures import Ratio, Summary, harvest, latency, percentile, ratio, summary
-from bench.coserving.stream import Answer
 from bench.coserving.windows import Budgets, Window, figures
+from workers.users.stream import Answer
 
 COMPARED = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "gap_p99_ms", "prefix_hit_rate")
 """Figures whose ratio over alone is given."""

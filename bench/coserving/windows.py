@@ -18,9 +18,9 @@ from bench.coserving.arms import Arm
 from bench.coserving.clients import REQUEST_SECONDS, Rolled, Used, UserOrders
 from bench.coserving.figures import attainment, covered, latency, percentile
 from bench.coserving.processes import Client
-from bench.coserving.requests import Slice
 from bench.coserving.server import MODEL_NAME, Server
-from bench.coserving.stream import Answer
+from workers.users.requests import Slice
+from workers.users.stream import Answer
 
 SETTLE_SECONDS = 2.0
 """Guests run so long before users come."""

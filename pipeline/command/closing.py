@@ -9,13 +9,16 @@ from rich.table import Table
 from pipeline.accounting.audit import audit_log
 from pipeline.command.config import RESOLVED, Config
 from pipeline.report.history import read_history
+from pipeline.report.lending import Promised, lending_of
 from pipeline.report.machine import this_machine
+from pipeline.report.moments import moments
 from pipeline.report.summary import Machine, Success, Summary, summarise
 from schemas.errors import UsageError
 from topics.settings import BusSettings
 from workers.trainer.step_log import read_step_log
+from workers.users.waits import read_waits
 
-SUMMARY, REPORT = "summary.json", "report.html"
+SUMMARY, REPORT, MOMENTS = "summary.json", "report.html", "moments.jsonl"
 """Names in a run's folder."""
 
 
@@ -33,7 +36,10 @@ def write_report(config: Config, settings: BusSettings, facts: RunFacts) -> Summ
     """Compute the figures from the log and write both files. Raises TopicMissing or BusError."""
     from pipeline.report.page import report_html
 
-    history = read_history(settings)
+    history, promise = read_history(settings), config.settings.lender.promise
+    served = read_waits(config.run_folder)
+    rows = moments(history, served)
+    promised = Promised(ttft=promise.ttft_seconds, tpot=promise.tpot_seconds)
     run = config.settings.run
     summary = summarise(
         history,
@@ -45,12 +51,15 @@ def write_report(config: Config, settings: BusSettings, facts: RunFacts) -> Summ
         broker=facts.broker,
         success=facts.success,
         machine=facts.machine,
+        lending=lending_of(history, served, rows, promised),
     )
     folder = config.run_folder
+    if rows:
+        (folder / MOMENTS).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     (folder / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     configuration = (folder / RESOLVED).read_text()
     steps = read_step_log(folder)
-    (folder / REPORT).write_text(report_html(summary, history, configuration=configuration, steps=steps))
+    (folder / REPORT).write_text(report_html(summary, history, configuration=configuration, steps=steps, rows=rows))
     return summary
 
 
@@ -91,6 +100,11 @@ def show_summary(console: Console, summary: Summary, folder: Path) -> None:
         "policy versions",
         f"{weights.versions}, {weights.bytes / 2**20:.1f} MiB; swap {1000 * weights.swap_seconds_p99:.1f} ms (p99)",
     )
+    if (lent := summary.lending) is not None:
+        failed = f", [red]{lent.failed} failed[/red]" if lent.failed else ""
+        kept = f"{lent.requests} requests of users{failed}, {lent.kept:.1%} within the promise"
+        table.add_row("serving", f"{kept}; engine busy {lent.busy:.0%} of the time")
+        table.add_row("lent", f"{lent.turns} turns, {lent.share:.0%} of the sampled tokens; {lent.cuts} cuts")
     table.add_row("took", f"{summary.seconds:.0f} s on {summary.broker}")
     table.add_row("report", str(folder / REPORT))
     console.print(table, highlight=False, soft_wrap=True)

@@ -27,6 +27,7 @@ from pipeline.command.sections import (
     MetricsSection,
     ModelSection,
     RunSection,
+    ServingSection,
     TasksSection,
     TopicsSection,
 )
@@ -40,6 +41,7 @@ from workers.executor.config import ExecutorConfig
 from workers.lender.config import LenderConfig
 from workers.lender.endpoint.config import EndpointConfig
 from workers.trainer.config import TrainerConfig
+from workers.users.config import UsersConfig
 from workers.weights.config import HOLDS, WeightsConfig
 from workers.weights.signing import trust_of
 from workers.weights.trust import Trust, run_id
@@ -67,6 +69,8 @@ SHARED: Mapping[str, tuple[str, ...]] = {
     "trainer.model_id": ("model.id",),
     "trainer.run_folder": ("run.folder", "run.name"),
     "trainer.seed": ("run.seed",),
+    "users.model_folder": ("serving.folder",),
+    "users.run_folder": ("run.folder", "run.name"),
     "weights.run": ("run.name",),
 }
 """Fields of roles that follow from other sections: from one field, or as a path from several."""
@@ -91,6 +95,8 @@ class Settings(BaseSettings):
     executor: ExecutorConfig
     lender: LenderConfig = Field(default_factory=LenderConfig)
     endpoint: EndpointConfig = Field(default_factory=EndpointConfig)
+    serving: ServingSection = Field(default_factory=ServingSection)
+    users: UsersConfig
     router: RouterConfig = Field(default_factory=RouterConfig)
     trainer: TrainerConfig
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
@@ -293,9 +299,8 @@ def _check_together(settings: Settings) -> None:
             environment.window_groups >= trainer.groups_per_step  # of each: homes may all fall to one worker
         ),
         f"run.name ({run.name!r}) names a folder of its own in run.folder": run.name not in ("", ".", ".."),
-        f"run.executors ({run.executors}) is more than topics.inbox_slots ({topics.inbox_slots})": (
-            run.executors <= topics.inbox_slots
-        ),
+        f"run.executors and run.lenders ({run.executors} and {run.lenders}) are more than topics.inbox_slots "
+        f"({topics.inbox_slots})": run.executors + run.lenders <= topics.inbox_slots,
         f"run.environment_workers ({run.environment_workers}) is more than topics.home_partitions "
         f"({topics.home_partitions}): some would have nothing to do": (
             run.environment_workers <= topics.home_partitions

@@ -1,6 +1,7 @@
 """`rose demo`: a policy that learns over the bus, measured on held-out tasks before and after, with a report."""
 
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from time import monotonic, time
@@ -15,12 +16,13 @@ from pipeline.command.config import Config, load
 from pipeline.command.nursery import Nursery
 from pipeline.command.options import Common
 from pipeline.command.processes import stop_on_signals
-from pipeline.command.session import LOGS, Interrupted, run_roles, write_configuration
+from pipeline.command.session import LOGS, Interrupted, prepare, run_roles, serving_beside
 from pipeline.command.supervisor import Role, Supervisor
 from pipeline.command.tasks import training_prompts
 from pipeline.report.summary import Success, Summary
 from schemas.errors import UsageError
 from workers.evaluate import Evaluation
+from workers.users.waits import read_waits
 
 CONFIGURATION = "demo.toml"
 """The demo's own configuration, beside this module; `--config` takes its place."""
@@ -42,11 +44,23 @@ def run_demo(common: Common) -> None:
     started_at, began = time(), monotonic()
     with Nursery() as nursery, run_broker(config) as broker:
         console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")
-        configuration = write_configuration(config, broker)
+        configuration = prepare(config, broker)
         try:
-            before = _measure(config, nursery, configuration, settings.model.folder, "before", console)
-            run_roles(config, broker, nursery, console, prompts=prompts, title=settings.run.name)
-            after = _measure(config, nursery, configuration, config.run_folder / FINAL_POLICY, "after", console)
+            with serving_beside(config, configuration, nursery) as serving:
+                measure = partial(_measure, config, nursery, configuration, serving, console)
+                before = measure(settings.model.folder, "before")
+                _wait_for_users(config, serving, console)
+                run_roles(
+                    config,
+                    broker,
+                    nursery,
+                    console,
+                    configuration=configuration,
+                    serving=serving,
+                    prompts=prompts,
+                    title=settings.run.name,
+                )
+                after = measure(config.run_folder / FINAL_POLICY, "after")
         except Interrupted:
             console.print(f"ended before it was done; `rose up --run {settings.run.name}` goes on with the training")
             return
@@ -77,8 +91,30 @@ def _configuration(common: Common) -> Config:
     return load(common)
 
 
+def _wait_for_users(config: Config, serving: Supervisor, console: Console) -> None:
+    """Until serving has answered its first user. Raises Interrupted or RoleFailed."""
+    stop = stop_on_signals()
+    with console.status("the serving engine comes up"):
+        while config.settings.run.lenders and not read_waits(config.run_folder):
+            if stop.wait(LOOK_SECONDS):
+                raise Interrupted
+            _tell(serving, console)
+
+
+def _tell(serving: Supervisor, console: Console) -> None:
+    """Say what happened to serving and its users."""
+    for happened in serving.tick():
+        console.print(happened, highlight=False)
+
+
 def _measure(
-    config: Config, nursery: Nursery, configuration: Path, model: Path, when: str, console: Console
+    config: Config,
+    nursery: Nursery,
+    configuration: Path,
+    serving: Supervisor,
+    console: Console,
+    model: Path,
+    when: str,
 ) -> Evaluation:
     """Held-out success, in a process of its own. Raises Interrupted or RoleFailed."""
     output = config.run_folder / f"success-{when}.json"
@@ -90,6 +126,7 @@ def _measure(
         with console.status(f"measuring held-out success {when} training"):
             while not (supervisor.finished or stop.wait(LOOK_SECONDS)):
                 supervisor.tick()
+                _tell(serving, console)
     finally:
         supervisor.stop()
     if not supervisor.finished:

@@ -151,6 +151,18 @@ def lend(
 
 @app.command(rich_help_panel=ROLES)
 @with_common
+def users(
+    common: Common,
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where the server answers, without a path.")],
+) -> None:
+    """Users of a serving engine, played from a trace; what each waited goes to the run's folder."""
+    from pipeline.command.roles import run_users_role
+
+    run_users_role(common, url)
+
+
+@app.command(rich_help_panel=ROLES)
+@with_common
 def router(
     common: Common,
     number: Annotated[

@@ -92,6 +92,8 @@ class Forked:
         else:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+                if number == signal.SIGKILL:
+                    os.killpg(self.pid, number)  # its session: what a server has started does not end with it
 
     def born(self, pid: int) -> None:
         """It runs, unless it was ended before."""

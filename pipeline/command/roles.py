@@ -1,5 +1,6 @@
 """Each role as a program: configuration, logs, metrics and signals around its loop."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
@@ -39,6 +40,7 @@ def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, obse
 
     config = load(common)
     settings, metrics, slot = config.settings, config.settings.metrics, config.settings.executor.slot
+    os.environ.update(settings.serving.environment)
     plan = Plan(
         settings=None if observe else config.bus(),
         executor=settings.executor,
@@ -57,6 +59,13 @@ def run_endpoint_role(common: Common) -> None:
     config = load(common)
     settings, stop = _begin(config, config.settings.metrics.executor, config.settings.executor.slot)
     lend_endpoint(settings, config.settings.executor, config.settings.endpoint, config.weights, stop)
+
+
+def run_users_role(common: Common, url: str) -> None:
+    """The users of the server at `url`, until they are asked to stop. They need no broker."""
+    from workers.users.main import run_users
+
+    run_users(load(common).settings.users, url, stop_on_signals())
 
 
 def run_router_role(common: Common, number: int) -> None:

@@ -64,7 +64,21 @@ class RunSection:
     environment_workers: int = 1
     """Environment workers that `rose up` starts."""
     executors: int = 2
-    """Executors that `rose up` starts."""
+    """Dedicated executors that `rose up` starts."""
+    lenders: int = 0
+    """vLLM servers that lend, with users who ask them, that `rose up` starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingSection:
+    """What the lending servers of a run on this machine serve."""
+
+    folder: Path = WARM_START
+    """Hugging Face model folder."""
+    flags: list[str] = field(default_factory=list)
+    """vLLM's own, but for host and port."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the server, beside those that it inherits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

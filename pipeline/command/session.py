@@ -6,7 +6,8 @@ Keeps true
 - Whatever ends the run, its processes and its own broker are stopped before the command ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -23,13 +24,22 @@ from pipeline.command.supervisor import Role, Supervisor
 from pipeline.command.watching import Watch
 from schemas.prompts import Prompt
 from topics.admin import create_topics
+from topics.broker import free_ports
 
 LOGS = "logs"
 """Folder of the roles' logs in a run's folder."""
 
+LOOPBACK = "127.0.0.1"
+
 
 class Interrupted(Exception):
     """The user asked the run to end before it was done."""
+
+
+def prepare(config: Config, broker: RunBroker) -> Path:
+    """Create the topics, and write the configuration that the roles read. Raises BusError."""
+    create_topics(broker.settings, config.partitions, replication_factor=config.settings.topics.replication_factor)
+    return write_configuration(config, broker)
 
 
 def write_configuration(config: Config, broker: RunBroker) -> Path:
@@ -66,12 +76,44 @@ def roles_of(config: Config, configuration: Path) -> list[Role]:
     ]
 
 
+def serving_roles(config: Config, configuration: Path) -> list[Role]:
+    """The servers that lend, each with its users: the inboxes after those of the dedicated executors are theirs."""
+    common = ("--config", str(configuration))
+    run, serving = config.settings.run, config.settings.serving
+    roles = []
+    for slot, port in enumerate(free_ports(run.lenders), run.executors):
+        model = ("--model", str(serving.folder), "--slot", str(slot))
+        where = ("--host", LOOPBACK, "--port", str(port))
+        roles += [
+            Role(f"lender-{slot}", ("lend", *model, *common, "--", *serving.flags, *where)),
+            Role(f"users-{slot}", ("users", f"http://{LOOPBACK}:{port}", *common)),
+        ]
+    return roles
+
+
+@contextmanager
+def serving_beside(config: Config, configuration: Path, nursery: Nursery) -> Iterator[Supervisor]:
+    """The servers that lend, and their users, until the end of the block. Tick what it gives."""
+    supervisor = Supervisor(serving_roles(config, configuration), config.run_folder / LOGS, nursery)
+    try:
+        supervisor.start()
+        yield supervisor
+    finally:
+        supervisor.stop()
+
+
 def run_roles(
-    config: Config, broker: RunBroker, nursery: Nursery, console: Console, *, prompts: Sequence[Prompt], title: str
+    config: Config,
+    broker: RunBroker,
+    nursery: Nursery,
+    console: Console,
+    *,
+    configuration: Path,
+    serving: Supervisor,
+    prompts: Sequence[Prompt],
+    title: str,
 ) -> None:
     """Run everything until the trainer is done. Raises Interrupted, RoleFailed, BrokerFailed or BusError."""
-    create_topics(broker.settings, config.partitions, replication_factor=config.settings.topics.replication_factor)
-    configuration = write_configuration(config, broker)
     supervisor = Supervisor(roles_of(config, configuration), config.run_folder / LOGS, nursery)
     total = sum(prompt.group_size for prompt in prompts)
     stop = stop_on_signals()
@@ -86,7 +128,7 @@ def run_roles(
 
     def look_after() -> list[str]:
         broker.check()
-        return supervisor.tick()
+        return supervisor.tick() + serving.tick()
 
     try:
         supervisor.start()

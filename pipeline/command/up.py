@@ -10,7 +10,7 @@ from pipeline.command.closing import facts_now, show_summary, write_report
 from pipeline.command.config import load
 from pipeline.command.nursery import Nursery
 from pipeline.command.options import Common
-from pipeline.command.session import Interrupted, run_roles
+from pipeline.command.session import Interrupted, prepare, run_roles, serving_beside
 from pipeline.command.submit import read_prompts
 from pipeline.report.summary import Success
 
@@ -24,7 +24,18 @@ def run_up(common: Common, prompts_file: Path | None) -> None:
     with Nursery() as nursery, run_broker(config) as broker:
         console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")
         try:
-            run_roles(config, broker, nursery, console, prompts=prompts, title=config.settings.run.name)
+            configuration = prepare(config, broker)
+            with serving_beside(config, configuration, nursery) as serving:
+                run_roles(
+                    config,
+                    broker,
+                    nursery,
+                    console,
+                    configuration=configuration,
+                    serving=serving,
+                    prompts=prompts,
+                    title=config.settings.run.name,
+                )
         except Interrupted:
             console.print("ended before the trainer was done; the same command goes on from here")
         facts = facts_now(broker.name, started_at=started_at, seconds=monotonic() - began, success=Success())

@@ -168,7 +168,7 @@ def timeline(history: RunHistory) -> go.Figure | None:
                     row=row,
                     col=1,
                 )
-    _styled(figure, height=90 + 210 * len(workers))
+    styled(figure, height=90 + 210 * len(workers))
     figure.update_xaxes(title_text="seconds", row=len(workers), col=1)
     figure.update_yaxes(showgrid=False)
     figure.update_layout(barmode="overlay", legend_title_text="policy version", legend_y=1.06)
@@ -340,10 +340,11 @@ def _spread(colours: list[str], count: int) -> list[str]:
 
 
 def _figure(*, height: int) -> go.Figure:
-    return _styled(go.Figure(), height=height)
+    return styled(go.Figure(), height=height)
 
 
-def _styled(figure: go.Figure, *, height: int) -> go.Figure:
+def styled(figure: go.Figure, *, height: int) -> go.Figure:
+    """In the one style."""
     figure.update_layout(
         height=height,
         margin={"l": 64, "r": 24, "t": 36, "b": 52},

@@ -4,11 +4,11 @@ Keeps true: a pure fold; the same records give the same history, whatever the or
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from schemas.record import Record
 from schemas.samples import Sample, SampleOutcome, SampleTurn
-from schemas.slack import SlackHeartbeat
+from schemas.slack import SlackHeartbeat, WorkerClass
 from schemas.turns import TurnTimes, VersionSpan
 from schemas.weights import WeightManifest
 from topics.catalog import HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
@@ -99,6 +99,20 @@ class Swap:
     """The engine's pause."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What a lender says of itself, each time that it says something new."""
+
+    worker: str
+    incarnation: int
+    at: float
+    """Unix seconds."""
+    version: int
+    cuts: int
+    """Since its start."""
+    frozen: bool
+
+
 @dataclass(slots=True)
 class RunHistory:
     """Everything in order of time."""
@@ -107,8 +121,15 @@ class RunHistory:
     trajectories: list[TrajectoryFact] = field(default_factory=list)
     versions: list[VersionFact] = field(default_factory=list)
     swaps: list[Swap] = field(default_factory=list)
+    standings: list[Standing] = field(default_factory=list)
+    """Of lenders."""
     outcomes: dict[str, SampleOutcome] = field(default_factory=dict)
     """By trajectory id."""
+
+    @property
+    def lenders(self) -> set[str]:
+        """The workers that serve, and lend."""
+        return {standing.worker for standing in self.standings}
 
     def by_version(self) -> dict[int, list[TrajectoryFact]]:
         """Trajectories by the policy version that they began under, infrastructure failures left out.
@@ -140,7 +161,13 @@ def fold_history(records: Iterable[Record]) -> RunHistory:
     history = RunHistory()
     known: set[str] = set()
     proven: dict[str, tuple[int, int]] = {}
+    stood: dict[str, Standing] = {}
     for record in records:
+        if isinstance(record, SlackHeartbeat) and record.worker_class is WorkerClass.SERVING:
+            standing = _standing(record)
+            if replace(standing, at=0.0) != stood.get(record.worker):
+                stood[record.worker] = replace(standing, at=0.0)
+                history.standings.append(standing)
         match record:
             case Sample() if record.trajectory_id not in known:
                 known.add(record.trajectory_id)
@@ -160,6 +187,7 @@ def fold_history(records: Iterable[Record]) -> RunHistory:
     history.trajectories.sort(key=lambda trajectory: trajectory.completed_at)
     history.versions.sort(key=lambda version: version.published_at)
     history.swaps.sort(key=lambda swap: swap.at)
+    history.standings.sort(key=lambda standing: standing.at)
     return history
 
 
@@ -208,6 +236,17 @@ def _version(manifest: WeightManifest) -> VersionFact:
         step=manifest.step,
         published_at=manifest.published_at,
         bytes=manifest.payload_bytes,
+    )
+
+
+def _standing(beat: SlackHeartbeat) -> Standing:
+    return Standing(
+        worker=beat.worker,
+        incarnation=beat.incarnation,
+        at=beat.sent_at,
+        version=beat.policy_version,
+        cuts=beat.cuts,
+        frozen=beat.frozen,
     )
 
 

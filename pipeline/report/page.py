@@ -11,14 +11,24 @@ from plotly.offline import get_plotlyjs
 
 from pipeline.report import figures
 from pipeline.report.history import RunHistory
+from pipeline.report.lending import lending_in_a_sentence
+from pipeline.report.lending_picture import lending_picture
+from pipeline.report.moments import Moment
 from pipeline.report.summary import Success, Summary
 
 
 def report_html(
-    summary: Summary, history: RunHistory, *, configuration: str, steps: Sequence[Mapping[str, Any]] = ()
+    summary: Summary,
+    history: RunHistory,
+    *,
+    configuration: str,
+    steps: Sequence[Mapping[str, Any]] = (),
+    rows: Sequence[Moment] = (),
 ) -> str:
-    """The whole page; `configuration` is the resolved TOML, `steps` are the lines of the trainer's `metrics.jsonl`."""
+    """The whole page; `configuration` is the resolved TOML, `steps` are the lines of the trainer's `metrics.jsonl`,
+    `rows` those of `moments.jsonl`."""
     drawn = {
+        "lending": lending_picture(rows, summary.lending.promised) if summary.lending else None,
         "learning": figures.learning_curve(history, summary.success),
         "turns": figures.trajectory_turns(history),
         "occupancy": figures.occupancy(history),
@@ -45,6 +55,7 @@ def report_html(
         summary=summary,
         headline=headline(summary.success),
         law=law(summary),
+        lent=lending_in_a_sentence(summary.lending) if summary.lending else None,
         pictures=pictures,
         configuration=configuration,
         plotly=get_plotlyjs(),

@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeline.accounting.ledger import Audit
 from pipeline.report.history import RunHistory
+from pipeline.report.lending import Lending
 
 
 class Success(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +98,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """A turn's time outside engine and environment, and not waiting for an executor with room: its three hops."""
     latency_seconds: Latency
     weights: Weights
+    lending: Lending | None = None
+    """None where no server lent, and nobody asked one."""
     machine: Machine
 
 
@@ -111,6 +114,7 @@ def summarise(
     broker: str,
     success: Success,
     machine: Machine,
+    lending: Lending | None = None,
 ) -> Summary:
     """The figures of one run."""
     turns = history.turns
@@ -148,6 +152,7 @@ def summarise(
             bytes=sum(version.bytes for version in history.versions),
             swap_seconds_p99=_quantiles([swap.seconds for swap in history.swaps]).p99,
         ),
+        lending=lending,
         machine=machine,
     )
 

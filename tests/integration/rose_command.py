@@ -13,6 +13,8 @@ SMALL = {
     "tasks.held_out": 16,
     "trainer.groups_per_step": 4,
     "environment.window_groups": 8,
+    "run.executors": 2,
+    "run.lenders": 0,
 }
 TRAJECTORIES = 2 * 4 * 4
 

@@ -34,3 +34,20 @@ def test_the_demo_trains_settles_every_trajectory_and_reports(rose: Rose) -> Non
     with rose.start("demo", "--name", "demo") as again:
         assert "is there already" in again.communicate(timeout=60)[0]
     assert again.returncode == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
+def test_the_demo_trains_on_a_server_that_its_users_ask_meanwhile(rose: Rose) -> None:
+    told = rose("demo", *small(run__executors=0, run__lenders=1))
+    run = rose.folder / "runs" / "demo"
+    lending = json.loads((run / "summary.json").read_text())["lending"]
+    rows = [json.loads(line) for line in (run / "moments.jsonl").read_text().splitlines()]
+    asked = (run / "serving.jsonl").read_text().splitlines()
+    assert (lending["requests"], lending["failed"]) == (len(asked), 0), told
+    assert lending["share"] == 1
+    assert sum(row["lent_tokens"] for row in rows) == pytest.approx(lending["tokens"])
+    assert sum(row["asked"] for row in rows) == len(asked)
+    assert any(row["asked"] and row["turns"] for row in rows)
+    assert 'id="lending"' in (run / "report.html").read_text()
+    assert "requests of users" in told

@@ -9,10 +9,10 @@ import pytest
 
 from bench.coserving.arms import PRIORITIES, Arm, Requesters
 from bench.coserving.pace import first_guess, unloaded
-from bench.coserving.requests import Shape, Slice, compress
 from bench.coserving.server import VOCABULARY, Server, make_model, serve
-from bench.coserving.traces import BLOCK_TOKENS, Arrival
 from bench.coserving.windows import Budgets, Window, figures, guest_tokens, run_window
+from workers.users.requests import Shape, Slice, compress
+from workers.users.traces import BLOCK_TOKENS, Arrival
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 

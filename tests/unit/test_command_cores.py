@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.command.config import load
+from pipeline.command.options import Common
 from pipeline.command.sections import TasksSection
+from pipeline.command.session import serving_roles
 from pipeline.command.submit import BadPrompts, read_prompts
 from pipeline.command.supervisor import MOST_QUICK_CRASHES, QUICK_SECONDS, Restarts
 from pipeline.command.tasks import training_prompts
@@ -68,6 +71,23 @@ def test_an_empty_or_missing_prompt_file_is_refused(tmp_path: Path) -> None:
         read_prompts(tmp_path / "empty.jsonl", BUILT_IN)
     with pytest.raises(UsageError, match="cannot read"):
         read_prompts(tmp_path / "missing.jsonl", BUILT_IN)
+
+
+def test_each_server_that_lends_has_an_inbox_and_users_of_its_own() -> None:
+    config = load(Common(settings=["run.executors=1", "run.lenders=2", 'serving.flags=["--seed", "0"]']))
+    roles = {role.name: role.arguments for role in serving_roles(config, Path("run.toml"))}
+    assert list(roles) == ["lender-1", "users-1", "lender-2", "users-2"]
+    for slot in (1, 2):
+        lend, flags = roles[f"lender-{slot}"], roles[f"lender-{slot}"].index("--")
+        assert lend[lend.index("--slot") + 1] == str(slot)
+        assert lend[flags + 1 : flags + 5] == ("--seed", "0", "--host", "127.0.0.1")
+        assert roles[f"users-{slot}"][:2] == ("users", f"http://127.0.0.1:{lend[-1]}")
+    assert roles["lender-1"][-1] != roles["lender-2"][-1]
+
+
+def test_executors_and_lenders_have_an_inbox_each() -> None:
+    with pytest.raises(UsageError, match=r"1 and 2\) are more than topics.inbox_slots \(2\)"):
+        load(Common(settings=["run.executors=1", "run.lenders=2", "topics.inbox_slots=2"]))
 
 
 @given(seed=st.integers(0, 5000), groups=st.integers(1, 300))

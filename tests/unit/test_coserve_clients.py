@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from bench.coserving.clients import Rolled, RolloutOrders, UserOrders, roll, use
-from bench.coserving.requests import Request
-from bench.coserving.stream import Answer, ask, session
+from workers.users.requests import Request
+from workers.users.stream import Answer, ask, session
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -17,8 +17,8 @@ from bench.coserving.figures import attainment, covered, harvest, latency, perce
 from bench.coserving.pace import LEAST, MOST, PaceError, search
 from bench.coserving.results import checks, peers, standings, worst
 from bench.coserving.server import Server, ServerError
-from bench.coserving.stream import Answer
 from bench.coserving.windows import Budgets, Window, busy, figures, flaw, late
+from workers.users.stream import Answer
 
 times = st.lists(st.floats(0, 100), min_size=1, max_size=50)
 BUDGETS = Budgets(ttft=0.1, tpot=0.02)

@@ -85,6 +85,20 @@ def session(timeout_seconds: float) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=timeout_seconds))
 
 
+def completion(model: str, prompt: list[int], tokens: int, **more: Any) -> dict[str, Any]:
+    """A request for exactly `tokens` tokens."""
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        **more,
+    }
+
+
 async def ask(
     client: aiohttp.ClientSession,
     url: str,

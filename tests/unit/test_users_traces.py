@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.coserving.requests import Shape, compress
-from bench.coserving.traces import BLOCK_TOKENS, Arrival, TraceError, read_trace
+from workers.users.requests import Shape, compress
+from workers.users.traces import BLOCK_TOKENS, Arrival, TraceError, read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10

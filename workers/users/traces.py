@@ -58,21 +58,23 @@ class _MooncakeRow(msgspec.Struct):
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
 
 
-def read_trace(source: str, *, first: int, count: int) -> list[Arrival]:
-    """`count` arrivals of a trace, from its row `first` on (0 is its first). Raises TraceError."""
+def read_trace(source: str, *, first: int = 0, count: int | None = None) -> list[Arrival]:
+    """`count` arrivals of a trace, from its row `first` on (0 is its first); all if none is said. Raises TraceError."""
     rows = square(source) if source.startswith(SQUARE) else _rows_of(Path(source))
     try:
-        taken = list(islice(rows, first, first + count))
+        taken = list(islice(rows, first, None if count is None else first + count))
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"cannot read the trace {source}: {error}") from error
-    if len(taken) < count:
-        raise TraceError(f"{source} has {first + len(taken)} requests: there are no {count} from number {first} on")
+    if len(taken) < (1 if count is None else count):
+        raise TraceError(
+            f"{source} has {first + len(taken)} requests: there are no {count or 1} from number {first} on"
+        )
     start = taken[0].at
     for one, other in pairwise(taken):
         if other.at < one.at:
             raise TraceError(f"{source} goes back in time, from {one.at:.3f} s to {other.at:.3f} s")
     if taken[-1].at == start:
-        raise TraceError(f"all {count} requests of {source} come at one moment: take more of them")
+        raise TraceError(f"all {len(taken)} requests of {source} come at one moment: take more of them")
     return [replace(arrival, at=arrival.at - start) for arrival in taken]
 
 

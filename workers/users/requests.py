@@ -1,4 +1,4 @@
-"""The requests that a slice of a trace becomes, small enough for the engine of the benchmark.
+"""The requests that a slice of a trace becomes, small enough for the engine that is asked.
 
 Keeps true
 - Lengths are divided by their divisors (rounded up, never to 0); time is the trace's until `at_pace` divides it.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from bench.coserving.traces import BLOCK_TOKENS, Arrival
+from workers.users.traces import BLOCK_TOKENS, Arrival
 
 FIRST_WORD = 3
 """The least token id in a prompt: those below are special."""

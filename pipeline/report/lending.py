@@ -1,0 +1,100 @@
+"""What lending came to: whether serving's promise held, and what was got for it.
+
+Keeps true: a request kept the promise if it did not fail and both its latencies were within their budgets.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from pipeline.report.history import RunHistory
+from pipeline.report.moments import Moment
+from schemas.serving import Served
+
+
+class Promised(msgspec.Struct, frozen=True, kw_only=True):
+    """Serving's budgets, in seconds."""
+
+    ttft: float
+    tpot: float
+
+
+class Lending(msgspec.Struct, frozen=True, kw_only=True):
+    """A run's lending servers and their users."""
+
+    promised: Promised
+    requests: int
+    failed: int
+    kept: float
+    """Share of the requests that kept the promise."""
+    ttft_p50: float
+    ttft_p99: float
+    tpot_p50: float
+    tpot_p99: float
+    busy: float
+    """Share of the time in which the servers held a request of a user."""
+    turns: int
+    """That ran on the servers that lend."""
+    tokens: int
+    """That these sampled."""
+    share: float
+    """Of all tokens that the run sampled."""
+    tokens_per_second: float
+    cuts: int
+    frozen_seconds: int
+
+
+def lending_of(
+    history: RunHistory, served: Sequence[Served], rows: Sequence[Moment], promised: Promised
+) -> Lending | None:
+    """None where nobody asked and nothing was lent."""
+    if not rows:
+        return None
+    first = [each.first_token_seconds for each in served if not each.error and each.first_token_seconds is not None]
+    between = [each.token_seconds for each in served if not each.error and each.token_seconds is not None]
+    kept = [
+        each
+        for each in served
+        if not each.error
+        and (each.first_token_seconds or 0.0) <= promised.ttft
+        and (each.token_seconds or 0.0) <= promised.tpot
+    ]
+    lent = [turn for turn in history.turns if turn.worker in history.lenders]
+    tokens, sampled = sum(turn.sampled_tokens for turn in lent), sum(turn.sampled_tokens for turn in history.turns)
+    at_work = [row for row in rows if row.turns]
+    return Lending(
+        promised=promised,
+        requests=len(served),
+        failed=sum(bool(each.error) for each in served),
+        kept=len(kept) / len(served) if served else 1.0,
+        ttft_p50=_quantile(first, 0.5),
+        ttft_p99=_quantile(first, 0.99),
+        tpot_p50=_quantile(between, 0.5),
+        tpot_p99=_quantile(between, 0.99),
+        busy=sum(row.busy for row in rows) / len(rows),
+        turns=len(lent),
+        tokens=tokens,
+        share=tokens / sampled if sampled else 0.0,
+        tokens_per_second=tokens / len(at_work) if at_work else 0.0,
+        cuts=sum(row.cuts for row in rows),
+        frozen_seconds=sum(row.frozen for row in rows),
+    )
+
+
+def lending_in_a_sentence(lending: Lending) -> str:
+    """What is to be known before anything else."""
+    if not lending.requests:
+        return "Nobody asked the serving engine for anything: what was lent was idle."
+    if not lending.turns:
+        return "The serving engine served its users and lent nothing: its log says why."
+    failed = f" {lending.failed:,} of them failed." if lending.failed else ""
+    kept, share = f"{100 * lending.kept:.1f} %", f"{100 * lending.share:.0f} %"
+    return (
+        f"Serving answered {lending.requests:,} requests, replayed from a trace of real users, {kept} of them within "
+        f"its promise. Meanwhile its engine sampled {share} of the run's rollout tokens.{failed}"
+    )
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return float(np.quantile(np.asarray(values), share)) if values else 0.0

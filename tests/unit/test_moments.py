@@ -1,0 +1,136 @@
+"""A run second by second: what serving's users waited beside what was lent."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.report.history import RunHistory, Standing, TurnFact, fold_history
+from pipeline.report.lending import Promised, lending_in_a_sentence, lending_of
+from pipeline.report.lending_picture import lending_picture
+from pipeline.report.moments import moments
+from schemas.serving import Served
+from schemas.slack import SlackHeartbeat, WorkerClass
+from schemas.turns import TurnTimes
+from tests.golden.examples import EXAMPLES
+
+PROMISED = Promised(ttft=0.25, tpot=0.05)
+LENDER, DEDICATED = "executor-1", "executor-0"
+
+
+def turn(trajectory: str, worker: str, *, begin: float, end: float, tokens: int = 10) -> TurnFact:
+    stations = (begin, begin, begin, begin, begin, begin, end, end)
+    return TurnFact(
+        trajectory_id=trajectory,
+        turn=0,
+        attempt=0,
+        worker=worker,
+        version=0,
+        sampled_tokens=tokens,
+        context_tokens=10,
+        cached_tokens=0,
+        reusable_tokens=0,
+        times=TurnTimes(**dict(zip(TurnTimes.__struct_fields__, stations, strict=True))),
+        environment_seconds=0.0,
+    )
+
+
+def standing(at: float, *, cuts: int = 0, frozen: bool = False, incarnation: int = 1) -> Standing:
+    return Standing(worker=LENDER, incarnation=incarnation, at=at, version=3, cuts=cuts, frozen=frozen)
+
+
+def asked(at: float, *, ttft: float = 0.1, tpot: float | None = 0.01, tokens: int = 8, error: str = "") -> Served:
+    if error:
+        return Served(at=at, seconds=ttft, prompt_tokens=5, error=error)
+    seconds = ttft + (tpot or 0.0) * (tokens - 1)
+    return Served(at=at, seconds=seconds, prompt_tokens=5, tokens=tokens, first_token_seconds=ttft, token_seconds=tpot)
+
+
+def history(*turns: TurnFact, standings: tuple[Standing, ...] = (standing(100.0),)) -> RunHistory:
+    return RunHistory(turns=list(turns), standings=list(standings))
+
+
+def test_a_second_joins_what_users_waited_and_what_trajectories_did() -> None:
+    told = history(
+        turn("g:0", LENDER, begin=100.5, end=102.5, tokens=20),
+        turn("g:1", DEDICATED, begin=101.0, end=102.0, tokens=7),
+    )
+    rows = moments(told, [asked(101.2, ttft=0.1), asked(101.4, ttft=0.3), asked(102.1, error="status 500")])
+    assert [row.at for row in rows] == [100, 101, 102]
+    assert [row.lent_tokens for row in rows] == pytest.approx([5, 10, 5])
+    assert rows[1].turns == ["g:0/0"]
+    assert rows[1].other_tokens == pytest.approx(7)
+    assert (rows[1].asked, rows[1].failed, rows[1].served_tokens) == (2, 0, pytest.approx(16))
+    assert (rows[1].ttft, rows[1].ttft_most) == (pytest.approx(0.2), 0.3)
+    assert rows[1].busy == pytest.approx(0.54)
+    assert (rows[2].asked, rows[2].failed, rows[2].ttft) == (1, 1, None)
+    assert {row.version for row in rows} == {3}
+
+
+def test_cuts_are_counted_once_and_a_freeze_lasts_until_it_is_taken_back() -> None:
+    told = history(
+        turn("g:0", LENDER, begin=100.0, end=107.9),
+        standings=(
+            standing(100.1, cuts=2),
+            standing(102.1, cuts=5, frozen=True),
+            standing(104.5, cuts=5),
+            standing(106.2, cuts=1, incarnation=2),
+        ),
+    )
+    rows = moments(told, [])
+    assert [row.cuts for row in rows] == [2, 0, 3, 0, 0, 0, 1, 0]
+    assert [row.frozen for row in rows] == [False, False, True, True, True, False, False, False]
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 9), st.integers(1, 99)), min_size=1, max_size=20))
+def test_no_token_is_lost_on_the_way_into_seconds(turns: list[tuple[float, float, int]]) -> None:
+    told = history(*(turn(f"g:{n}", LENDER, begin=a, end=a + b, tokens=c) for n, (a, b, c) in enumerate(turns)))
+    rows = moments(told, [])
+    assert sum(row.lent_tokens for row in rows) == pytest.approx(sum(tokens for _, _, tokens in turns))
+
+
+def test_a_promise_is_kept_by_requests_that_kept_both_budgets() -> None:
+    told = history(turn("g:0", LENDER, begin=100, end=101), turn("g:1", DEDICATED, begin=100, end=101, tokens=30))
+    served = [asked(100.0), asked(100.1, ttft=0.3), asked(100.2, tpot=0.06), asked(100.3, error="reset\n")]
+    rows = moments(told, served)
+    lending = lending_of(told, served, rows, PROMISED)
+    assert lending is not None
+    assert (lending.requests, lending.failed, lending.kept) == (4, 1, 0.25)
+    assert (lending.turns, lending.tokens, lending.share) == (1, 10, 0.25)
+    assert "25.0 % of them within its promise" in lending_in_a_sentence(lending)
+    assert "1 of them failed" in lending_in_a_sentence(lending)
+    assert lending_picture(rows, PROMISED) is not None
+
+
+def test_a_server_that_lent_nothing_is_said_in_a_sentence() -> None:
+    served = [asked(100.0)]
+    told = history()
+    lending = lending_of(told, served, moments(told, served), PROMISED)
+    assert lending is not None
+    assert "lent nothing" in lending_in_a_sentence(lending)
+
+
+def test_a_run_without_lender_and_users_has_no_moments() -> None:
+    told = history(turn("g:1", DEDICATED, begin=100, end=101), standings=())
+    assert moments(told, []) == []
+    assert lending_of(told, [], [], PROMISED) is None
+    assert lending_picture([], PROMISED) is None
+
+
+def test_lenders_are_those_that_say_that_they_serve() -> None:
+    beat = next(record for record in EXAMPLES if isinstance(record, SlackHeartbeat))
+    serving = [
+        msgspec.structs.replace(
+            beat, worker=LENDER, sequence=n, cuts=cuts, sent_at=100.0 + n, worker_class=WorkerClass.SERVING
+        )
+        for n, cuts in enumerate((0, 0, 1))
+    ]
+    dedicated = msgspec.structs.replace(beat, worker=DEDICATED, worker_class=WorkerClass.DEDICATED)
+    told = fold_history([*serving, dedicated])
+    assert told.lenders == {LENDER}
+    assert [(each.at, each.cuts) for each in told.standings] == [(100.0, 0), (102.0, 1)]
+
+
+def test_a_run_that_stood_still_has_no_rows_meanwhile() -> None:
+    rows = moments(history(), [asked(100.0), asked(159.0), asked(90_000.0)])
+    assert [rows[0].at, rows[59].at, rows[60].at, len(rows)] == [100, 159, 90_000, 61]

@@ -1,0 +1,146 @@
+"""The users of one server: they ask as those of a trace did, over and over, and write down what they waited.
+
+Keeps true
+- A user never waits for another's answer: each request is sent at its moment, whatever became of those before.
+- They begin when the server first answers. From then on one that is away fails their requests, and they say so.
+- What a pass through the trace left in the server's prefix cache, the next does not find.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from itertools import count
+from threading import Event
+
+import aiohttp
+import msgspec
+import structlog
+
+from schemas.errors import UsageError
+from schemas.serving import Served
+from workers.users.config import UsersConfig
+from workers.users.requests import Request, Shape, Slice, compress
+from workers.users.stream import Answer, ask, completion, session
+from workers.users.traces import Arrival, read_trace
+from workers.users.waits import Waits
+
+REQUEST_SECONDS = 60.0
+"""After which a request has failed."""
+
+LOOK_SECONDS = 0.5
+"""Between two looks whether the server answers yet, or whether the users are to stop."""
+
+PAUSE_SECONDS = 1.0
+"""Between two passes through the trace."""
+
+log = structlog.get_logger("users")
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _ModelFolder(msgspec.Struct):
+    vocab_size: int
+
+
+def run_users(config: UsersConfig, url: str, stop: Event) -> None:
+    """Ask the server at `url` until `stop`. Raises UsageError for a trace or a model folder that cannot be read."""
+    arrivals = read_trace(str(config.trace))
+    file = config.model_folder / "config.json"
+    try:
+        vocabulary = msgspec.json.decode(file.read_bytes(), type=_ModelFolder).vocab_size
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"{file} does not tell how large the vocabulary is: {error}") from None
+    waits = Waits(config.run_folder)
+    try:
+        asyncio.run(_ask_all(config, url, arrivals, vocabulary, waits, stop))
+    finally:
+        waits.close()
+
+
+def served(answer: Answer, *, ended: float, to_unix: float) -> Served:
+    """Of an answer that ended at this moment; `to_unix` leads from time.monotonic() to Unix seconds."""
+    after_first = answer.tokens - 1
+    first, last = (answer.moments[0], answer.moments[-1]) if answer.moments else (None, None)
+    return Served(
+        at=answer.due + to_unix,
+        seconds=ended - answer.due,
+        prompt_tokens=answer.prompt_tokens,
+        tokens=answer.tokens,
+        first_token_seconds=None if first is None else first - answer.due,
+        token_seconds=None if first is None or last is None or after_first < 1 else (last - first) / after_first,
+        error=answer.error,
+    )
+
+
+def moments(work: Slice) -> Iterator[tuple[float, int, Request]]:
+    """Every request of pass after pass: seconds since the first, the number of the pass, what is asked."""
+    for number in count():
+        begins = number * (work.seconds + PAUSE_SECONDS)
+        for request in work.requests:
+            yield begins + request.at, number, request
+
+
+async def _ask_all(
+    config: UsersConfig, url: str, arrivals: list[Arrival], vocabulary: int, waits: Waits, stop: Event
+) -> None:
+    to_unix = time.time() - time.monotonic()
+    async with session(REQUEST_SECONDS) as client:
+        model = await _model(client, url, stop)
+        if model is None:
+            return
+        shape = Shape(
+            prompt_divisor=config.prompt_divisor,
+            output_divisor=config.output_divisor,
+            longest=model.max_model_len,
+            vocabulary=vocabulary,
+        )
+        work = compress(arrivals, shape).at_pace(config.pace)
+        log.info("users come", server=url, model=model.id, requests=len(work.requests), seconds=round(work.seconds))
+
+        async def ask_one(request: Request, number: int, due: float) -> None:
+            wanted = completion(model.id, request.prompt, request.tokens, temperature=0.0, cache_salt=str(number))
+            answer = await ask(client, url, wanted, due=due)
+            if answer.error:
+                log.warning("a request failed", reason=answer.error)
+            waits.append(served(answer, ended=time.monotonic(), to_unix=to_unix))
+
+        start, asked = time.monotonic(), set[asyncio.Task[None]]()
+        for at, number, request in moments(work):
+            if not await _reached(start + at, stop):
+                break
+            task = asyncio.create_task(ask_one(request, number, start + at))
+            asked.add(task)
+            task.add_done_callback(asked.discard)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def _reached(moment: float, stop: Event) -> bool:
+    """Wait until the moment; False if `stop` came before."""
+    while not stop.is_set():
+        left = moment - time.monotonic()
+        if left <= 0:
+            return True
+        await asyncio.sleep(min(left, LOOK_SECONDS))
+    return False
+
+
+async def _model(client: aiohttp.ClientSession, url: str, stop: Event) -> _Model | None:
+    """What the server serves, once it answers; None if `stop` came before."""
+    while not stop.is_set():
+        try:
+            async with client.get(f"{url}/v1/models") as response:
+                if response.status == 200:
+                    return msgspec.json.decode(await response.read(), type=_Models).data[0]
+        except (TimeoutError, aiohttp.ClientError):
+            pass
+        await asyncio.sleep(LOOK_SECONDS)
+    return None
