@@ -111,7 +111,7 @@ class TasksSection:
     """Optimizer steps of the demo; it asks for as many groups as they take."""
     max_turns: int = 16
     """Turns after which a trajectory ends as it stands."""
-    held_out: int = 256
+    held_out: int = 1024
     """Fixed tasks, never trained on, that success before and after is measured on."""
     first_seed: int = 0
     """Seed of the first training task of run seed 0; every run seed has a range of its own."""
