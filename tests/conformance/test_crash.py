@@ -146,6 +146,7 @@ def test_a_restart_does_not_commit_an_open_transaction(own: Cluster, interrupted
 def test_what_a_restarted_broker_calls_committed_is_committed(own: Cluster, interrupted: tuple[Producer, str]) -> None:
     producer, topic = interrupted
     producer.commit_transaction(WAIT_SECONDS)
+    own.transactional("worker")  # who takes the name over waits for the markers, which follow the answer
     assert own.values(topic) == [b"half"]
 
 
