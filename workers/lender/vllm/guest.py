@@ -209,7 +209,9 @@ class Guest:
 
     def _change_link(self) -> None:
         if self._host is not None:
+            self._granted = self._host.granted
             self._host.leave()
+        self._host = self._reports = None
         while self._feeder.ended:  # first: the link that is taken now may end at any moment
             self._feeder.ended.pop().close()
         self._link = self._feeder.link
@@ -264,7 +266,16 @@ class Guest:
         if engine is not None and self._apart is not None:
             with suppress(Exception), self._apart.stepping():  # what is broken may not let itself be closed
                 engine.close()
-        self._enter()
+        with suppress(Exception):  # as where no descriptor is left
+            self._enter()
+        if self._host is None:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Nobody answers at the link: who is at its other end begins anew."""
+        if self._link is not None:
+            with suppress(OSError):
+                self._link.connection.shutdown(socket.SHUT_RDWR)
 
     def _let_go(self) -> None:
         """Of the engine; all KV memory is serving's again."""
@@ -274,11 +285,11 @@ class Guest:
 
     def _tell(self, gone: Gone) -> None:
         """Where there is no room for it, or no engine that was to blame, the end of the link says as much."""
-        if self._link is None or self._reports is None:
+        if self._reports is None:
             return
         self._reports.say(gone)
         if len(self._reports) or isinstance(self._host, Parked):
-            self._link.connection.shutdown(socket.SHUT_RDWR)
+            self._hang_up()
 
 
 def _built(config: LendConfig) -> tuple[Engine, Pool]:

@@ -1,0 +1,65 @@
+"""A guest whose link cannot be taken up: serving's loop hears nothing of it, and who knocked begins anew."""
+
+import logging
+import resource
+import select
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from workers.executor.line import Line
+from workers.executor.step_cost import UNKNOWN, StepCost
+from workers.executor.words import REPORTS, Tick
+from workers.lender.config import LendConfig
+from workers.lender.link import End, knock, listen, welcome
+from workers.lender.pulse import Pulse
+from workers.lender.vllm.guest import Guest
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def guest(feeder: Any) -> Guest:
+    config = LendConfig(model_folder="", socket="")
+    unused: Any = None
+    return Guest(config, feeder, Pulse(None), StepCost(**UNKNOWN), unused, unused, logging.getLogger("guest"))
+
+
+def ended(end: End) -> bool:
+    return bool(select.select([end.connection], [], [], 0)[0])
+
+
+def test_a_link_that_cannot_be_taken_up_ends_and_the_next_one_is(tmp_path: Path) -> None:
+    listener = listen(tmp_path / "socket")
+
+    def met() -> tuple[End, End]:
+        beside = knock(tmp_path / "socket")
+        return beside, welcome(listener.accept()[0])
+
+    first, link = met()
+    feeder = SimpleNamespace(link=link, ended=[])
+    one = guest(feeder)
+    one.tick(seconds=0.02, tokens=1)
+    second, feeder.link = met()
+    feeder.ended.append(link)
+    with no_descriptor_left():
+        one.tick(seconds=0.02, tokens=1)
+    assert ended(second)
+    third, link = met()
+    feeder.ended.append(feeder.link)
+    feeder.link = link
+    one.tick(seconds=0.02, tokens=1)
+    one.beat(held=False)
+    [tick] = [REPORTS.decode(message) for message in Line(third.wires.reports).read()]
+    assert isinstance(tick, Tick) and "built again" in tick.parked and not ended(third)
+    for end in (first, second, third, link, listener):
+        end.close()
