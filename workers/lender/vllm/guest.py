@@ -110,7 +110,7 @@ class Guest:
             else:
                 self._live(seconds, tokens)
         except Exception as error:  # noqa: BLE001  whatever a guest does, serving goes on
-            self._drop(error)
+            self.drop(error)
         finally:
             self._pulse.give()
 
@@ -131,7 +131,7 @@ class Guest:
                 if self._life.state is State.PARKING:
                     self._park(held=held)
         except Exception as error:  # noqa: BLE001  as above
-            self._drop(error)
+            self.drop(error)
         finally:
             self._pulse.give()
 
@@ -162,7 +162,7 @@ class Guest:
             try:
                 self._share(grow=False)
             except Exception as error:  # noqa: BLE001  as above
-                self._drop(error)
+                self.drop(error)
 
     def _share(self, *, grow: bool) -> None:
         assert self._sharing is not None
@@ -254,7 +254,8 @@ class Guest:
         )
         self._enter()
 
-    def _drop(self, error: Exception) -> None:
+    def drop(self, error: Exception) -> None:
+        """Let go of the engine for an error, and tell. Raises nothing."""
         engine, self._building = self._engine, None
         with suppress(Exception):  # as below
             self._let_go()
