@@ -153,7 +153,7 @@ class Guest:
         else:
             assert self._apart is not None
             with self._apart.stepping():
-                host.tick(tokens)
+                host.tick(tokens, seconds)
         self._granted = host.granted
 
     def make_room(self) -> None:
