@@ -81,6 +81,20 @@ def test_a_process_beside_that_is_killed_comes_back_and_one_that_ends_does_not(t
         assert len(once.started) == 1
 
 
+def test_a_keeper_that_cannot_start_the_process_beside_keeps_on_and_tries_again(tmp_path: Path) -> None:
+    beside, failed = Beside("exec sleep 600"), list[float]()
+
+    def begin() -> int:
+        if not failed:
+            failed.append(time.monotonic())
+            raise BlockingIOError("no process is left")
+        return beside.begin()
+
+    with kept(tmp_path, begin) as pulse:
+        until(lambda: len(beside.started) == 1)
+        assert pulse.stop == ""
+
+
 def test_a_file_stops_and_so_does_a_keeper_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "marks" / "stop"
     file.parent.mkdir()

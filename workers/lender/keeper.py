@@ -1,7 +1,8 @@
 """The keeper of a lending server: one small process that has the process beside for a child and looks at the guest.
 
 Keeps true
-- The process beside that is killed is started again, later each time (`backoff`); one that ends by itself is not.
+- The process beside that is killed, or cannot be started, is started again, later each time (`backoff`); one that ends
+  by itself is not.
 - A file that says stop is seen within `LOOK_SECONDS`, whatever a broker, the process beside or serving is doing.
 - An engine core whose guest hangs is ended, so that whoever runs the server starts it anew; the file then says stop:
   the next life does not lend until somebody has looked at it and removed it. Serving that is slow is left alone.
@@ -34,7 +35,7 @@ GOODBYE_SECONDS = 10.0
 
 
 class Keeper:
-    """`begin` forks the process beside and returns its id."""
+    """`begin` forks the process beside and returns its id; it may raise OSError."""
 
     def __init__(self, pulse: Pulse, stop_file: Path, begin: Callable[[], int], *, hang_seconds: float) -> None:
         self._pulse = pulse
@@ -72,7 +73,11 @@ class Keeper:
             if not self._done:
                 self._log.error("the process beside has ended", status=code, again_in=self._again.failed(now))
         if not self._done and now >= self._again.until:
-            self._beside = self._begin()
+            try:
+                self._beside = self._begin()
+            except OSError as error:  # as where no process is left
+                wait = self._again.failed(now)
+                self._log.error("the process beside cannot be started", reason=str(error), again_in=wait)
 
     def _watch(self) -> None:
         if self._core is None and self._pulse.core:
