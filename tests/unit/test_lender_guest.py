@@ -1,10 +1,10 @@
-"""A guest whose link cannot be taken up: serving's loop hears nothing of it, and who knocked begins anew."""
+"""A guest and its link: serving's loop hears nothing of one that cannot be taken up, and who is left alone parks."""
 
 import logging
 import resource
 import select
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from workers.executor.line import Line
 from workers.executor.step_cost import UNKNOWN, StepCost
 from workers.executor.words import REPORTS, Tick
 from workers.lender.config import LendConfig
+from workers.lender.life import State
 from workers.lender.link import End, knock, listen, welcome
 from workers.lender.pulse import Pulse
 from workers.lender.vllm.guest import Guest
@@ -63,3 +64,28 @@ def test_a_link_that_cannot_be_taken_up_ends_and_the_next_one_is(tmp_path: Path)
     assert isinstance(tick, Tick) and "built again" in tick.parked and not ended(third)
     for end in (first, second, third, link, listener):
         end.close()
+
+
+class Kept:
+    """An engine, and its share of the memory."""
+
+    busy = grows = closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_guest_that_nobody_knocks_for_is_kept_until_something_says_stop() -> None:
+    one: Any = guest(SimpleNamespace(link=None, ended=[]))
+    engine, sharing = Kept(), Kept()
+    one._life.state, one._granted = State.LENDING, True
+    one._engine, one._sharing, one._apart = engine, sharing, SimpleNamespace(stepping=nullcontext)
+    one.tick(seconds=0.02, tokens=1)
+    assert not one.busy and not engine.closed
+    one._pulse.look(stop=True)
+    assert one.busy
+    one.tick(seconds=0.02, tokens=1)
+    assert engine.closed and sharing.closed and not one.busy
+    one._pulse.look(stop=False)
+    one.tick(seconds=0.02, tokens=1)
+    assert not one.busy and one._life.state is State.PARKED, "nobody is there to build one for"

@@ -85,10 +85,16 @@ class Guest:
         if self._feeder.link is not self._link:
             return True
         if self._host is None:
-            return False
+            return self._left_alone
         if self._sharing is not None and self._sharing.busy:
             return True
         return self._host.busy or self._life.due(self._wanted, time.monotonic())
+
+    @property
+    def _left_alone(self) -> bool:
+        """Whether nobody is there for whom a guest would be kept that something says is to stop."""
+        lives = self._life.state in (State.LENDING, State.PARKING)
+        return self._host is None and lives and not self._wanted
 
     @property
     def _wanted(self) -> bool:
@@ -138,6 +144,9 @@ class Guest:
     def _live(self, seconds: float, tokens: int) -> None:
         host = self._host
         if host is None:
+            if self._left_alone:
+                self._follow()
+                self._park(held=False)
             return
         self._follow()
         if self._life.state is State.PARKING:
