@@ -66,6 +66,22 @@ def test_a_link_that_cannot_be_taken_up_ends_and_the_next_one_is(tmp_path: Path)
         end.close()
 
 
+def test_what_was_poisoned_ends_the_link_of_a_guest_that_is_being_built_and_not_the_build(tmp_path: Path) -> None:
+    listener = listen(tmp_path / "socket")
+    beside = knock(tmp_path / "socket")
+    link = welcome(listener.accept()[0])
+    one: Any = guest(SimpleNamespace(link=link, ended=[]))
+    one.tick(seconds=0.02, tokens=1)
+    one._life.state, building = State.WAKING, object()
+    one._building = building
+    Line(beside.wires.orders).write(b"no order")
+    one.tick(seconds=0.02, tokens=1)
+    assert ended(beside) and not one.busy
+    assert one._building is building and one._life.state is State.WAKING
+    for end in (beside, link, listener):
+        end.close()
+
+
 class Kept:
     """An engine, and its share of the memory."""
 

@@ -265,12 +265,18 @@ class Guest:
 
     def drop(self, error: Exception) -> None:
         """Let go of the engine for an error, and tell. Raises nothing."""
-        engine, self._building = self._engine, None
+        if self._building is not None:  # which has not failed, and cannot be ended: who knocks next waits for it
+            self._host = None
+            self._hang_up()
+            with suppress(Exception):  # as below
+                self._log.error("rose: the link of a guest that is being built is ended: %s", _told(error))
+            return
+        engine = self._engine
         with suppress(Exception):  # as below
             self._let_go()
         wait = self._life.fault(time.monotonic())
         with suppress(Exception):  # an error may not let itself be told
-            reason = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+            reason = _told(error)
             self._log.error("rose: the guest is dropped, serving goes on, another is built in %.0f s: %s", wait, reason)
             self._tell(Gone(reason, wait))
         if engine is not None and self._apart is not None:
@@ -300,6 +306,10 @@ class Guest:
         self._reports.say(gone)
         if len(self._reports) or isinstance(self._host, Parked):
             self._hang_up()
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
 
 
 def _built(config: LendConfig) -> tuple[Engine, Pool]:
