@@ -15,6 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
@@ -65,10 +66,10 @@ class Keeper:
         """Start the process beside, if it is to be there and is not."""
         now = time.monotonic()
         if self._beside is not None:
-            pid, status = os.waitpid(self._beside, os.WNOHANG)
-            if not pid:
+            code = _ended(self._beside)
+            if code is None:
                 return
-            self._beside, code = None, os.waitstatus_to_exitcode(status)
+            self._beside = None
             self._done = code == 0
             if not self._done:
                 self._log.error("the process beside has ended", status=code, again_in=self._again.failed(now))
@@ -113,12 +114,22 @@ class Keeper:
     def _part(self) -> None:
         if self._beside is None:
             return
-        os.kill(self._beside, signal.SIGTERM)
         deadline = time.monotonic() + GOODBYE_SECONDS
-        while not os.waitpid(self._beside, os.WNOHANG)[0]:
-            if time.monotonic() > deadline:
-                os.kill(self._beside, signal.SIGKILL)
-            time.sleep(LOOK_SECONDS)
+        with suppress(ProcessLookupError):
+            os.kill(self._beside, signal.SIGTERM)
+            while _ended(self._beside) is None:
+                if time.monotonic() > deadline:
+                    os.kill(self._beside, signal.SIGKILL)
+                time.sleep(LOOK_SECONDS)
+
+
+def _ended(child: int) -> int | None:
+    """How it has ended, as an exit status; None while it runs."""
+    try:
+        pid, status = os.waitpid(child, os.WNOHANG)
+    except ChildProcessError:  # who started the server ignores its children: what is forked from there hears of none
+        return -signal.SIGKILL
+    return os.waitstatus_to_exitcode(status) if pid else None
 
 
 def says_stop(file: Path) -> bool:
