@@ -45,6 +45,11 @@ class ScriptedEndpoint:
         self.loaded: list[str] = []
         self.answers = asyncio.Event()
         self.answers.set()
+        self.says_paused = True
+        """False is paused as well, and says so when it goes on."""
+        self.goes_on = asyncio.Event()
+        """Cleared while it is paused."""
+        self.goes_on.set()
         self._runner: web.AppRunner | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, daemon=True)
@@ -67,6 +72,10 @@ class ScriptedEndpoint:
         self._thread.join()
         self._loop.close()
 
+    def pause(self) -> None:
+        """As a lender does before a load."""
+        self._loop.call_soon_threadsafe(self.goes_on.clear)
+
     def hang(self, hangs: bool) -> None:
         """Its engine does nothing any more, and whoever asks it waits."""
         self._loop.call_soon_threadsafe(self.answers.clear if hangs else self.answers.set)
@@ -78,8 +87,8 @@ class ScriptedEndpoint:
                 web.get("/version", partial(_json, {"version": "0.32.0"})),
                 web.get("/server_info", self._info),
                 web.get("/v1/models", partial(_json, {"data": [{"id": "policy"}]})),
-                web.post("/pause", partial(_json, {})),
-                web.post("/resume", partial(_json, {})),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._resume),
                 web.post("/reset_prefix_cache", partial(_json, {"success": True})),
                 web.post("/collective_rpc", self._reload),
                 web.post("/v1/completions", self._complete),
@@ -110,6 +119,16 @@ class ScriptedEndpoint:
         }
         return await _json({"vllm_config": config})
 
+    async def _pause(self, _: web.Request) -> web.Response:
+        self.goes_on.clear()
+        if not self.says_paused:
+            await self.goes_on.wait()
+        return await _json({})
+
+    async def _resume(self, _: web.Request) -> web.Response:
+        self.goes_on.set()
+        return await _json({})
+
     async def _reload(self, request: web.Request) -> web.Response:
         called = await request.json()
         await self.answers.wait()
@@ -137,6 +156,7 @@ class ScriptedEndpoint:
         while reason is None:
             await asyncio.sleep(self.token_seconds)
             await self.answers.wait()
+            await self.goes_on.wait()
             token, place = self._draw([*context, *tokens], asked)
             tokens.append(token)
             places.append(place)

@@ -18,9 +18,9 @@ class Hanging(Scheduler):  # type: ignore[misc]
         super().__init__(*args, **settings)
         step, file = Engine.step, Path(os.environ[HANG])
 
-        def a_step_that_hangs(engine: Engine) -> Step:
+        def a_step_that_hangs(engine: Engine, most_tokens: int | None = None) -> Step:
             while file.exists():
                 time.sleep(0.1)
-            return step(engine)
+            return step(engine, most_tokens)
 
         Engine.step = a_step_that_hangs  # type: ignore[method-assign]

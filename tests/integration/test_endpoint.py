@@ -14,7 +14,7 @@ from schemas.slack import ExecutorState, WorkerClass
 from schemas.turns import Refusal, TurnOutcome, TurnResult
 from tests.brokers import AnyBroker
 from tests.integration.endpoint_kit import MOST_TOKENS, Lending, ScriptedEndpoint, lending
-from tests.integration.executor_kit import Router
+from tests.integration.executor_kit import SLOT, Router
 from tests.integration.policies import logprobs_of, new_policy, save_policy
 from tests.waiting import until
 from topics.admin import create_topics
@@ -22,6 +22,7 @@ from topics.catalog import Partitions
 from topics.settings import BusSettings
 from workers.executor.loop import TTL_SECONDS
 from workers.lender.endpoint.config import EndpointConfig
+from workers.lender.endpoint.versions import PAUSED
 
 pytestmark = pytest.mark.slow
 
@@ -168,6 +169,30 @@ def test_an_endpoint_that_hangs_is_a_silent_executor(router: Router, endpoint: S
     router.until(lambda: router.serves(1))
     router.dispatch("after", CONTEXT)
     assert router.result("after").outcome is TurnOutcome.COMPLETED
+
+
+def test_a_lender_that_ends_amid_a_load_leaves_an_endpoint_that_answers_its_users(
+    router: Router, endpoint: ScriptedEndpoint, lender: Lending
+) -> None:
+    endpoint.says_paused = False
+    router.publish(new_policy(1, tied=False), 1)
+    router.until(lambda: not endpoint.goes_on.is_set())
+    router.executor = None
+    assert lender.end() == 0
+    assert endpoint.goes_on.is_set()
+
+
+def test_an_endpoint_whose_lender_was_killed_amid_a_load_goes_on_with_the_next(
+    settings: BusSettings, endpoint: ScriptedEndpoint, policy: Path, config: EndpointConfig
+) -> None:
+    mark = config.folder / f"slot-{SLOT}" / PAUSED
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    endpoint.pause()
+    until(lambda: not endpoint.goes_on.is_set())
+    with lending(settings, policy, config):
+        until(endpoint.goes_on.is_set)
+        until(lambda: not mark.exists())
 
 
 def test_turns_that_are_late_go_back_and_none_are_asked_for(router: Router, endpoint: ScriptedEndpoint) -> None:

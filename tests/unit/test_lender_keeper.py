@@ -81,6 +81,33 @@ def test_a_process_beside_that_is_killed_comes_back_and_one_that_ends_does_not(t
         assert len(once.started) == 1
 
 
+def test_a_keeper_that_cannot_start_the_process_beside_keeps_on_and_tries_again(tmp_path: Path) -> None:
+    beside, failed = Beside("exec sleep 600"), list[float]()
+
+    def begin() -> int:
+        if not failed:
+            failed.append(time.monotonic())
+            raise BlockingIOError("no process is left")
+        return beside.begin()
+
+    with kept(tmp_path, begin) as pulse:
+        until(lambda: len(beside.started) == 1)
+        assert pulse.stop == ""
+
+
+def test_a_process_beside_of_which_the_kernel_tells_nothing_comes_back_all_the_same(tmp_path: Path) -> None:
+    beside = Beside("exec sleep 600")
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with kept(tmp_path, beside.begin):
+            until(lambda: len(beside.started) == 1)
+            os.kill(beside.started[0].pid, signal.SIGKILL)
+            until(lambda: len(beside.started) == 2)
+        assert is_halted(beside.started[1].pid)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_a_file_stops_and_so_does_a_keeper_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "marks" / "stop"
     file.parent.mkdir()

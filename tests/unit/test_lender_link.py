@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import select
 import socket
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -18,6 +20,7 @@ from schemas.errors import UsageError
 from tests.waiting import WAIT_SECONDS, until
 from workers.executor.line import Line
 from workers.executor.wires import Wires
+from workers.lender import feeder
 from workers.lender.config import LendConfig, read_config
 from workers.lender.feeder import Feeder
 from workers.lender.link import PROTOCOL, End, Hello, knock, listen
@@ -96,6 +99,21 @@ def test_a_process_beside_that_ends_is_seen_and_another_may_come(host: Host, pat
         end.close()
         until(lambda: host.feeder.link is None)
     assert len(host.feeder.ended) == 3
+
+
+def test_a_knock_for_which_no_descriptor_is_left_does_not_take_the_interpreter(
+    host: Host, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests = threading.Semaphore(0)
+    monkeypatch.setattr(feeder, "time", SimpleNamespace(sleep=lambda _: rests.release()))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as knocking:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            knocking.connect(str(path))
+            assert rests.acquire(timeout=WAIT_SECONDS)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_who_comes_last_has_the_link(host: Host, path: Path, beside: End) -> None:

@@ -3,12 +3,14 @@
 Keeps true
 - A tick takes orders in, does one piece of preparing a version or one engine step, in turn, and reports.
   Nothing else runs in this process for it: no bus, no records, no thread.
+- Where a tick has an end, orders that take long to obey (a turn's context is hashed) are a piece of work of their own.
 - A policy version is swapped in between two steps, whole or not at all.
 - Where no tick may be done, a turn that is given up goes back all the same, one at a time.
 - Reports never wait for their reader: what does not fit on the line is kept and sent later, in order.
 - Ticks make the heartbeats: an engine that hangs says nothing.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -41,6 +43,9 @@ from workers.executor.words import (
     Wake,
     untouched,
 )
+
+OBEYED_BESIDE = 0.1
+"""Share of a tick that orders may take beside a step."""
 
 
 class EngineHost:
@@ -103,17 +108,27 @@ class EngineHost:
         tokens = self._engine.wanted_tokens
         return self._cost.cautious_seconds(tokens) if tokens else 0.0
 
-    def tick(self, most_tokens: int | None = None) -> None:
-        """One bounded piece of work, a step of at most `most_tokens` tokens. Raises EngineBroken."""
+    def tick(self, most_tokens: int | None = None, most_seconds: float = math.inf) -> None:
+        """One bounded piece of work: orders, for `most_seconds`, or a step of at most `most_tokens` tokens.
+
+        Raises EngineBroken.
+        """
         self._reports.flush()
         self._read()
-        while self._later:
-            self._obey(self._later.popleft())
-        if self._prepares_next:
-            self._prepare_on()
-        elif len(self._engine):
-            self._step(most_tokens)
+        if self._obey_all(most_seconds):
+            if self._prepares_next:
+                self._prepare_on()
+            elif len(self._engine):
+                self._step(most_tokens)
         self.beat()
+
+    def _obey_all(self, most_seconds: float) -> bool:
+        """Obey orders for so long; whether there is time for more than that."""
+        began, seconds = time.monotonic(), 0.0
+        while self._later and seconds < most_seconds:
+            self._obey(self._later.popleft())
+            seconds = time.monotonic() - began
+        return seconds < OBEYED_BESIDE * most_seconds
 
     @property
     def _prepares_next(self) -> bool:
@@ -132,13 +147,13 @@ class EngineHost:
             self.tell_load()
 
     def hand_back(self) -> bool:
-        """Give one turn up; whether none is left, and all that was said is on the line."""
+        """Give one turn up; whether none is left. Who gave the orders may be slow to hear of it."""
         self._read()
         here = (order.name for order in self._later if isinstance(order, Take))
         name = next(here, None) or next(iter(self._share_before), None)
         if name is not None:
             self.give_up(name)
-        return name is None and not len(self._reports)
+        return name is None
 
     def leave(self) -> None:
         """Whoever gave the orders is gone: let go of the turns; the engine may have another host."""

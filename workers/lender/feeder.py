@@ -8,6 +8,7 @@ Keeps true
 
 import os
 import selectors
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from logging import Logger
@@ -15,6 +16,9 @@ from pathlib import Path
 from threading import Thread
 
 from workers.lender.link import End, LinkRefused, listen, welcome
+
+REST_SECONDS = 0.1
+"""After a knock that cannot be answered: it may stay, and the interpreter is serving's."""
 
 
 class Feeder:
@@ -71,7 +75,8 @@ class Feeder:
     def _welcome(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # who knocked has left
+        except OSError:  # who knocked has left, or no descriptor is
+            time.sleep(REST_SECONDS)
             return
         try:
             link = welcome(connection)

@@ -1,7 +1,8 @@
 """The keeper of a lending server: one small process that has the process beside for a child and looks at the guest.
 
 Keeps true
-- The process beside that is killed is started again, later each time (`backoff`); one that ends by itself is not.
+- The process beside that is killed, or cannot be started, is started again, later each time (`backoff`); one that ends
+  by itself is not.
 - A file that says stop is seen within `LOOK_SECONDS`, whatever a broker, the process beside or serving is doing.
 - An engine core whose guest hangs is ended, so that whoever runs the server starts it anew; the file then says stop:
   the next life does not lend until somebody has looked at it and removed it. Serving that is slow is left alone.
@@ -14,6 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
@@ -34,7 +36,7 @@ GOODBYE_SECONDS = 10.0
 
 
 class Keeper:
-    """`begin` forks the process beside and returns its id."""
+    """`begin` forks the process beside and returns its id; it may raise OSError."""
 
     def __init__(self, pulse: Pulse, stop_file: Path, begin: Callable[[], int], *, hang_seconds: float) -> None:
         self._pulse = pulse
@@ -64,15 +66,19 @@ class Keeper:
         """Start the process beside, if it is to be there and is not."""
         now = time.monotonic()
         if self._beside is not None:
-            pid, status = os.waitpid(self._beside, os.WNOHANG)
-            if not pid:
+            code = _ended(self._beside)
+            if code is None:
                 return
-            self._beside, code = None, os.waitstatus_to_exitcode(status)
+            self._beside = None
             self._done = code == 0
             if not self._done:
                 self._log.error("the process beside has ended", status=code, again_in=self._again.failed(now))
         if not self._done and now >= self._again.until:
-            self._beside = self._begin()
+            try:
+                self._beside = self._begin()
+            except OSError as error:  # as where no process is left
+                wait = self._again.failed(now)
+                self._log.error("the process beside cannot be started", reason=str(error), again_in=wait)
 
     def _watch(self) -> None:
         if self._core is None and self._pulse.core:
@@ -108,12 +114,22 @@ class Keeper:
     def _part(self) -> None:
         if self._beside is None:
             return
-        os.kill(self._beside, signal.SIGTERM)
         deadline = time.monotonic() + GOODBYE_SECONDS
-        while not os.waitpid(self._beside, os.WNOHANG)[0]:
-            if time.monotonic() > deadline:
-                os.kill(self._beside, signal.SIGKILL)
-            time.sleep(LOOK_SECONDS)
+        with suppress(ProcessLookupError):
+            os.kill(self._beside, signal.SIGTERM)
+            while _ended(self._beside) is None:
+                if time.monotonic() > deadline:
+                    os.kill(self._beside, signal.SIGKILL)
+                time.sleep(LOOK_SECONDS)
+
+
+def _ended(child: int) -> int | None:
+    """How it has ended, as an exit status; None while it runs."""
+    try:
+        pid, status = os.waitpid(child, os.WNOHANG)
+    except ChildProcessError:  # who started the server ignores its children: what is forked from there hears of none
+        return -signal.SIGKILL
+    return os.waitstatus_to_exitcode(status) if pid else None
 
 
 def says_stop(file: Path) -> bool:

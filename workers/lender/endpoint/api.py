@@ -256,17 +256,18 @@ class Endpoint:
         return False
 
     async def load(self, folder: Path) -> None:
-        """Load the safetensors of `folder` in place of its weights; it answers nobody meanwhile.
+        """Load the safetensors of `folder` in place of its weights; it answers nobody from here on until `resume`.
 
         Requests that it holds wait, and are computed anew under the new weights. Raises SwapRefused.
         """
         await self._post("/pause?mode=keep", {}, LOAD_SECONDS)
-        try:
-            asked = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            await self._post("/collective_rpc", asked, LOAD_SECONDS)
-            await self._post("/reset_prefix_cache?reset_running_requests=true", {}, LOAD_SECONDS)
-        finally:
-            await self._post("/resume", {}, LOAD_SECONDS)
+        asked = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self._post("/collective_rpc", asked, LOAD_SECONDS)
+        await self._post("/reset_prefix_cache?reset_running_requests=true", {}, LOAD_SECONDS)
+
+    async def resume(self) -> None:
+        """Have it answer again. Raises SwapRefused."""
+        await self._post("/resume", {}, LOAD_SECONDS)
 
     def _body(self, context: Sequence[int], sampling: Sampling, salt: str) -> dict[str, Any]:
         """A completion that is drawn as sampling says, whatever the server's own defaults are."""

@@ -3,6 +3,7 @@
 Keeps true
 - An endpoint that is away is waited for; its turns have gone back, and with its return the executor starts anew, so
   that no version is believed to serve that was not proven since.
+- It answers its own users whatever becomes of this process: one that was paused for a load is told to go on.
 - What only a person can mend ends it, in a sentence.
 """
 
@@ -12,6 +13,7 @@ import os
 from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
 from typing import Any
@@ -33,7 +35,7 @@ from workers.lender.endpoint.api import Endpoint, VllmConfig
 from workers.lender.endpoint.config import EndpointConfig
 from workers.lender.endpoint.player import Cache, Player
 from workers.lender.endpoint.proof import Expected
-from workers.lender.endpoint.versions import Versions
+from workers.lender.endpoint.versions import Versions, let_go_on
 from workers.weights.config import WeightsConfig
 
 AGAIN_SECONDS = 1.0
@@ -111,9 +113,9 @@ class PlayedEngine:
     async def _play(self) -> None:
         api = Endpoint(self._endpoint.url, self._endpoint.model)
         async with aclosing(api):
-            server = await self._arrival(api)
-            log.info("found", url=api.url, model=api.model, dtype=server.dtype)
             folder = self._endpoint.folder.resolve() / f"slot-{self._config.slot}"
+            server = await self._arrival(api, folder)
+            log.info("found", url=api.url, model=api.model, dtype=server.dtype)
             versions = Versions(api, server, self._vocabulary, self._expected, folder)
             kv = cache_of(server, self._config)
             player = Player(
@@ -121,11 +123,12 @@ class PlayedEngine:
             )
             await player.play()
 
-    async def _arrival(self, api: Endpoint) -> VllmConfig:
-        """What the endpoint is, once it is there. Raises EngineStartError."""
+    async def _arrival(self, api: Endpoint, folder: Path) -> VllmConfig:
+        """What the endpoint is, once it is there; its versions are in `folder`. Raises EngineStartError."""
         waited = False
         while True:
             try:
+                await let_go_on(api, folder)
                 return await api.check(self._shapes, self._config.max_model_len)
             except EngineBroken as broken:
                 if not waited:

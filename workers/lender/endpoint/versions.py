@@ -3,12 +3,14 @@
 Keeps true
 - What was loaded and is not proven is followed by the weights before it, which are proven in the same way.
 - A file is whole before the endpoint is told of it, and stays until another version is proven.
+- While the endpoint is paused for a load a file says so: who comes after a lender that was killed lets it go on.
 """
 
 import asyncio
 import secrets
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,9 @@ from workers.lender.endpoint.api import HEAD, LIKELIEST, SEEN, Endpoint, VllmCon
 from workers.lender.endpoint.proof import TOLERANCES, Expected, flaw, probe_context
 
 FILE = "model.safetensors"
+
+PAUSED = "paused"
+"""Beside the versions, while the endpoint answers nobody for a load."""
 
 EMBEDDING = "model.embed_tokens.weight"
 """What a tied head is."""
@@ -102,7 +107,7 @@ class Versions:
         """Why these weights are not what the endpoint answers with now; empty when they are."""
         self.salt = f"rose-{weights.version}-{secrets.token_hex(8)}"
         try:
-            await self._api.load(weights.folder)
+            await self._loaded(weights.folder)
             if weights.tensors is None:
                 return ""
             most = min(LIKELIEST, self._server.model_config.max_logprobs, self._vocabulary)
@@ -115,6 +120,29 @@ class Versions:
         if known is not None and known is not weights.tensors:
             before = await asyncio.to_thread(self._expected.logprobs, known, probed)
         return flaw(probed.logprobs, new, before, TOLERANCES[self._server.dtype])
+
+    async def _loaded(self, folder: Path) -> None:
+        """Have it load `folder`, and go on whatever comes of that. Raises SwapRefused or EngineBroken."""
+        paused = self._folder / PAUSED
+        try:
+            paused.touch()
+        except OSError as error:
+            raise SwapRefused(f"{paused} cannot be written: {error.strerror}") from None
+        try:
+            await self._api.load(folder)
+        finally:
+            await self._api.resume()
+            paused.unlink(missing_ok=True)
+
+
+async def let_go_on(api: Endpoint, folder: Path) -> None:
+    """End the pause of a lender that was killed in the middle of a load. Raises EngineBroken."""
+    paused = folder / PAUSED
+    if paused.exists():
+        log.warning("was paused for a load that was broken off, and is told to go on", url=api.url)
+        with suppress(SwapRefused):  # what else it is will be seen
+            await api.resume()
+            paused.unlink(missing_ok=True)
 
 
 def _with_head(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

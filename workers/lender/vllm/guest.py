@@ -85,10 +85,16 @@ class Guest:
         if self._feeder.link is not self._link:
             return True
         if self._host is None:
-            return False
+            return self._left_alone
         if self._sharing is not None and self._sharing.busy:
             return True
         return self._host.busy or self._life.due(self._wanted, time.monotonic())
+
+    @property
+    def _left_alone(self) -> bool:
+        """Whether nobody is there for whom a guest would be kept that something says is to stop."""
+        lives = self._life.state in (State.LENDING, State.PARKING)
+        return self._host is None and lives and not self._wanted
 
     @property
     def _wanted(self) -> bool:
@@ -110,7 +116,7 @@ class Guest:
             else:
                 self._live(seconds, tokens)
         except Exception as error:  # noqa: BLE001  whatever a guest does, serving goes on
-            self._drop(error)
+            self.drop(error)
         finally:
             self._pulse.give()
 
@@ -131,13 +137,16 @@ class Guest:
                 if self._life.state is State.PARKING:
                     self._park(held=held)
         except Exception as error:  # noqa: BLE001  as above
-            self._drop(error)
+            self.drop(error)
         finally:
             self._pulse.give()
 
     def _live(self, seconds: float, tokens: int) -> None:
         host = self._host
         if host is None:
+            if self._left_alone:
+                self._follow()
+                self._park(held=False)
             return
         self._follow()
         if self._life.state is State.PARKING:
@@ -153,7 +162,7 @@ class Guest:
         else:
             assert self._apart is not None
             with self._apart.stepping():
-                host.tick(tokens)
+                host.tick(tokens, seconds)
         self._granted = host.granted
 
     def make_room(self) -> None:
@@ -162,7 +171,7 @@ class Guest:
             try:
                 self._share(grow=False)
             except Exception as error:  # noqa: BLE001  as above
-                self._drop(error)
+                self.drop(error)
 
     def _share(self, *, grow: bool) -> None:
         assert self._sharing is not None
@@ -209,7 +218,9 @@ class Guest:
 
     def _change_link(self) -> None:
         if self._host is not None:
+            self._granted = self._host.granted
             self._host.leave()
+        self._host = self._reports = None
         while self._feeder.ended:  # first: the link that is taken now may end at any moment
             self._feeder.ended.pop().close()
         self._link = self._feeder.link
@@ -252,19 +263,35 @@ class Guest:
         )
         self._enter()
 
-    def _drop(self, error: Exception) -> None:
-        engine, self._building = self._engine, None
+    def drop(self, error: Exception) -> None:
+        """Let go of the engine for an error, and tell. Raises nothing."""
+        if self._building is not None:  # which has not failed, and cannot be ended: who knocks next waits for it
+            self._host = None
+            self._hang_up()
+            with suppress(Exception):  # as below
+                self._log.error("rose: the link of a guest that is being built is ended: %s", _told(error))
+            return
+        engine = self._engine
         with suppress(Exception):  # as below
             self._let_go()
         wait = self._life.fault(time.monotonic())
         with suppress(Exception):  # an error may not let itself be told
-            reason = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+            reason = _told(error)
             self._log.error("rose: the guest is dropped, serving goes on, another is built in %.0f s: %s", wait, reason)
             self._tell(Gone(reason, wait))
         if engine is not None and self._apart is not None:
             with suppress(Exception), self._apart.stepping():  # what is broken may not let itself be closed
                 engine.close()
-        self._enter()
+        with suppress(Exception):  # as where no descriptor is left
+            self._enter()
+        if self._host is None:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Nobody answers at the link: who is at its other end begins anew."""
+        if self._link is not None:
+            with suppress(OSError):
+                self._link.connection.shutdown(socket.SHUT_RDWR)
 
     def _let_go(self) -> None:
         """Of the engine; all KV memory is serving's again."""
@@ -274,11 +301,15 @@ class Guest:
 
     def _tell(self, gone: Gone) -> None:
         """Where there is no room for it, or no engine that was to blame, the end of the link says as much."""
-        if self._link is None or self._reports is None:
+        if self._reports is None:
             return
         self._reports.say(gone)
         if len(self._reports) or isinstance(self._host, Parked):
-            self._link.connection.shutdown(socket.SHUT_RDWR)
+            self._hang_up()
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
 
 
 def _built(config: LendConfig) -> tuple[Engine, Pool]:

@@ -9,7 +9,6 @@ are of one host, and a clock that was set meanwhile makes no arrival later than 
 """
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from workers.lender.admission import Admission, Serving
@@ -36,16 +35,13 @@ class ServingView:
 
         core.scheduler.schedule = noted
 
-    def step(self, process_engine_step: Callable[[], bool]) -> bool:
-        """One step of serving, if it has anything to do, and what it took."""
-        began = time.monotonic()
-        executed = process_engine_step()
+    def stepped(self, began: float, ended: float) -> None:
+        """Serving made a step in this time, if it had anything to do."""
         scheduled, self._scheduled = self._scheduled, None
         if scheduled is not None and scheduled.total_num_scheduled_tokens:
-            self._served(scheduled, began, time.monotonic())
+            self._served(scheduled, began, ended)
         elif self._last and not self._scheduler.has_requests():
             self._last.clear()
-        return executed
 
     def holds(self) -> Serving:
         """What serving holds now."""
@@ -78,6 +74,8 @@ class ServingView:
                 self._last.pop(name, None)
             elif request.num_output_tokens:
                 self._last[name] = ended
+        if len(self._last) > len(self._scheduler.requests):  # some were aborted
+            self._last = {name: at for name, at in self._last.items() if name in self._scheduler.requests}
 
 
 def _left(request: Any) -> int:

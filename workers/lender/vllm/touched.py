@@ -59,6 +59,7 @@ TOUCHED = (
         "an empty WAKEUP on the input queue ends its wait",
         "b2026637e79970b6",
     ),
+    Touched(CORE, "EngineCoreProc.has_work", "whether another step moves what serving holds", "5c90a45c5b5b46c9"),
     Touched(CORE, "EngineCoreProc.is_running", "no guest runs while the server shuts down", "25fdbecbf47bdd89"),
     Touched("vllm.v1.engine", "EngineCoreRequestType.WAKEUP", "put on the input queue by the guest's thread"),
     Touched(

@@ -30,6 +30,11 @@ class Turns:
         self._view = ServingView(core, self._admission)
         told = self._admission.guest, self._slack
         self._guest = Guest(config, feeder, pulse, *told, ServingMemory(core), log)
+        self._log = log
+        self._over = False
+        """What serving does was not understood: nothing is lent any more."""
+        self._halted = False
+        """The guest was held back by requests that no step of serving's moves, as those of a server that is paused."""
         self._held_back: dict[str, int] = {}
         self._longest = 0.0
         self._answer: Answer | None = None
@@ -37,17 +42,30 @@ class Turns:
 
     @property
     def wanted(self) -> bool:
-        """Whether the guest has something to do."""
-        return self._guest.busy
+        """Whether the guest has something to do, and may be let without that something arrives first."""
+        return not self._over and not self._halted and self._guest.busy
 
     def step(self, process_engine_step: Callable[[], bool]) -> bool:
-        """Room for serving's step, the step, then the guest's piece if it may have one."""
+        """Room for serving's step, the step, then the guest's piece if it may have one. Raises what serving's step
+        raises.
+        """
+        if self._over:
+            return process_engine_step()
         self._guest.make_room()
-        executed = self._view.step(process_engine_step)
-        if self._guest.busy and self._core.is_running():
-            self._offer()
-        else:
-            self._guest.beat(held=not self._might())
+        began = time.monotonic()
+        executed = process_engine_step()
+        ended = time.monotonic()
+        try:
+            self._view.stepped(began, ended)
+            self._halted = False
+            if self._guest.busy and self._core.is_running():
+                self._offer()
+            else:
+                self._guest.beat(held=not self._might())
+        except Exception as error:  # noqa: BLE001  serving goes on whatever of it was not foreseen
+            self._over = True
+            self._log.exception("rose: this server lends no more")
+            self._guest.drop(error)
         return executed
 
     def _might(self) -> bool:
@@ -65,6 +83,7 @@ class Turns:
         self._answer = answer
         if answer.hold is not None:
             self._held_back[answer.hold.value] = self._held_back.get(answer.hold.value, 0) + 1
+            self._halted = not serving.queued and not self._core.has_work()
             self._guest.beat(held=True)
             return
         self._guest.tick(seconds=answer.seconds, tokens=answer.tokens)

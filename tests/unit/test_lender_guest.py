@@ -1,0 +1,107 @@
+"""A guest and its link: serving's loop hears nothing of one that cannot be taken up, and who is left alone parks."""
+
+import logging
+import resource
+import select
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from workers.executor.line import Line
+from workers.executor.step_cost import UNKNOWN, StepCost
+from workers.executor.words import REPORTS, Tick
+from workers.lender.config import LendConfig
+from workers.lender.life import State
+from workers.lender.link import End, knock, listen, welcome
+from workers.lender.pulse import Pulse
+from workers.lender.vllm.guest import Guest
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def guest(feeder: Any) -> Guest:
+    config = LendConfig(model_folder="", socket="")
+    unused: Any = None
+    return Guest(config, feeder, Pulse(None), StepCost(**UNKNOWN), unused, unused, logging.getLogger("guest"))
+
+
+def ended(end: End) -> bool:
+    return bool(select.select([end.connection], [], [], 0)[0])
+
+
+def test_a_link_that_cannot_be_taken_up_ends_and_the_next_one_is(tmp_path: Path) -> None:
+    listener = listen(tmp_path / "socket")
+
+    def met() -> tuple[End, End]:
+        beside = knock(tmp_path / "socket")
+        return beside, welcome(listener.accept()[0])
+
+    first, link = met()
+    feeder = SimpleNamespace(link=link, ended=[])
+    one = guest(feeder)
+    one.tick(seconds=0.02, tokens=1)
+    second, feeder.link = met()
+    feeder.ended.append(link)
+    with no_descriptor_left():
+        one.tick(seconds=0.02, tokens=1)
+    assert ended(second)
+    third, link = met()
+    feeder.ended.append(feeder.link)
+    feeder.link = link
+    one.tick(seconds=0.02, tokens=1)
+    one.beat(held=False)
+    [tick] = [REPORTS.decode(message) for message in Line(third.wires.reports).read()]
+    assert isinstance(tick, Tick) and "built again" in tick.parked and not ended(third)
+    for end in (first, second, third, link, listener):
+        end.close()
+
+
+def test_what_was_poisoned_ends_the_link_of_a_guest_that_is_being_built_and_not_the_build(tmp_path: Path) -> None:
+    listener = listen(tmp_path / "socket")
+    beside = knock(tmp_path / "socket")
+    link = welcome(listener.accept()[0])
+    one: Any = guest(SimpleNamespace(link=link, ended=[]))
+    one.tick(seconds=0.02, tokens=1)
+    one._life.state, building = State.WAKING, object()
+    one._building = building
+    Line(beside.wires.orders).write(b"no order")
+    one.tick(seconds=0.02, tokens=1)
+    assert ended(beside) and not one.busy
+    assert one._building is building and one._life.state is State.WAKING
+    for end in (beside, link, listener):
+        end.close()
+
+
+class Kept:
+    """An engine, and its share of the memory."""
+
+    busy = grows = closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_guest_that_nobody_knocks_for_is_kept_until_something_says_stop() -> None:
+    one: Any = guest(SimpleNamespace(link=None, ended=[]))
+    engine, sharing = Kept(), Kept()
+    one._life.state, one._granted = State.LENDING, True
+    one._engine, one._sharing, one._apart = engine, sharing, SimpleNamespace(stepping=nullcontext)
+    one.tick(seconds=0.02, tokens=1)
+    assert not one.busy and not engine.closed
+    one._pulse.look(stop=True)
+    assert one.busy
+    one.tick(seconds=0.02, tokens=1)
+    assert engine.closed and sharing.closed and not one.busy
+    one._pulse.look(stop=False)
+    one.tick(seconds=0.02, tokens=1)
+    assert not one.busy and one._life.state is State.PARKED, "nobody is there to build one for"
