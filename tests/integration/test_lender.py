@@ -362,7 +362,11 @@ def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
         enable_elastic_ep=False,
     )
     model = SimpleNamespace(
-        enable_sleep_mode=False, runner_type="generate", is_multimodal_model=False, is_diffusion=False
+        enable_sleep_mode=False,
+        runner_type="generate",
+        is_multimodal_model=False,
+        enable_prompt_embeds=False,
+        is_diffusion=False,
     )
     config = SimpleNamespace(
         parallel_config=parallel,
@@ -385,6 +389,7 @@ def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
         (parallel, "world_size", 2, "tensor"),
         (parallel, "distributed_executor_backend", "ray", "ray"),
         (model, "enable_sleep_mode", True, "sleep mode"),
+        (model, "enable_prompt_embeds", True, "embeddings"),
     ]:
         usual = getattr(place, name)
         setattr(place, name, value)

@@ -32,6 +32,7 @@ def why_not(core: Any) -> str:
         "a KV cache of several kinds": len(core.scheduler.kv_cache_config.kv_cache_groups) > 1,
         "a model that does not generate": model.runner_type != "generate",
         "a multimodal model": model.is_multimodal_model,
+        "prompts of embeddings": model.enable_prompt_embeds,
         "a diffusion model": model.is_diffusion,
     }
     found = [what for what, holds in untried.items() if holds]
