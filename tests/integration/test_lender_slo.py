@@ -7,6 +7,7 @@ import pytest
 
 from schemas.prompts import Sampling
 from tests.integration.lender_kit import Answer, Beside, Server, lending_server
+from tests.waiting import until
 from workers.executor.words import Tick
 from workers.lender.admission import Promise
 
@@ -42,7 +43,7 @@ def test_a_guest_computes_while_serving_does_only_where_the_dial_lets_it(server:
     """And serving's answers are the same, token for token."""
     alone = answers(server)
     beside = Beside(server.config)
-    beside.hear(Tick)
+    beside.awake()
     beside.take("warm", PROMPTS[0], Sampling(max_tokens=50, seed=1))
     beside.done(1)
     beside.forget()
@@ -50,8 +51,7 @@ def test_a_guest_computes_while_serving_does_only_where_the_dial_lets_it(server:
     served: list[list[Answer]] = []
     client = threading.Thread(target=lambda: served.append(answers(server)))
     client.start()
-    while not any(tick.slack is not None and tick.slack.running for tick in beside.hear(Tick)):
-        pass
+    until(lambda: any(tick.slack is not None and tick.slack.running for tick in beside.hear(Tick)))
     beside.forget()
     for number in range(4):
         beside.take(f"turn {number}", PROMPTS[0], Sampling(max_tokens=100, seed=number))
