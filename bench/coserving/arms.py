@@ -164,9 +164,9 @@ ARMS = (
         promises=(
             Promise("ttft", "ttft_p99_ms_ratio", 1.10, "max", "serving alone"),
             Promise("tpot", "tpot_p99_ms_ratio", 1.05, "max", "serving alone"),
-            Promise("yield", "guest_longest_ms", 1000 * YIELD_SECONDS, "max", "one bounded step, the yield bound"),
+            Promise("yield", "guest_longest_ms_worst", 1000 * YIELD_SECONDS, "max", "one bounded step"),
             Promise(
-                "burst_to_yield", "queue_p99_ms", 1000 * YIELD_SECONDS, "max", "more than serving alone", above=ALONE
+                "burst_to_yield", "waited_p99_ms", 1000 * YIELD_SECONDS, "max", "more than serving alone", above=ALONE
             ),
             Promise("prefix_hits", "prefix_hit_rate_ratio", 0.98, "min", "serving alone"),
             Promise("harvest", "harvest", 0.80, "min", "the guest alone, in the time that serving leaves idle"),
@@ -190,7 +190,7 @@ ARMS = (
             Promise("slo_ttft", "ttft_p99_ms_ratio", 1.10, "max", "serving alone"),
             Promise("slo_ttft_missed", "ttft_attainment", 0.005, "max", "less than serving alone", below=ALONE),
             Promise("slo_tpot_missed", "tpot_attainment", 0.005, "max", "less than serving alone", below=ALONE),
-            Promise("slo_yield", "guest_longest_ms", 1000 * YIELD_SECONDS, "max", "one bounded step, the yield bound"),
+            Promise("slo_yield", "guest_longest_ms_worst", 1000 * YIELD_SECONDS, "max", "one bounded step"),
             Promise("slo_prefix_hits", "prefix_hit_rate_ratio", 0.98, "min", "serving alone"),
             Promise("slo_harvest", "guest_tokens_per_second", 1.25, "min", "strict", over=STRICT),
         ),

@@ -19,6 +19,7 @@ FIGURES = {
     "gap_p99_ms": "inter-token time p99, ms",
     "outside_p99_ms": "outside the scheduler p99, ms",
     "queue_p99_ms": "in its queue p99, ms",
+    "waited_p99_ms": "sent to first scheduled p99, ms",
     "ttft_attainment": "TTFT budget kept",
     "tpot_attainment": "TPOT budget kept",
     "serving_tokens_per_second": "serving tokens/s",

@@ -52,9 +52,13 @@ class Standing:
     """NaN where there are no guests, or they were not measured alone."""
 
     def value(self, figure: str) -> float:
-        """A figure's median, `harvest`, or with `_ratio` behind it the figure over alone's."""
+        """A figure's median, `harvest`, with `_ratio` behind it the figure over alone's, or with `_worst` that of the
+        window in which it was highest.
+        """
         if figure == "harvest":
             return self.harvest
+        if figure.endswith("_worst"):
+            return self.summaries[figure.removesuffix("_worst")].high
         compared = figure.removesuffix("_ratio")
         return self.summaries[figure].median if compared == figure else self.ratios[compared].value
 

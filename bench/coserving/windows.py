@@ -138,6 +138,7 @@ def figures(window: Window, budgets: Budgets) -> dict[str, float]:
         "gap": [later - one for each in answered for one, later in pairwise(each.moments)],
         "outside": [answer.outside_seconds for answer in answered],
         "queue": [answer.queue_seconds for answer in answered],
+        "waited": [answer.outside_seconds + answer.queue_seconds for answer in answered],
     }
     end = max([window.start + window.seconds, *(answer.moments[-1] for answer in answered)])
     prompt = sum(answer.prompt_tokens for answer in answered)

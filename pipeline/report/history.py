@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from schemas.record import Record
 from schemas.samples import Sample, SampleOutcome, SampleTurn
-from schemas.slack import SlackHeartbeat, WorkerClass
+from schemas.slack import ExecutorState, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnTimes, VersionSpan
 from schemas.weights import WeightManifest
 from topics.catalog import HEARTBEATS, MANIFESTS, OUTCOMES, SAMPLES
@@ -246,7 +246,7 @@ def _standing(beat: SlackHeartbeat) -> Standing:
         at=beat.sent_at,
         version=beat.policy_version,
         cuts=beat.cuts,
-        frozen=beat.frozen,
+        frozen=beat.frozen and beat.state is not ExecutorState.STOPPING,
     )
 
 

@@ -7,6 +7,7 @@ Keeps true
   in equal parts. Failed requests have no latency: they are counted.
 - Lent is what a worker did that says of itself, in its heartbeats, that it serves. Turns of samples that never
   finished are not on the log, and not here.
+- A turn is all of the worker that ended it, with the tokens that another had sampled before it was preempted there.
 
 Pure.
 """

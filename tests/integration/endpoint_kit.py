@@ -36,9 +36,12 @@ class ScriptedEndpoint:
         [self.port] = free_ports(1)
         self.token_seconds = 0.0
         """Of sleep before each token."""
+        self.version: Any = {"version": "0.32.0"}
         self.tells_token_ids = True
         self.loads = True
         """False says that it has loaded, and has not."""
+        self.answers_probes = True
+        """False answers them with nothing."""
         self.sees_folders = True
         self.changed: dict[str, Any] = {}
         """Of its model's configuration."""
@@ -84,7 +87,7 @@ class ScriptedEndpoint:
         app = web.Application()
         app.add_routes(
             [
-                web.get("/version", partial(_json, {"version": "0.32.0"})),
+                web.get("/version", self._told_version),
                 web.get("/server_info", self._info),
                 web.get("/v1/models", partial(_json, {"data": [{"id": "policy"}]})),
                 web.post("/pause", self._pause),
@@ -102,6 +105,9 @@ class ScriptedEndpoint:
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
+
+    async def _told_version(self, _: web.Request) -> web.Response:
+        return await _json(self.version)
 
     async def _info(self, _: web.Request) -> web.Response:
         model = {
@@ -165,6 +171,8 @@ class ScriptedEndpoint:
             if streams:
                 first = {"prompt_token_ids": context} if len(tokens) == 1 else {}
                 await response.write(_line({**self._choice([token], [place], reason), **first}))
+        if not streams and not self.answers_probes:
+            return await _json({"choices": [self._choice([], [], reason)]})
         if not streams:
             return await _json({"choices": [self._choice(tokens, places, reason)]})
         usage = {"prompt_tokens_details": {"cached_tokens": 0}}

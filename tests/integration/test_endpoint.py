@@ -130,6 +130,14 @@ def test_turns_are_answered_under_versions_that_were_proven(
     router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
 
 
+def test_an_endpoint_that_says_nothing_to_a_probe_proves_nothing(router: Router, endpoint: ScriptedEndpoint) -> None:
+    endpoint.answers_probes = False
+    router.until(lambda: bool(router.beats))
+    router.publish(new_policy(1, tied=False), 1)
+    router.until(lambda: router.beats[-1].refused_version == 1 or router.serves(1))
+    assert "answered with 0" in router.beats[-1].refused_reason and not router.serves(1)
+
+
 def test_what_a_turn_had_when_its_endpoint_went_comes_back_and_so_does_the_endpoint(
     router: Router, endpoint: ScriptedEndpoint
 ) -> None:
@@ -226,6 +234,8 @@ def test_turns_on_time_are_asked_for_in_growing_number(router: Router, endpoint:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
+        ({"version": {"version": "0.33.1"}}, "is vLLM 0.33.1"),
+        ({"version": ["SGLang"]}, "only a vLLM 0.32 server"),
         ({"tells_token_ids": False}, "does not tell the token ids"),
         ({"changed": {"logprobs_mode": "raw_logprobs"}}, "--logprobs-mode processed_logprobs"),
         ({"changed": {"dtype": "torch.float16"}}, "computes in float16"),

@@ -43,7 +43,7 @@ def test_a_guest_computes_while_serving_does_only_where_the_dial_lets_it(server:
     """And serving's answers are the same, token for token."""
     alone = answers(server)
     beside = Beside(server.config)
-    beside.hear(Tick)
+    beside.awake()
     beside.take("warm", PROMPTS[0], Sampling(max_tokens=50, seed=1))
     beside.done(1)
     beside.forget()

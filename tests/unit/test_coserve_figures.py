@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,6 +135,25 @@ def test_the_figures_of_a_window() -> None:
     assert found["busy"] == pytest.approx(0.07), "the engine's own time: three quarters of the wait, and the decode"
     assert found["prefix_hit_rate"] == 0.5
     assert found["preemptions"] == 2
+
+
+def test_the_wait_for_a_guests_step_is_in_what_bursts_are_held_to() -> None:
+    """vLLM begins to count a request's queue when its loop takes it in, which is after the guest's step."""
+    alone, strict = window("alone", 0, 0.04), window("strict", 0, 0.04)
+    held_up = [msgspec.structs.replace(each, moments=[at + 0.03 for at in each.moments]) for each in strict.answers]
+    arms = [arm for arm in ARMS if arm.name in ("alone", "strict")]
+    found = checks(arms, standings(arms, [alone, replace(strict, answers=held_up)], BUDGETS))
+    [burst] = [check for check in found if check.name == "burst_to_yield"]
+    assert burst.value == pytest.approx(30) and not burst.met
+
+
+def test_the_longest_piece_of_a_guest_is_that_of_all_windows() -> None:
+    windows = [window("strict", number, 0.04, guests=5) for number in range(3)]
+    for each, longest in zip(windows, (0.01, 0.01, 0.5), strict=True):
+        each.rolled.longest_seconds = [0.001, longest]
+    arms = [arm for arm in ARMS if arm.name == "strict"]
+    [found] = [check for check in checks(arms, standings(arms, windows, BUDGETS)) if check.name == "yield"]
+    assert found.value == pytest.approx(500) and not found.met
 
 
 def test_a_failed_request_is_in_no_latency() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.lender.endpoint.proof import flaw, probe_context
+from workers.lender.endpoint.proof import ANSWER_TOKENS, Probed, flaw, gap, probe_context
 
 TOLERANCE = 1e-3
 SIZES = st.integers(1, 200)
@@ -49,3 +49,13 @@ def test_a_version_that_is_the_one_before_is_proven_by_the_same_answers() -> Non
 def test_a_probe_is_the_same_for_the_same_version() -> None:
     assert probe_context(48, 3) == probe_context(48, 3) != probe_context(48, 4)
     assert set(probe_context(48, 3)) <= set(range(48))
+
+
+def test_an_answer_that_is_not_whole_proves_nothing() -> None:
+    tokens = [5] * ANSWER_TOKENS
+    places = [{5: -0.1, 7: -3.0}] * ANSWER_TOKENS
+    assert gap(Probed([1], tokens, places), 48) == ""
+    assert "answered with 0" in gap(Probed([1], [], []), 48)
+    assert "logprobs of 31" in gap(Probed([1], tokens, places[1:]), 48)
+    assert "not told" in gap(Probed([1], tokens, [{}, *places[1:]]), 48)
+    assert "vocabulary" in gap(Probed([1], tokens, [{5: -0.1, 48: -3.0}, *places[1:]]), 48)

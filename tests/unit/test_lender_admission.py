@@ -156,6 +156,8 @@ def test_less_than_the_fixed_cost_is_worth_waits_for_more() -> None:
     assert headroom is not None
     assert subject.admit(late, wanted_seconds=0.99 * headroom / WORTH, now=NOW).hold is None
     assert subject.admit(late, wanted_seconds=1.01 * headroom / WORTH, now=NOW).hold is Hold.DECODE
+    assert subject.admit(late, wanted_seconds=0.99 * headroom, now=NOW, whole=True).hold is None
+    assert subject.admit(late, wanted_seconds=1.01 * headroom, now=NOW, whole=True).hold is Hold.DECODE
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 200), st.integers(1, 40))

@@ -10,7 +10,7 @@ from pipeline.report.lending import Promised, lending_in_a_sentence, lending_of
 from pipeline.report.lending_picture import lending_picture
 from pipeline.report.moments import moments
 from schemas.serving import Served
-from schemas.slack import SlackHeartbeat, WorkerClass
+from schemas.slack import ExecutorState, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnTimes
 from tests.golden.examples import EXAMPLES
 
@@ -125,10 +125,13 @@ def test_lenders_are_those_that_say_that_they_serve() -> None:
         )
         for n, cuts in enumerate((0, 0, 1))
     ]
+    leaves = {"sequence": 3, "cuts": 1, "sent_at": 103.0, "frozen": True, "state": ExecutorState.STOPPING}
+    serving.append(msgspec.structs.replace(serving[-1], **leaves))
     dedicated = msgspec.structs.replace(beat, worker=DEDICATED, worker_class=WorkerClass.DEDICATED)
     told = fold_history([*serving, dedicated])
     assert told.lenders == {LENDER}
-    assert [(each.at, each.cuts) for each in told.standings] == [(100.0, 0), (102.0, 1)]
+    assert [(each.at, each.cuts) for each in told.standings] == [(100.0, 0), (102.0, 1), (103.0, 1)]
+    assert [each.frozen for each in told.standings] == [True, True, False], "who says goodbye is frozen no more"
 
 
 def test_a_run_that_stood_still_has_no_rows_meanwhile() -> None:

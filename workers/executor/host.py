@@ -101,6 +101,11 @@ class EngineHost:
         return max(0.0, self._next_tick - time.monotonic())
 
     @property
+    def wants_whole(self) -> bool:
+        """Whether the next piece of work cannot be cut shorter: a piece of preparing a version is what it is."""
+        return self._prepares_next
+
+    @property
     def wanted_seconds(self) -> float:
         """What the next piece of work will take, as predicted."""
         if self._prepares_next:

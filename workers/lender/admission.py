@@ -10,7 +10,8 @@ Keeps true
            before it, and of the prompts that may arrive meanwhile: none is predicted late for the guest's step
   decode   `S_dec = (last token + tpot) - now - T_dec` of each request that decodes, with those prompts in its next step
   occupancy  what serving's own steps have earned for guests: see `workers.lender.occupancy`
-- What is left over is not chopped up: less than `WORTH` of what the guest wants waits for more.
+- What is left over is not chopped up: less than `WORTH` of what the guest wants waits for more, and less than all of
+  it where what it wants cannot be done in part.
 
 One dial, from 0 to 1, says how many requests serving may come to hold: `1 / (1 - dial)` times what it would alone.
 - 0 is `strict`: as alone. Guests compute only while serving has nothing to do.
@@ -138,8 +139,10 @@ class Admission:
         """The guest computed for `seconds` while serving held `held` requests."""
         self._occupancy.spend(held, seconds)
 
-    def admit(self, serving: Serving, *, wanted_seconds: float, now: float) -> Answer:
-        """May the guest compute now? It would like to for `wanted_seconds`, of its own step (`guest`) or otherwise."""
+    def admit(self, serving: Serving, *, wanted_seconds: float, now: float, whole: bool = False) -> Answer:
+        """May the guest compute now? It would like to for `wanted_seconds`, of its own step (`guest`) or otherwise;
+        `whole`: for so long or not at all.
+        """
         bound, held = self.promise.yield_seconds, serving.held
         prefill, decode, newcomer = self._slack(serving, now)
         hold: Hold | None = None
@@ -152,7 +155,8 @@ class Admission:
             limits = ((earned, Hold.OCCUPANCY), (min(prefill, newcomer), Hold.PREFILL), (decode, Hold.DECODE))
             seconds, tightest = min(limits, key=lambda limit: limit[0])
             seconds = min(seconds, bound)
-            if seconds < WORTH * min(wanted_seconds, bound) or not self.guest.tokens_within(seconds):
+            least = min(wanted_seconds, bound) * (1.0 if whole else WORTH)
+            if seconds < least or not self.guest.tokens_within(seconds):
                 seconds, hold = 0.0, tightest
         return Answer(
             seconds=seconds,

@@ -33,7 +33,8 @@ class Answer(msgspec.Struct):
     cached_tokens: int = 0
     """Of the prompt, from the server's prefix cache. This and the next three: the server's own word."""
     queue_seconds: float = 0.0
-    """In the engine, until it was first scheduled."""
+    """In the scheduler, until it was first scheduled. A request that waits for a guest's step is not there yet: vLLM
+    takes it into the scheduler after that."""
     prefill_seconds: float = 0.0
     """From there to its first token."""
     decode_seconds: float = 0.0

@@ -111,6 +111,8 @@ class Engine:
         self.version = config.policy_version
         self.longest_tokens = config.max_model_len
         """Of a turn, context and output together."""
+        self.steps = 0
+        """That it has begun: between two of them no turn takes or finds a block."""
         self._step_tokens = config.step_tokens
         self._core = start_core(config)
         self._scheduler = self._core.scheduler
@@ -178,6 +180,7 @@ class Engine:
             return Step([], 0, 0.0)
         self._scheduler.max_num_scheduled_tokens = min(self._step_tokens, most_tokens or self._step_tokens)
         began_at, began = time.time(), time.perf_counter()
+        self.steps += 1
         try:
             outputs, _ = self._core.step_fn()
         except Exception as error:  # whatever a kernel raises, the scheduler has lost track of its turns

@@ -93,6 +93,10 @@ class VllmConfig(msgspec.Struct):
         return self.model_config.dtype.removeprefix("torch.")
 
 
+class Version(msgspec.Struct):
+    version: str
+
+
 class ServerInfo(msgspec.Struct):
     vllm_config: VllmConfig
 
@@ -153,7 +157,10 @@ class Endpoint:
         info = await self._get("/server_info?config_format=json", INFO_SECONDS) if version is not None else None
         if version is None or info is None:
             raise EngineStartError(f"{self.url}: {NOT_VLLM}")
-        said = str(msgspec.json.decode(version).get("version", ""))
+        try:
+            said = msgspec.json.decode(version, type=Version).version
+        except msgspec.DecodeError:
+            raise EngineStartError(f"{self.url}: {NOT_VLLM}") from None
         if not said.startswith(VERSION):
             raise EngineStartError(f"{self.url} is vLLM {said}: {NOT_VLLM}")
         config = self._decoded(info, ServerInfo).vllm_config
@@ -236,11 +243,14 @@ class Endpoint:
         sampling = Sampling(max_tokens=ANSWER_TOKENS)
         body = {**self._body(context, sampling, salt), "logprobs": likeliest}
         answer = self._decoded(await self._post("/v1/completions", body, SILENT_SECONDS), Piece)
-        choice = answer.choices[0]
+        choice = answer.choices[0] if answer.choices else Choice()
         if choice.logprobs is None or choice.token_ids is None:
             raise SwapRefused("a probe is answered without token ids or logprobs")
         places = [place or {} for place in choice.logprobs.top_logprobs]
-        ids = [{int(name.removeprefix(TOKEN)): value for name, value in place.items()} for place in places]
+        try:
+            ids = [{int(name.removeprefix(TOKEN)): value for name, value in place.items()} for place in places]
+        except ValueError as error:
+            raise SwapRefused(f"a probe is answered with what is no token id: {error}") from None
         return Probed(context, choice.token_ids, ids)
 
     async def sees(self, folder: Path) -> bool:

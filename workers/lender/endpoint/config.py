@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from schemas.errors import UsageError
 
@@ -11,7 +12,7 @@ class EndpointConfig:
     """A vLLM server of the policy's model, whose latency this lender keeps. What it takes on is the executor's."""
 
     url: str = ""
-    """`http://host:port`, where its API is; `rose lend --endpoint` says it."""
+    """`http://host:port`, where its API is; `rose lend --endpoint` says it. Heartbeats and logs name it."""
     model: str = ""
     """The name under which it serves the policy; empty: the only one that it has."""
     folder: Path = Path("runs/endpoint")
@@ -22,5 +23,8 @@ class EndpointConfig:
     """Its promise: from one token of a request to the next, in the mean."""
 
     def __post_init__(self) -> None:
+        place = urlsplit(self.url)
+        if self.url and (place.scheme not in ("http", "https") or not place.hostname or "@" in place.netloc):
+            raise UsageError("endpoint.url is http://host:port, with no password in it: logs name it")
         if not (self.ttft_seconds > 0 and self.tpot_seconds > 0):
             raise UsageError("endpoint.ttft_seconds and endpoint.tpot_seconds are more than 0")

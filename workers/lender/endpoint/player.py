@@ -245,6 +245,8 @@ class Player:
             return
         if len(tokens) != len(logprobs):
             raise EngineBroken(f"{self._api.url} told {len(tokens)} tokens with {len(logprobs)} logprobs")
+        if not all(0 <= token < self._vocabulary for token in tokens):
+            raise EngineBroken(f"{self._api.url} told tokens outside the vocabulary of {self._vocabulary}")
         turn.last_token_at = time.time()
         if not turn.tokens:
             turn.first_token_at = turn.counted_at = turn.last_token_at

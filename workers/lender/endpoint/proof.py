@@ -5,6 +5,7 @@ likeliest ones with their logprobs. The same tokens after the same context are g
 library, once with the weights that should answer and once with those before.
 
 Keeps true
+- An answer that leaves out a token that it was asked for, or one of its logprobs, proves nothing.
 - What is off by more than the tolerance of the element type is not proven, wherever the endpoint got it from.
 - Nor is what lies nearer to the weights before than to the new ones, however close the two are.
 
@@ -50,6 +51,18 @@ class Probed:
 def probe_context(vocabulary: int, seed: int) -> list[int]:
     """The same for the same seed."""
     return random.Random(seed).choices(range(vocabulary), k=CONTEXT_TOKENS)
+
+
+def gap(probed: Probed, vocabulary: int) -> str:
+    """What a probe's answer lacks to be a proof; empty when it is whole."""
+    tokens, likeliest = probed.tokens, probed.likeliest
+    if len(tokens) != ANSWER_TOKENS or len(likeliest) != ANSWER_TOKENS:
+        return f"a probe for {ANSWER_TOKENS} tokens is answered with {len(tokens)}, and logprobs of {len(likeliest)}"
+    if not all(token in place for token, place in zip(tokens, likeliest, strict=True)):
+        return "a probe is answered with tokens whose logprobs are not told"
+    if not all(0 <= token < vocabulary for place in likeliest for token in place):
+        return f"a probe is answered with tokens outside the vocabulary of {vocabulary}"
+    return ""
 
 
 def flaw(given: Logprobs, new: Logprobs, before: Logprobs | None, tolerance: float) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from workers.executor.vllm.types import EngineBroken, SwapRefused
 from workers.lender.endpoint.api import HEAD, LIKELIEST, SEEN, Endpoint, VllmConfig
-from workers.lender.endpoint.proof import TOLERANCES, Expected, flaw, probe_context
+from workers.lender.endpoint.proof import TOLERANCES, Expected, flaw, gap, probe_context
 
 FILE = "model.safetensors"
 
@@ -115,6 +115,8 @@ class Versions:
             probed = await self._api.probe(context, salt=self.salt, likeliest=most)
         except SwapRefused as refusal:
             return str(refusal)
+        if lacking := gap(probed, self._vocabulary):
+            return lacking
         new = await asyncio.to_thread(self._expected.logprobs, weights.tensors, probed)
         known, before = self._serves.tensors, None
         if known is not None and known is not weights.tensors:

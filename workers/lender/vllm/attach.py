@@ -1,8 +1,8 @@
 """The lender in the serving engine's process: how a guest gets its turn.
 
 Keeps true
-- Serving's outputs have left before a guest's turn, and a guest has a turn only while serving has no request and
-  nothing has arrived: a request waits for at most one bounded piece of the guest's work. This is the policy *strict*.
+- Serving's outputs have left before a guest's turn, and a guest has one only where admission lets it: a request that
+  arrives waits for at most one bounded piece of the guest's work.
 - The loop never spins: with nothing to do for either it sleeps where vLLM sleeps.
 - A server that no guest was tried in is left as it is, and the log says why in a sentence.
 

@@ -107,6 +107,11 @@ class Guest:
             return self._config.piece_seconds
         return self._host.wanted_seconds if isinstance(self._host, EngineHost) else 0.0
 
+    @property
+    def wants_whole(self) -> bool:
+        """Whether that cannot be done in part."""
+        return isinstance(self._host, EngineHost) and self._host.wants_whole
+
     def tick(self, *, seconds: float, tokens: int) -> None:
         """One bounded piece of work, of at most `seconds`, or a step of at most `tokens` tokens. Raises nothing."""
         self._pulse.take()

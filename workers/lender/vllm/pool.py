@@ -46,7 +46,7 @@ class Pool:
 
     @property
     def used(self) -> int:
-        """Held by requests."""
+        """Held by requests, as of the last `settle`."""
         return self.there - self.free - len(self._kept)
 
     @property
@@ -58,6 +58,12 @@ class Pool:
     def owes(self) -> bool:
         """Whether pages wait to go back."""
         return self._pages is not None and self._returned < len(self._withheld)
+
+    def settle(self) -> None:
+        """What a request has found among the kept is the request's: only then `used` is true."""
+        found = [block for block in self._kept if block.ref_cnt > 1]
+        if found:
+            self._let_go(found)
 
     def withhold(self, count: int) -> None:
         """Have so many withheld, of those that are free or withheld."""
@@ -71,8 +77,10 @@ class Pool:
             self._pool.free_blocks(back)
 
     def fit(self, most_used: int, most_there: int) -> None:
-        """Let requests hold `most_used`, and of what they hold no more keep prefixes within `most_there`."""
-        self._let_go_of_found()
+        """Let requests hold `most_used`, and of what they hold no more keep prefixes within `most_there`.
+
+        `settle` first, and take out who is above `most_used`.
+        """
         wanted_free, wanted_kept = max(0, most_used - self.used), most_there - max(most_used, self.used)
         surplus = len(self._kept) - max(0, wanted_kept)
         if surplus > 0:
@@ -92,12 +100,6 @@ class Pool:
         piece = self._withheld[self._returned : end]
         self._pages.give_back(block.block_id for block in piece)
         self._returned += len(piece)
-
-    def _let_go_of_found(self) -> None:
-        """What a request has found among the kept is the request's."""
-        found = [block for block in self._kept if block.ref_cnt > 1]
-        if found:
-            self._let_go(found)
 
     def _let_go(self, blocks: list[KVCacheBlock]) -> None:
         going = {block.block_id for block in blocks}

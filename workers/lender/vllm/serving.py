@@ -6,6 +6,8 @@ Keeps true
 
 Times are seconds of time.monotonic(). vLLM says of a request's arrival when that was by the host's clock; both clocks
 are of one host, and a clock that was set meanwhile makes no arrival later than now.
+
+A request that serving preempted computes its tokens anew: to what its steps cost it is a prompt again.
 """
 
 import time
@@ -49,9 +51,10 @@ class ServingView:
         first = [request for request in running if request.request_id not in self._last]
         if waiting:
             first += self._scheduler.waiting
-        behind = time.time() - time.monotonic()
+        now = time.monotonic()
+        behind = time.time() - now
         return Serving(
-            prefills=[(request.arrival_time - behind, _left(request)) for request in first],
+            prefills=[(min(now, request.arrival_time - behind), _left(request)) for request in first],
             last_tokens=[at for request in running if (at := self._last.get(request.request_id)) is not None],
             waiting=waiting,
             queued=bool(self._unread),
@@ -61,9 +64,9 @@ class ServingView:
         for request in scheduled.scheduled_new_reqs:
             self._admission.arrived(len(request.prompt_token_ids) - request.num_computed_tokens, began)
         counts = scheduled.num_scheduled_tokens
-        decoding = sum(name in self._last for name in counts)
+        decoding = sum(count == 1 and name in self._last for name, count in counts.items())
         self._admission.served(
-            prompt_tokens=sum(count for name, count in counts.items() if name not in self._last),
+            prompt_tokens=scheduled.total_num_scheduled_tokens - decoding,
             decoding=decoding,
             held=len(counts) + self._scheduler.get_request_counts()[1],
             seconds=ended - began,

@@ -62,6 +62,8 @@ class Sharing:
         self._memory = Memory(bounds)
         self._shares = Shares(0, 0, total, 0, frozen=False, grows=False)
         self._told = Lent()
+        self._settled = -1
+        """The steps that the engine had made when its pool was settled last."""
 
     @property
     def grows(self) -> bool:
@@ -79,6 +81,9 @@ class Sharing:
         """
         began = time.perf_counter()
         before = self._shares
+        if self._engine.steps != self._settled:  # a look at each kept block, before each step of serving, is too much
+            self._settled = self._engine.steps
+            self._guest.settle()
         self._shares = shares = self._memory.decide(
             self._use(),
             most_bytes=ALL if give_up is not None else 0,

@@ -79,7 +79,8 @@ class Turns:
     def _offer(self) -> None:
         now = time.monotonic()
         serving = self._view.holds()
-        answer = self._admission.admit(serving, wanted_seconds=self._guest.wanted_seconds, now=now)
+        wanted, whole = self._guest.wanted_seconds, self._guest.wants_whole
+        answer = self._admission.admit(serving, wanted_seconds=wanted, now=now, whole=whole)
         self._answer = answer
         if answer.hold is not None:
             self._held_back[answer.hold.value] = self._held_back.get(answer.hold.value, 0) + 1

@@ -1,0 +1,87 @@
+"""What admission is told of serving: tokens by what they cost it, moments by one clock."""
+
+import time
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workers.lender.admission import Admission, Promise
+from workers.lender.vllm.serving import ServingView
+
+
+class Server:
+    """A scheduler that schedules what a test says."""
+
+    def __init__(self) -> None:
+        self.running: list[Any] = []
+        self.waiting: deque[Any] = deque()
+        self.requests: dict[str, Any] = {}
+        self.input_queue = SimpleNamespace(queue=deque())
+        self.scheduler = self
+        self.next: dict[str, int] = {}
+        self.told: list[dict[str, Any]] = []
+        self.admission = Admission(Promise(), serving_step_tokens=512)
+        self.admission.served = lambda **told: self.told.append(told)  # type: ignore[method-assign]
+        self.view = ServingView(self, self.admission)
+
+    def schedule(self) -> Any:
+        return SimpleNamespace(
+            scheduled_new_reqs=[], num_scheduled_tokens=self.next, total_num_scheduled_tokens=sum(self.next.values())
+        )
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self.running), len(self.waiting)
+
+    def has_requests(self) -> bool:
+        return bool(self.requests)
+
+    def take(self, name: str, arrived: float) -> Any:
+        request = SimpleNamespace(
+            request_id=name, arrival_time=arrived, num_tokens=100, num_computed_tokens=0, num_output_tokens=0
+        )
+        self.requests[name] = request
+        self.running.append(request)
+        return request
+
+    def step(self, **tokens: int) -> dict[str, Any]:
+        self.next = tokens
+        self.view.step(lambda: bool(self.scheduler.schedule()))
+        return self.told[-1]
+
+
+def test_chunks_are_prompt_until_the_first_token_and_what_was_preempted_is_prompt_again() -> None:
+    server = Server()
+    one, other = server.take("one", time.time()), server.take("other", time.time())
+    other.num_output_tokens = 1
+    told = server.step(one=60, other=100)
+    assert (told["prompt_tokens"], told["decoding"], told["held"]) == (160, 0, 2)
+    one.num_output_tokens = 1
+    told = server.step(one=40, other=1)
+    assert (told["prompt_tokens"], told["decoding"]) == (40, 1)
+    told = server.step(one=1, other=1)
+    assert (told["prompt_tokens"], told["decoding"]) == (0, 2)
+    told = server.step(one=103, other=1)  # it was preempted, and computes all of its tokens anew
+    assert (told["prompt_tokens"], told["decoding"]) == (103, 1)
+
+
+def test_no_request_has_arrived_later_than_now_whatever_the_hosts_clock_does() -> None:
+    server = Server()
+    server.take("early", time.time() - 0.5)
+    server.take("set back", time.time() + 3600.0)
+    (early, _), (late, _) = server.view.holds().prefills
+    now = time.monotonic()
+    assert early == pytest.approx(now - 0.5, abs=0.1) and late <= now
+
+
+def test_requests_that_were_aborted_between_two_steps_are_forgotten_though_serving_never_rests() -> None:
+    server = Server()
+    server.take("stays", time.time()).num_output_tokens = 1
+    for number in range(50):
+        name = f"leaves {number}"
+        server.take(name, time.time()).num_output_tokens = 1
+        server.step(**{"stays": 1, name: 20})
+        server.running.remove(server.requests.pop(name))
+    server.step(stays=1)
+    assert list(server.view._last) == ["stays"]

@@ -1,0 +1,80 @@
+"""Serving has the blocks of its next step whatever the guest's requests found among the prefixes that it kept."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
+
+from workers.executor.vllm.types import Standing
+from workers.lender.config import LendConfig, MemoryConfig
+from workers.lender.vllm.pool import Pool
+from workers.lender.vllm.sharing import Sharing
+
+SERVING_BYTES, GUEST_BYTES = 300, 100
+"""Of a block."""
+
+
+class Turns(dict[str, list[KVCacheBlock]]):
+    """The guest's engine: the blocks of each of its turns."""
+
+    version, longest_tokens, steps = 1, 1, 0
+    cache = SimpleNamespace(block_tokens=1)
+
+    def standing(self) -> list[Standing]:
+        return [Standing(name, held_tokens=len(blocks), most_tokens=1) for name, blocks in self.items()]
+
+
+class World:
+    """Serving's 20 blocks, and a guest that may hold twice as many of a third of their size."""
+
+    def __init__(self) -> None:
+        self.serving = Pool(BlockPool(21, enable_caching=True, hash_block_size=1), SERVING_BYTES, None)
+        self.guest = Pool(BlockPool(41, enable_caching=True, hash_block_size=1), GUEST_BYTES, None)
+        self.guest.withhold(self.guest.blocks)
+        self.turns, self.wanted = Turns(), 0
+        config = LendConfig(model_folder="", socket="", memory=MemoryConfig(headroom=0.1, quiet_seconds=3600.0))
+        self.sharing = Sharing(self, self.turns, self.guest, config)  # type: ignore[arg-type]
+
+    moves = True
+
+    @property
+    def pool(self) -> Pool:
+        return self.serving
+
+    def take_found_bytes(self) -> int:
+        return 0
+
+    def give_up(self, name: str, _: str) -> None:
+        self.guest._pool.free_blocks(reversed(self.turns.pop(name)))
+
+    def look(self, *, grow: bool = False) -> None:
+        self.sharing.look(self.give_up, grow=grow)
+        lent = self.guest.there * GUEST_BYTES
+        assert self.serving.there * SERVING_BYTES + lent <= self.serving.blocks * SERVING_BYTES, "a byte in two hands"
+        assert self.guest.used * GUEST_BYTES <= self.sharing._shares.budget_bytes
+        assert self.serving.free >= self.wanted, "serving waits for a block that the guest holds"
+
+    def begin(self, name: str, found: list[Any], new: int) -> None:
+        """In a step of the guest."""
+        self.turns.steps += 1
+        self.guest._pool.touch(found)
+        self.turns[name] = [*found, *self.guest._pool.get_new_blocks(new)]
+
+
+def test_what_a_turn_found_among_the_kept_counts_before_it_is_decided_who_is_cut() -> None:
+    world = World()
+    world.look(grow=True)
+    world.begin("first", [], 30)
+    for block in world.turns["first"]:
+        name = make_block_hash_with_group_id(BlockHash(str(block.block_id).encode()), 0)
+        world.guest._pool._insert_block_hash(name, block, num_tokens=1)
+    world.wanted = 8
+    world.look()
+    assert not world.turns, "it was cut, and its prefix is kept"
+    kept = list(world.guest._kept)
+    assert len(kept) >= 10
+    world.begin("second", [], 10)
+    world.begin("resumed", kept, 2)
+    world.wanted = 16
+    world.look()
