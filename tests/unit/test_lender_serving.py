@@ -47,7 +47,9 @@ class Server:
 
     def step(self, **tokens: int) -> dict[str, Any]:
         self.next = tokens
-        self.view.step(lambda: bool(self.scheduler.schedule()))
+        began = time.monotonic()
+        self.scheduler.schedule()
+        self.view.stepped(began, time.monotonic())
         return self.told[-1]
 
 

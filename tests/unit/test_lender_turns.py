@@ -38,7 +38,7 @@ def serving() -> Any:
 class BusyGuest:
     """Wants to compute, always."""
 
-    busy, wanted_seconds = True, 0.01
+    busy, wanted_seconds, wants_whole = True, 0.01, False
 
     def __init__(self) -> None:
         self.pieces = self.held = 0
