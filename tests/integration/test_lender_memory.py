@@ -54,7 +54,9 @@ def alone(server: Server) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def beside(server: Server, alone: list[Answer]) -> Beside:
-    return Beside(server.config)
+    beside = Beside(server.config)
+    beside.awake()
+    return beside
 
 
 def prompt(number: int, tokens: int = PROMPT) -> list[int]:
