@@ -84,7 +84,8 @@ def lent(beside: Beside) -> list[Lent]:
 
 def grown(beside: Beside) -> int:
     """The budget, once there is one that a test can use."""
-    until(lambda: lent(beside)[-1].budget_bytes > GUEST_BYTES // 2)
+    beside.awake()
+    until(lambda: bool(told := lent(beside)) and told[-1].budget_bytes > GUEST_BYTES // 2)
     beside.forget()
     beside.hear(Tick, 2)
     return lent(beside)[-1].budget_bytes
