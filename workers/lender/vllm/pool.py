@@ -51,8 +51,8 @@ class Pool:
 
     @property
     def cached(self) -> int:
-        """At most so many free blocks hold a prefix."""
-        return min(self.free, len(self._pool.cached_block_hash_to_block))
+        """So many free blocks hold a prefix, but for those that requests hold and have not filled yet."""
+        return min(self.free, max(0, len(self._pool.cached_block_hash_to_block) - self.used))
 
     @property
     def owes(self) -> bool:
