@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.waiting import until
@@ -150,7 +150,6 @@ def test_a_guest_that_hangs_ends_its_engine_core_and_serving_that_is_slow_does_n
 LOOKS = st.tuples(st.integers(0, 3), st.booleans(), st.floats(0.01, 5.0))
 
 
-@settings(deadline=None)
 @given(st.lists(LOOKS, max_size=80))
 def test_only_seconds_of_one_hold_that_were_seen_make_a_hang(looks: list[tuple[int, bool, float]]) -> None:
     """Each look: the hold that was seen, whether the process was halted, and the seconds since the look before."""

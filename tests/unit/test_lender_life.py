@@ -75,11 +75,10 @@ class Lives(RuleBasedStateMachine):
         assert life.state is State.LENDING
 
 
-Lives.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+Lives.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
 TestLives = Lives.TestCase
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0.0, 3 * WELL_SECONDS), max_size=40))
 def test_waits_double_up_to_the_longest_and_who_went_well_begins_anew(wells: list[float]) -> None:
     """How long each try goes well."""

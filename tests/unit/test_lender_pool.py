@@ -33,7 +33,6 @@ def cache() -> tuple[torch.Tensor, Pages]:
     return memory, Pages(core, KVCacheConfig(BLOCKS, [layers], []))
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(0, BLOCKS - 1)))
 def test_what_is_not_given_back_keeps_its_bytes(blocks: set[int]) -> None:
     memory, pages = cache()
@@ -114,7 +113,7 @@ class Requests(RuleBasedStateMachine):
         assert all(self.vllm.blocks[block].block_hash is None for block in withheld)
 
 
-Requests.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Requests.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestRequests = Requests.TestCase
 
 
@@ -150,3 +149,11 @@ def test_a_kept_prefix_that_a_request_finds_is_the_requests() -> None:
     pool._pool.free_blocks(reversed(blocks[-5:]))
     pool.fit(5, 15)
     assert pool.used == 0 and all(block.block_hash is not None for block in blocks)
+
+
+def test_a_prefix_that_a_request_holds_is_not_cached_room() -> None:
+    pool = Pool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=1), BLOCK_BYTES, None)
+    blocks = of(pool, 12)
+    assert (pool.used, pool.cached) == (0, 12)
+    pool._pool.touch(blocks[:9])
+    assert (pool.used, pool.cached) == (9, 3)
