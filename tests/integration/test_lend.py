@@ -141,6 +141,7 @@ def goes_on_after_a_park(router: Router) -> None:
         router.result(f"whole-{name}")
     keys = [router.dispatch(name, CONTEXT, max_tokens=LONG, stop=(), seed=seed) for seed, name in enumerate(names)]
     router.until(lambda: any(map(router.lists, keys)))
+    offered = router.beats[-1].token_budget
     grant(router, lend=False)
     parts = {name: router.result(name) for name in names}
     router.until(lambda: router.beats[-1].paused_reason == "a grant parked it: test")
@@ -148,6 +149,7 @@ def goes_on_after_a_park(router: Router) -> None:
     assert any(part.tokens for part in begun.values())
     grant(router, lend=True)
     router.until(lambda: router.serves(0) and router.beats[-1].state is ExecutorState.READY)
+    router.until(lambda: router.beats[-1].token_budget >= offered)
     for seed, name in enumerate(names):
         if name in begun:
             router.dispatch(name, CONTEXT, max_tokens=LONG, stop=(), seed=seed, attempt=1, begun=begun[name].part)

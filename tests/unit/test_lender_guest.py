@@ -86,6 +86,14 @@ class Kept:
     """An engine, and its share of the memory."""
 
     busy = grows = closed = False
+    looks = 0
+
+    def look(self, give_up: object, *, grow: bool) -> bool:
+        """Nobody is there to give a turn up to."""
+        assert give_up is None and not grow
+        self.looks += 1
+        self.busy = self.looks == 1  # pages wait to go back
+        return False
 
     def close(self) -> None:
         self.closed = True
@@ -105,3 +113,17 @@ def test_a_guest_that_nobody_knocks_for_is_kept_until_something_says_stop() -> N
     one._pulse.look(stop=False)
     one.tick(seconds=0.02, tokens=1)
     assert not one.busy and one._life.state is State.PARKED, "nobody is there to build one for"
+
+
+def test_the_memory_of_a_guest_that_nobody_knocks_for_goes_back() -> None:
+    feeder = SimpleNamespace(link=None, ended=[])
+    one: Any = guest(feeder)
+    one._life.state, one._granted = State.LENDING, True
+    sharing = Kept()
+    one._engine, one._sharing, one._apart = Kept(), sharing, SimpleNamespace(stepping=nullcontext)
+    one._link = object()
+    assert one.busy
+    one.tick(seconds=0.02, tokens=1)
+    assert sharing.looks == 1 and one.busy, "the loop goes on until all is given back"
+    one.make_room()
+    assert sharing.looks == 2 and not one.busy

@@ -84,10 +84,10 @@ class Guest:
         """Whether a tick has something to do."""
         if self._feeder.link is not self._link:
             return True
-        if self._host is None:
-            return self._left_alone
         if self._sharing is not None and self._sharing.busy:
             return True
+        if self._host is None:
+            return self._left_alone
         return self._host.busy or self._life.due(self._wanted, time.monotonic())
 
     @property
@@ -231,6 +231,8 @@ class Guest:
         self._link = self._feeder.link
         self._reports = None if self._link is None else Outbox(Line(self._link.wires.reports))
         self._enter()
+        if self._sharing is not None:
+            self._share(grow=False)  # with nobody to lend to, its memory goes back
 
     def _enter(self) -> None:
         """Have somebody answer at the link."""
