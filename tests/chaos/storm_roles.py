@@ -21,6 +21,9 @@ from tests.chaos.storm_plan import Act, Deed, Role, Worker
 from topics.apache_kafka import Cluster
 from topics.broker import Broker
 
+LOOK_SECONDS = 0.1
+"""Between two looks for roles that are leaving: their ends are in no queue."""
+
 LEAVE_SECONDS = 30.0
 """How long a role may take to leave when it is asked to."""
 AGAIN_SECONDS = 1.0
@@ -152,7 +155,7 @@ class Roles:
         self._again.clear()
         while self._leaving:
             self.tick()
-            time.sleep(0.1)
+            time.sleep(LOOK_SECONDS)
 
     def close(self) -> None:
         """Kill whatever is left."""

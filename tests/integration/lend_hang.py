@@ -20,7 +20,7 @@ class Hanging(Scheduler):  # type: ignore[misc]
 
         def a_step_that_hangs(engine: Engine, most_tokens: int | None = None) -> Step:
             while file.exists():
-                time.sleep(0.1)
+                time.sleep(0.1)  # this is the hang
             return step(engine, most_tokens)
 
         Engine.step = a_step_that_hangs  # type: ignore[method-assign]
