@@ -126,7 +126,8 @@ class Trajectories:
                 self._turns[number] -= 1
                 self._due.append(number)
             elif isinstance(report, Refused | NotTaken):
-                self.rolled.errors.append(report.reason)
+                self.rolled.errors.append(report.reason)  # the window counts for nothing
+                self._open.pop(getattr(report, "name", ""), None)
             elif isinstance(report, Done):
                 number = self._open.pop(report.name)
                 self._count(report)
