@@ -125,9 +125,11 @@ class Trajectories:
                 number = self._open.pop(report.name)  # it was on its way while the version changed
                 self._turns[number] -= 1
                 self._due.append(number)
-            elif isinstance(report, Refused | NotTaken):
-                self.rolled.errors.append(report.reason)  # the window counts for nothing
-                self._open.pop(getattr(report, "name", ""), None)
+            elif isinstance(report, Refused):
+                self._open.pop(report.name)
+                self.rolled.errors.append(report.reason)
+            elif isinstance(report, NotTaken):
+                self.rolled.errors.append(report.reason)
             elif isinstance(report, Done):
                 number = self._open.pop(report.name)
                 self._count(report)
