@@ -5,6 +5,8 @@ Keeps true
   both terms stay positive, so that every rate derived from it is finite.
 - How wrong it is is known as well: `error` is a fading quantile of |measured - predicted| / predicted, each prediction
   made before its step was seen. About nine steps in ten end within `cautious_seconds`, whatever the fit leaves out.
+- A stall is no cost: of a step that took longer than `STALL` times its cautious price, no more than that is learned. A
+  cost that has really changed is followed all the same, as the error rises with each such step.
 
 Pure. Example: steps of 10 tokens in 3 ms and 110 tokens in 13 ms -> base 2 ms, 0.1 ms a token.
 """
@@ -27,6 +29,9 @@ ERROR_PACE = 0.2
 """How fast `error` moves, in its logarithm a step: it falls to a tenth in about 115 good steps, and rises 9 times as
 fast."""
 
+STALL = 2.0
+"""Times its cautious price that is learned of a step at most."""
+
 LEAST_ERROR, MOST_ERROR = 0.01, 10.0
 """Bounds of `error`."""
 
@@ -45,6 +50,8 @@ class StepCost:
         """Take in one step that computed `tokens` tokens (prefill and decode together)."""
         predicted = self.seconds(tokens)
         missed = abs(seconds - predicted) > self.error * predicted
+        if self.known:
+            seconds = min(seconds, STALL * self.cautious_seconds(tokens))
         moved = self.error * math.exp(ERROR_PACE * (USUAL if missed else USUAL - 1.0))
         self.error = min(max(moved, LEAST_ERROR), MOST_ERROR)
         self._weight = FADING * self._weight + 1.0
@@ -57,6 +64,11 @@ class StepCost:
             slope = (self._weight * self._xy - self._x * self._y) / spread
             self.token_seconds = max(slope, LEAST_SECONDS)
         self.base_seconds = max((self._y - self.token_seconds * self._x) / self._weight, LEAST_SECONDS)
+
+    @property
+    def known(self) -> bool:
+        """Whether a step was seen: until then it is a guess."""
+        return self._weight > 0.0
 
     def seconds(self, tokens: int) -> float:
         """Predicted seconds of a step of `tokens` tokens."""
