@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from workers.executor.want import Want, Work
 from workers.lender.admission import Admission, Promise, Serving
 
 STEP_TOKENS = 512
@@ -101,7 +102,7 @@ def run(world: World, dial: float | None, seed: int) -> Seen:
             waiting=len(waiting),
             queued=bool(coming) and coming[0][0] <= now,
         )
-        allowed = admission.admit(moment, wanted_seconds=admission.guest.seconds(GUEST_WANTS), now=now)
+        allowed = admission.admit(moment, Want(Work.STEP, admission.guest.seconds(GUEST_WANTS)), now=now)
         if allowed.hold is None:
             tokens = min(allowed.tokens, GUEST_WANTS)
             seconds = (GUEST_BASE + GUEST_TOKEN * tokens) * noise.uniform(0.9, 1.1)

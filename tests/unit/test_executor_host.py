@@ -1,6 +1,7 @@
 """The engine's side of an executor, over an engine that the test plays: bounded ticks, and turns that go back."""
 
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,22 +14,32 @@ from workers.executor.host import EngineHost
 from workers.executor.line import Line, LineFull
 from workers.executor.step_cost import UNKNOWN, StepCost
 from workers.executor.vllm.types import Finished
+from workers.executor.want import Work
 from workers.executor.wires import Wires
-from workers.executor.words import REPORTS, Done, Outbox, Take
+from workers.executor.words import REPORTS, Done, Outbox, Prepare, Take
+
+SLOW_SECONDS = 0.05
+"""Of a piece of preparing that met something."""
 
 TAKE_SECONDS = 0.01
 """That a turn's context takes, at least."""
 
 
 class PlayedEngine:
-    version, wanted_tokens = 0, 1
+    version = 0
 
     def __init__(self) -> None:
         self.turns: list[str] = []
         self.steps: list[int] = []
         """Of each, how many turns were in it."""
+        self.pieces: list[float] = []
+        """Seconds of those that a version is prepared in."""
 
     def __len__(self) -> int:
+        return len(self.turns)
+
+    @property
+    def wanted_tokens(self) -> int:
         return len(self.turns)
 
     def add(self, key: str, *_: Any, **__: Any) -> None:
@@ -56,6 +67,11 @@ class PlayedEngine:
     def step(self, _: int | None) -> Any:
         self.steps.append(len(self.turns))
         return SimpleNamespace(finished=[], tokens=0, seconds=0.001)
+
+    def preparing(self, _: object) -> Iterator[None]:
+        for seconds in self.pieces:
+            time.sleep(seconds)
+            yield
 
     def load(self) -> Any:
         figures = {"running": 0, "waiting": 0, "kv_bytes_total": 1, "kv_bytes_free": 1, "kv_bytes_per_token": 1}
@@ -102,6 +118,33 @@ def test_an_executor_of_its_own_takes_them_in_at_once(host: EngineHost, engine: 
     dispatch(wires, 4)
     host.tick()
     assert engine.steps == [4]
+
+
+def test_what_comes_with_orders_waits_for_its_own_turn(host: EngineHost, engine: PlayedEngine, wires: Wires) -> None:
+    """Orders are let in without a price: neither a piece of preparing nor a step is beside them, where none was let."""
+    engine.pieces = [0.0] * 2
+    Outbox(Line(wires.orders)).say(Prepare(1, 0, ()))
+    assert host.want.work is Work.ANY
+    host.tick(0, 1.0)
+    assert host.want.work is Work.PIECE
+    dispatch(wires, 1)
+    host.tick(0, 1.0)
+    assert engine.steps == [] and host.want.work is Work.STEP
+    host.tick(1, 1.0)
+    assert engine.steps == [1]
+
+
+def test_a_slow_piece_of_preparing_does_not_price_all_that_come_after_it(
+    host: EngineHost, engine: PlayedEngine, wires: Wires
+) -> None:
+    engine.pieces = [*[0.0] * 20, SLOW_SECONDS, *[0.0] * 60]
+    Outbox(Line(wires.orders)).say(Prepare(1, 0, ()))
+    priced = []
+    while host.busy:
+        host.tick()
+        priced.append(host.want.seconds)
+    assert 0.0 < priced[0] < SLOW_SECONDS
+    assert priced[-2] < 0.1 * SLOW_SECONDS
 
 
 def test_turns_go_back_although_nobody_reads_and_are_told_in_the_end(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from schemas.errors import UsageError
 from workers.executor.step_cost import StepCost
+from workers.executor.want import Want, Work
 from workers.lender.admission import SLO, STRICT, WORTH, Admission, Hold, Promise, Serving
 from workers.lender.arrivals import Arrivals
 from workers.lender.occupancy import Occupancy
@@ -18,6 +19,10 @@ STEP_TOKENS = 512
 NOW = 1000.0
 EXACT = 1e-6
 """Seconds by which sums of floats may differ."""
+
+
+def step(seconds: float) -> Want:
+    return Want(Work.STEP, seconds)
 
 
 def admission(dial: float = SLO, *, ttft: float = 0.5, tpot: float = 0.05, longest: float = 0.02) -> Admission:
@@ -73,7 +78,7 @@ def test_an_idle_serving_always_admits_one_bounded_step(
     history: list[tuple[str, int, int, float]], dial: float, wanted: float
 ) -> None:
     subject = after(history, admission(dial))
-    answer = subject.admit(Serving(), wanted_seconds=wanted, now=NOW)
+    answer = subject.admit(Serving(), step(wanted), now=NOW)
     assert answer.hold is None and answer.tokens >= 1
     assert answer.seconds == subject.promise.yield_seconds
     assert answer.tokens == 1 or subject.guest.cautious_seconds(answer.tokens) <= answer.seconds + EXACT
@@ -84,7 +89,7 @@ def test_strict_admits_nothing_while_serving_has_work(
     history: list[tuple[str, int, int, float]], serving: Serving, wanted: float, well_known: bool
 ) -> None:
     subject = taught(admission(STRICT)) if well_known else after(history, admission(STRICT))
-    answer = subject.admit(serving, wanted_seconds=wanted, now=NOW)
+    answer = subject.admit(serving, step(wanted), now=NOW)
     if serving.held or serving.waiting or serving.queued:
         assert (answer.seconds, answer.tokens) == (0.0, 0) and answer.hold is not None
     else:
@@ -98,7 +103,7 @@ def test_a_step_that_is_admitted_makes_no_predicted_deadline_late(
     subject = taught(admission(dial, tpot=tpot))
     for tokens in prompts:
         subject.arrived(tokens, NOW - 0.1)
-    answer = subject.admit(serving, wanted_seconds=wanted, now=NOW)
+    answer = subject.admit(serving, step(wanted), now=NOW)
     assert answer.seconds <= subject.promise.yield_seconds
     if answer.hold is not None:
         assert (answer.seconds, answer.tokens) == (0.0, 0)
@@ -124,11 +129,11 @@ def test_a_step_that_is_admitted_makes_no_predicted_deadline_late(
 def test_slo_lends_inside_the_slack_and_says_what_holds_it_back() -> None:
     decoding = Serving(last_tokens=[NOW] * 8)
     subject = taught(admission())
-    answer = subject.admit(decoding, wanted_seconds=0.01, now=NOW)
+    answer = subject.admit(decoding, step(0.01), now=NOW)
     assert answer.hold is None and answer.tokens > 10 and answer.decode_headroom is not None
 
     def hold(serving: Serving, wanted: float = 0.01) -> Hold | None:
-        return subject.admit(serving, wanted_seconds=wanted, now=NOW).hold
+        return subject.admit(serving, step(wanted), now=NOW).hold
 
     assert hold(Serving(last_tokens=[NOW], waiting=1)) is Hold.WAITING
     assert hold(Serving(last_tokens=[NOW], queued=True)) is Hold.WAITING
@@ -138,26 +143,45 @@ def test_slo_lends_inside_the_slack_and_says_what_holds_it_back() -> None:
     assert hold(decoding) is Hold.OCCUPANCY
 
 
+@given(st.integers(1, 40), st.sampled_from(Work), st.floats(0, 1), st.floats(0, 0.001))
+def test_a_serving_that_is_never_idle_lends_from_nothing_where_it_has_slack(
+    held: int, work: Work, wanted: float, after: float
+) -> None:
+    """A guest of which nothing is known: to build it, to prepare its version, and its first step."""
+    slo, strict, queued = admission(), admission(STRICT), admission()
+    answers = []
+    for subject in (slo, strict, queued):
+        for number in range(400):
+            subject.ran(held=0, seconds=0.0)
+            decoding = 1 + number % held
+            seconds = 0.002 + 0.00002 * decoding + after * (number % 2)
+            subject.served(prompt_tokens=0, decoding=decoding, held=held, seconds=seconds)
+        moment = Serving(last_tokens=[NOW] * held, waiting=int(subject is queued))
+        answers.append(subject.admit(moment, Want(work, wanted), now=NOW))
+    assert [answer.hold for answer in answers] == [None, Hold.OCCUPANCY, Hold.WAITING]
+    assert (answers[0].tokens > 0) is (work is Work.STEP), "a step that has no price yet is of one token, and asked for"
+
+
 @pytest.mark.parametrize(("budgets", "reason"), [({"ttft": 0.03}, Hold.PREFILL), ({"tpot": 0.012}, Hold.DECODE)])
 def test_prompts_that_may_arrive_meanwhile_have_their_price(budgets: dict[str, float], reason: Hold) -> None:
     """Of what is held alone, nothing would be late."""
     decoding = Serving(last_tokens=[NOW] * 8)
     subject = taught(admission(1.0, **budgets))
-    assert subject.admit(decoding, wanted_seconds=0.005, now=NOW).hold is None
+    assert subject.admit(decoding, step(0.005), now=NOW).hold is None
     for number in range(50):
         subject.arrived(500, NOW - 0.5 + number / 100)
-    assert subject.admit(decoding, wanted_seconds=0.005, now=NOW).hold is reason
+    assert subject.admit(decoding, step(0.005), now=NOW).hold is reason
 
 
 def test_less_than_the_fixed_cost_is_worth_waits_for_more() -> None:
     late = Serving(last_tokens=[NOW - 0.04] * 8)
     subject = taught(admission(1.0))
-    headroom = subject.admit(late, wanted_seconds=0.0, now=NOW).decode_headroom
+    headroom = subject.admit(late, step(0.0), now=NOW).decode_headroom
     assert headroom is not None
-    assert subject.admit(late, wanted_seconds=0.99 * headroom / WORTH, now=NOW).hold is None
-    assert subject.admit(late, wanted_seconds=1.01 * headroom / WORTH, now=NOW).hold is Hold.DECODE
-    assert subject.admit(late, wanted_seconds=0.99 * headroom, now=NOW, whole=True).hold is None
-    assert subject.admit(late, wanted_seconds=1.01 * headroom, now=NOW, whole=True).hold is Hold.DECODE
+    assert subject.admit(late, step(0.99 * headroom / WORTH), now=NOW).hold is None
+    assert subject.admit(late, step(1.01 * headroom / WORTH), now=NOW).hold is Hold.DECODE
+    assert subject.admit(late, Want(Work.PIECE, 0.99 * headroom), now=NOW).hold is None
+    assert subject.admit(late, Want(Work.PIECE, 1.01 * headroom), now=NOW).hold is Hold.DECODE
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 200), st.integers(1, 40))
@@ -165,7 +189,7 @@ def test_a_higher_dial_never_admits_less(low: float, high: float, steps: int, he
     low, high = sorted((low, high))
     moment = Serving(last_tokens=[NOW] * held)
     less, more = (
-        taught(admission(dial), steps=steps, held=held).admit(moment, wanted_seconds=0.004, now=NOW)
+        taught(admission(dial), steps=steps, held=held).admit(moment, step(0.004), now=NOW)
         for dial in (low, high)
     )
     assert less.seconds <= more.seconds
@@ -192,6 +216,44 @@ def test_guests_take_of_what_serving_holds_what_its_own_steps_have_earned(
             spent += held * spend
         most = min(most, spent - earned + held * longest)
         assert spent - earned <= most + EXACT
+
+
+@pytest.mark.parametrize("after", [0.0, 0.001], ids=["warm", "cold"])
+@pytest.mark.parametrize("every", [2, 6])
+def test_what_a_guest_makes_serving_s_next_step_longer_is_the_guest_s(after: float, every: int) -> None:
+    """Of steps of 2 ms and 0.1 ms a token; every so many the guest has computed before one, which then takes longer."""
+    subject, draw, fixed, guests = admission(), random.Random(3), 0.0, 0.0
+    for number in range(4000):
+        held, guest = draw.randint(1, 20), number % every == 0
+        if guest:
+            taken = max(0.0, min(subject._occupancy.seconds(held), 0.02))
+            subject.ran(held=held, seconds=taken)
+        seconds = (0.002 + 0.0001 * held) * draw.uniform(0.95, 1.05) + after * guest
+        subject.served(prompt_tokens=0, decoding=held, held=held, seconds=seconds)
+        if number >= 2000:
+            fixed += held * 0.002
+            guests += held * (taken + after) if guest else 0.0
+    assert subject.serving.decode.seconds(10) == pytest.approx(0.003, rel=0.05)
+    assert subject.serving.after_guest_seconds == pytest.approx(after, abs=0.0002)
+    assert guests < 1.05 * fixed
+
+
+def test_a_stall_of_serving_s_loop_is_no_credit() -> None:
+    """Steps of 1 ms and 0.5 ms a token: what is for tokens earns nothing, neither before a stall nor after it."""
+    cost, draw, earned = ServingCost(step_tokens=STEP_TOKENS), random.Random(5), []
+    for number in range(600):
+        decoding = draw.randint(1, 20)
+        seconds = 5.0 if number == 400 else (0.001 + 0.0005 * decoding) * draw.uniform(0.95, 1.05)
+        fixed = cost.observe(prompt_tokens=0, decoding=decoding, seconds=seconds)
+        earned += [fixed] if number >= 400 else []
+    assert max(earned) < 0.002 and sum(earned) / len(earned) < 0.0015
+
+
+def test_a_cost_that_has_changed_for_good_is_followed() -> None:
+    cost = ServingCost(step_tokens=STEP_TOKENS)
+    for number in range(700):
+        cost.observe(prompt_tokens=0, decoding=8, seconds=0.05 if number >= 500 else 0.002)
+    assert cost.decode.seconds(8) == pytest.approx(0.05, rel=0.2)
 
 
 def test_what_guests_did_not_take_is_not_saved_up() -> None:

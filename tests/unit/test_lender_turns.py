@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
+from workers.executor.want import Want, Work
 from workers.lender.config import LendConfig
 from workers.lender.pulse import Pulse
 from workers.lender.vllm.turns import Turns
@@ -38,7 +39,7 @@ def serving() -> Any:
 class BusyGuest:
     """Wants to compute, always."""
 
-    busy, wanted_seconds, wants_whole = True, 0.01, False
+    busy, want = True, Want(Work.STEP, 0.01)
 
     def __init__(self) -> None:
         self.pieces = self.held = 0

@@ -22,6 +22,7 @@ from workers.executor.slabs import lying
 from workers.executor.step_cost import StepCost
 from workers.executor.vllm.engine import Engine
 from workers.executor.vllm.types import EngineRefusal, Finished, SwapRefused
+from workers.executor.want import Want, Work
 from workers.executor.wires import Wires
 from workers.executor.words import (
     ORDERS,
@@ -43,6 +44,9 @@ from workers.executor.words import (
     Wake,
     untouched,
 )
+
+UNKNOWN_PIECE = {"base_seconds": 0.002, "token_seconds": 1e-6}
+"""A guess for a piece of preparing a version, of which none was seen."""
 
 OBEYED_BESIDE = 0.1
 """Share of a tick that orders may take beside a step."""
@@ -83,8 +87,8 @@ class EngineHost:
         self._share_before: dict[str, float] = {}
         """By turn, what that sum was when it came."""
         self._preparing: tuple[int, Iterator[None]] | None = None
-        self._piece_seconds = 0.0
-        """The longest piece of preparing so far."""
+        self._piece_cost = StepCost(**UNKNOWN_PIECE)
+        """Of a piece of preparing, whatever it does."""
         self._stepped = False
         """Whether the latest piece of work was a step."""
         self._steps, self._step_seconds = 0, 0.0
@@ -101,29 +105,26 @@ class EngineHost:
         return max(0.0, self._next_tick - time.monotonic())
 
     @property
-    def wants_whole(self) -> bool:
-        """Whether the next piece of work cannot be cut shorter: a piece of preparing a version is what it is."""
-        return self._prepares_next
-
-    @property
-    def wanted_seconds(self) -> float:
-        """What the next piece of work will take, as predicted."""
+    def want(self) -> Want:
+        """What the next tick would do beside orders, which take as long as they may."""
         if self._prepares_next:
-            return self._piece_seconds
+            return Want(Work.PIECE, self._piece_cost.cautious_seconds(1))
         tokens = self._engine.wanted_tokens
-        return self._cost.cautious_seconds(tokens) if tokens else 0.0
+        return Want(Work.STEP, self._cost.cautious_seconds(tokens)) if tokens else Want(Work.ANY, 0.0)
 
     def tick(self, most_tokens: int | None = None, most_seconds: float = math.inf) -> None:
-        """One bounded piece of work: orders, for `most_seconds`, or a step of at most `most_tokens` tokens.
+        """One bounded piece of work: orders, for `most_seconds`; with them what was wanted, which is a step of at most
+        `most_tokens` tokens or none, or a piece of preparing a version.
 
         Raises EngineBroken.
         """
         self._reports.flush()
+        prepares = self._prepares_next
         self._read()
         if self._obey_all(most_seconds):
-            if self._prepares_next:
+            if prepares:
                 self._prepare_on()
-            elif len(self._engine):
+            elif len(self._engine) and most_tokens != 0:
                 self._step(most_tokens)
         self.beat()
 
@@ -222,7 +223,7 @@ class EngineHost:
         self._stepped, began = False, time.monotonic()
         try:
             next(pieces)
-            self._piece_seconds = max(self._piece_seconds, time.monotonic() - began)
+            self._piece_cost.observe(1, time.monotonic() - began)
         except StopIteration:
             self._preparing = None
             self._reports.say(Prepared(version))

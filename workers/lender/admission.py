@@ -10,8 +10,11 @@ Keeps true
            before it, and of the prompts that may arrive meanwhile: none is predicted late for the guest's step
   decode   `S_dec = (last token + tpot) - now - T_dec` of each request that decodes, with those prompts in its next step
   occupancy  what serving's own steps have earned for guests: see `workers.lender.occupancy`
+  What serving's next step takes longer because the guest computed is the guest's own time in all three.
 - What is left over is not chopped up: less than `WORTH` of what the guest wants waits for more, and less than all of
   it where what it wants cannot be done in part.
+- All of a guest's work is admitted alike, also that of building it, and its first step, which has no price yet: a
+  serving that is never idle and has slack lends.
 
 One dial, from 0 to 1, says how many requests serving may come to hold: `1 / (1 - dial)` times what it would alone.
 - 0 is `strict`: as alone. Guests compute only while serving has nothing to do.
@@ -32,6 +35,7 @@ from enum import Enum
 
 from schemas.errors import UsageError
 from workers.executor.step_cost import UNKNOWN, StepCost
+from workers.executor.want import Want, Work
 from workers.lender.arrivals import Arrivals
 from workers.lender.occupancy import Occupancy
 from workers.lender.serving_cost import ServingCost
@@ -44,6 +48,9 @@ SLO = 0.5
 
 WORTH = 0.5
 """Share of what a guest wants, or of a bounded step if that is less, for which its step's fixed cost is paid."""
+
+FULL = 0.9
+"""Share of the yield bound that is left for what wants all of it: more hardly ever is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +96,7 @@ class Serving:
         return len(self.prefills) + len(self.last_tokens)
 
 
+
 class Hold(Enum):
     """Why a guest may not compute now."""
 
@@ -106,7 +114,7 @@ class Answer:
     seconds: float
     """The longest that it may compute, 0.0 for not at all."""
     tokens: int
-    """The most tokens of a guest step, 0 for none."""
+    """The most tokens of a guest step, 0 for none: there may be time for other work alone."""
     hold: Hold | None
     """Why not; None if it may."""
     prefill_headroom: float | None
@@ -123,6 +131,8 @@ class Admission:
         self.promise = promise
         self.serving = ServingCost(step_tokens=serving_step_tokens)
         self.guest = StepCost(**UNKNOWN)
+        self._after_guest = False
+        """Whether the guest has computed since serving's latest step."""
         self._arrivals = Arrivals()
         self._occupancy = Occupancy(dial=promise.dial, longest_seconds=promise.yield_seconds)
 
@@ -132,17 +142,19 @@ class Admission:
 
     def served(self, *, prompt_tokens: int, decoding: int, held: int, seconds: float) -> None:
         """Serving made a step: `prompt_tokens` of prompts and one token for each of `decoding`, of `held` requests."""
-        fixed = self.serving.observe(prompt_tokens=prompt_tokens, decoding=decoding, seconds=seconds)
+        after, self._after_guest = self._after_guest, False
+        fixed = self.serving.observe(
+            prompt_tokens=prompt_tokens, decoding=decoding, seconds=seconds, after_guest=after
+        )
         self._occupancy.served(held, fixed)
 
     def ran(self, *, held: int, seconds: float) -> None:
         """The guest computed for `seconds` while serving held `held` requests."""
-        self._occupancy.spend(held, seconds)
+        self._after_guest = True
+        self._occupancy.spend(held, seconds + self.serving.after_guest_seconds)
 
-    def admit(self, serving: Serving, *, wanted_seconds: float, now: float, whole: bool = False) -> Answer:
-        """May the guest compute now? It would like to for `wanted_seconds`, of its own step (`guest`) or otherwise;
-        `whole`: for so long or not at all.
-        """
+    def admit(self, serving: Serving, want: Want, *, now: float) -> Answer:
+        """May the guest compute now?"""
         bound, held = self.promise.yield_seconds, serving.held
         prefill, decode, newcomer = self._slack(serving, now)
         hold: Hold | None = None
@@ -154,17 +166,27 @@ class Admission:
             earned = self._occupancy.seconds(held)
             limits = ((earned, Hold.OCCUPANCY), (min(prefill, newcomer), Hold.PREFILL), (decode, Hold.DECODE))
             seconds, tightest = min(limits, key=lambda limit: limit[0])
-            seconds = min(seconds, bound)
-            least = min(wanted_seconds, bound) * (1.0 if whole else WORTH)
-            if seconds < least or not self.guest.tokens_within(seconds):
+            seconds = min(seconds - self.serving.after_guest_seconds, bound)
+            if seconds <= 0.0 or seconds < self._least(want):
                 seconds, hold = 0.0, tightest
+        step = not held or want.work is Work.STEP
         return Answer(
             seconds=seconds,
-            tokens=0 if hold else max(1, self.guest.tokens_within(seconds)),
+            tokens=0 if hold else max(int(step), self.guest.tokens_within(seconds)),
             hold=hold,
             prefill_headroom=prefill if serving.prefills else None,
             decode_headroom=decode if serving.last_tokens else None,
         )
+
+    def _least(self, want: Want) -> float:
+        """Seconds for which it is worth to begin while serving computes."""
+        most = self.promise.yield_seconds - self.serving.after_guest_seconds
+        if want.work is Work.PIECE:
+            return min(want.seconds, FULL * most)
+        if want.work is Work.STEP and not self.guest.known:
+            return FULL * most
+        wanted = WORTH * min(want.seconds, most)
+        return max(wanted, self.guest.cautious_seconds(1)) if want.work is Work.STEP else wanted
 
     def _slack(self, serving: Serving, now: float) -> tuple[float, float, float]:
         """Least S_prf, least S_dec, and the S_prf of prompts that arrive as a guest's step begins; inf where none."""

@@ -25,6 +25,7 @@ from workers.executor.host import EngineHost
 from workers.executor.line import Line
 from workers.executor.step_cost import StepCost
 from workers.executor.vllm.engine import Engine, EngineConfig
+from workers.executor.want import Want, Work
 from workers.executor.words import Gone, Outbox, Slack
 from workers.lender.config import LendConfig
 from workers.lender.feeder import Feeder
@@ -101,16 +102,13 @@ class Guest:
         return self._granted and not self._pulse.stop
 
     @property
-    def wanted_seconds(self) -> float:
-        """What the next piece of work will take, as predicted."""
-        if self._engine is None or (self._sharing is not None and self._sharing.grows):
-            return self._config.piece_seconds
-        return self._host.wanted_seconds if isinstance(self._host, EngineHost) else 0.0
-
-    @property
-    def wants_whole(self) -> bool:
-        """Whether that cannot be done in part."""
-        return isinstance(self._host, EngineHost) and self._host.wants_whole
+    def want(self) -> Want:
+        """What the next tick would do."""
+        if self._engine is None:
+            return Want(Work.ANY, self._config.piece_seconds)
+        if self._sharing is not None and self._sharing.grows:
+            return Want(Work.PIECE, self._config.piece_seconds)
+        return self._host.want if isinstance(self._host, EngineHost) else Want(Work.ANY, 0.0)
 
     def tick(self, *, seconds: float, tokens: int) -> None:
         """One bounded piece of work, of at most `seconds`, or a step of at most `tokens` tokens. Raises nothing."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreRequestType
 
+from workers.executor.want import Want, Work
 from workers.executor.words import Slack
 from workers.lender.admission import Admission, Answer
 from workers.lender.config import LendConfig
@@ -74,14 +75,12 @@ class Turns:
         if now < self._looks_at or not self._core.is_running():
             return False
         self._looks_at = now + self._look_seconds
-        return self._admission.admit(self._view.holds(), wanted_seconds=0.0, now=now).hold is None
+        return self._admission.admit(self._view.holds(), Want(Work.STEP, 0.0), now=now).hold is None
 
     def _offer(self) -> None:
         now = time.monotonic()
         serving = self._view.holds()
-        wanted, whole = self._guest.wanted_seconds, self._guest.wants_whole
-        answer = self._admission.admit(serving, wanted_seconds=wanted, now=now, whole=whole)
-        self._answer = answer
+        self._answer = answer = self._admission.admit(serving, self._guest.want, now=now)
         if answer.hold is not None:
             self._held_back[answer.hold.value] = self._held_back.get(answer.hold.value, 0) + 1
             self._halted = not serving.queued and not self._core.has_work()
