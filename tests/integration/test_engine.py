@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers import utils as layer_utils
 
 from schemas.arrays import pack_logprobs
@@ -25,6 +26,7 @@ from tests.integration.engine_rig import (
 )
 from tests.integration.policies import VOCABULARY, new_policy, save_policy, tensors_of
 from tests.unit.samples import sample, turns_of
+from workers.executor.vllm import writing
 from workers.executor.vllm.engine import (
     Engine,
     EngineBroken,
@@ -124,6 +126,57 @@ def test_a_failed_later_swap_leaves_the_version_before_it_serving(rig: Rig, monk
         rig.engine.swap(version + 1, tensors_of(new_policy(98, tied=rig.tied)).items())
     assert rig.engine.version == version
     assert rig.check(4) < TOLERANCE
+
+
+REAL_PACK = layer_utils.dispatch_cpu_unquantized_gemm
+
+MOST_ELEMENTS = 3000
+"""Of a piece: fewer than the embedding and most layers have."""
+
+
+class Elements(TorchDispatchMode):
+    """Counts what is read or written, views aside: by torch, and of layers that are packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def pack(self, layer: torch.nn.Module, remove_weight: bool) -> None:
+        self.seen += layer.weight.numel()  # type: ignore[operator, union-attr]
+        REAL_PACK(layer, remove_weight)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function._opname in ("copy_", "clone", "_to_copy", "equal", "fill_"):
+            self.seen += max((each.numel() for each in args if isinstance(each, torch.Tensor)), default=0)
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_piece_of_preparing_touches_more_elements_than_it_may(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.swap()
+    monkeypatch.setattr(writing, "PIECE_ELEMENTS", MOST_ELEMENTS)
+    rig.model = new_policy(93, tied=rig.tied)
+    tensors = tensors_of(rig.model)
+    if rig.tied:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    pieces = rig.engine.preparing(tensors.items())
+    touched = []
+    while True:
+        with Elements() as elements, monkeypatch.context() as counting:
+            counting.setattr(layer_utils, "dispatch_cpu_unquantized_gemm", elements.pack)
+            done = next(pieces, True)
+        touched.append(elements.seen)
+        if done:
+            break
+    rig.engine.serve(rig.engine.version + 1)
+    assert max(touched) <= MOST_ELEMENTS
+    written = sum(tensor.numel() for tensor in tensors.values())
+    assert sum(touched) >= 2 * written - 2 * tensors["model.embed_tokens.weight"].numel(), "copied, and layers packed"
+    assert rig.check(8) < TOLERANCE
+    rig.swap()
+    assert rig.check(9) < TOLERANCE
+    monkeypatch.undo()
+    rig.swap()
+    assert rig.check(9) < TOLERANCE
 
 
 def test_a_version_that_is_being_prepared_changes_nothing_until_it_serves(rig: Rig) -> None:

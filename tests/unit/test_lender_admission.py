@@ -189,8 +189,7 @@ def test_a_higher_dial_never_admits_less(low: float, high: float, steps: int, he
     low, high = sorted((low, high))
     moment = Serving(last_tokens=[NOW] * held)
     less, more = (
-        taught(admission(dial), steps=steps, held=held).admit(moment, step(0.004), now=NOW)
-        for dial in (low, high)
+        taught(admission(dial), steps=steps, held=held).admit(moment, step(0.004), now=NOW) for dial in (low, high)
     )
     assert less.seconds <= more.seconds
 

@@ -96,7 +96,6 @@ class Serving:
         return len(self.prefills) + len(self.last_tokens)
 
 
-
 class Hold(Enum):
     """Why a guest may not compute now."""
 
@@ -143,9 +142,7 @@ class Admission:
     def served(self, *, prompt_tokens: int, decoding: int, held: int, seconds: float) -> None:
         """Serving made a step: `prompt_tokens` of prompts and one token for each of `decoding`, of `held` requests."""
         after, self._after_guest = self._after_guest, False
-        fixed = self.serving.observe(
-            prompt_tokens=prompt_tokens, decoding=decoding, seconds=seconds, after_guest=after
-        )
+        fixed = self.serving.observe(prompt_tokens=prompt_tokens, decoding=decoding, seconds=seconds, after_guest=after)
         self._occupancy.served(held, fixed)
 
     def ran(self, *, held: int, seconds: float) -> None:

@@ -232,7 +232,7 @@ class Engine:
         return time.perf_counter() - began
 
     def preparing(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
-        """Check a version, and do what can be done while the old one serves: in pieces, one layer at most, between
+        """Check a version, and do what can be done while the old one serves: in pieces (`writing`), between
         which the engine may step.
 
         `tensors` are all tensors of the model by Hugging Face name, on any device, in the engine's element type or one
@@ -240,7 +240,7 @@ class Engine:
         served is lost. Raises SwapRefused.
         """
         self._prepared = None
-        version = self._weights.check(tensors)
+        version = yield from self._weights.checking(tensors)
         yield
         yield from self._weights.preparing(version)
         self._prepared = version

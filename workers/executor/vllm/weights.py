@@ -12,9 +12,8 @@ by 10), and it takes twice as long (18 ms against 7.5 ms, 0.4M parameters). Why 
 parameter model take up to 1.4 times as long. The price is that a CPU holds weights twice, and packed ones beside them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from torch import Tensor
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 
-from workers.executor.vllm.spare import PACKED, exchange, spare_of
+from workers.executor.vllm.spare import exchange, spare_of
 from workers.executor.vllm.types import EngineBroken, SwapRefused
+from workers.executor.vllm.writing import equal, writing
 
 HEAD = "lm_head.weight"
 """The tensor that a tied model does not have of its own."""
@@ -60,17 +60,15 @@ class PolicyWeights:
         self._serving: dict[str, Tensor] | None = None
         self._spare: torch.nn.Module | None = None
 
-    def check(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """A whole version, by name; a tied head that is the embedding is left out. Raises SwapRefused."""
+    def checking(self, tensors: Iterable[tuple[str, Tensor]]) -> Generator[None, None, dict[str, Tensor]]:
+        """A whole version, by name, in pieces; a tied head that is the embedding is left out. Raises SwapRefused."""
         version: dict[str, Tensor] = {}
         for name, tensor in tensors:
             if name in version:
                 raise SwapRefused(f"{name} comes twice")
             version[name] = tensor
         if HEAD not in self._shapes and HEAD in version and EMBEDDING in version:
-            head = version.pop(HEAD)
-            if head.shape != version[EMBEDDING].shape or not torch.equal(head, version[EMBEDDING]):
-                raise SwapRefused(f"{HEAD} is not {EMBEDDING}, but the model ties them")
+            yield from self._check_head(version.pop(HEAD), version[EMBEDDING])
         if unknown := version.keys() - self._shapes.keys():
             raise SwapRefused(f"the model has no tensor {min(unknown)}")
         if missing := self._shapes.keys() - version.keys():
@@ -78,6 +76,17 @@ class PolicyWeights:
         for name, tensor in version.items():
             self._check_tensor(name, tensor)
         return version
+
+    def _check_head(self, head: Tensor, embedding: Tensor) -> Iterator[None]:
+        self._check_tensor(EMBEDDING, embedding)
+        if head.shape == embedding.shape and head.dtype == embedding.dtype and head.device == embedding.device:
+            for same in equal(head, embedding):
+                if not same:
+                    break
+                yield
+            else:
+                return
+        raise SwapRefused(f"{HEAD} is not {EMBEDDING}, but the model ties them")
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
         if tuple(tensor.shape) != self._shapes[name]:
@@ -93,7 +102,7 @@ class PolicyWeights:
             self._spare = spare_of(self._worker.get_model())
 
     def preparing(self, version: dict[str, Tensor]) -> Iterator[None]:
-        """Do for a checked version what can be done while the old one computes: one layer a piece, on any thread.
+        """Do for a checked version what can be done while the old one computes, in pieces (`writing`), on any thread.
 
         One version at a time: another one's pieces may only follow when these are no longer asked for. Raises
         SwapRefused.
@@ -101,7 +110,7 @@ class PolicyWeights:
         try:
             self.hold_spare()
             if self._spare is not None:
-                yield from _writing(self._spare, version)
+                yield from writing(self._spare, version)
         except Exception as error:  # whatever a loader or a kernel raises, the old version serves on
             raise SwapRefused(f"it could not be prepared: {error}") from error
 
@@ -134,23 +143,3 @@ class PolicyWeights:
 
     def _reload(self, version: Mapping[str, Tensor]) -> None:
         self._worker.reload_weights(weights_iterator=iter(sorted(version.items())))
-
-
-def _writing(model: Any, version: Mapping[str, Tensor]) -> Iterator[None]:
-    """By the model's own loader, then packed again; between two pieces others may compute."""
-    for _, tensors in groupby(sorted(version.items()), key=lambda named: _layer_of(named[0])):
-        with torch.no_grad():
-            model.load_weights(list(tensors))
-        yield
-    for layer in model.modules():
-        if hasattr(layer, PACKED):
-            with torch.no_grad():
-                layer_utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-            yield
-
-
-def _layer_of(name: str) -> str:
-    """Of `model.layers.3.mlp.up_proj.weight`: `model.layers.3`. A loader wants the tensors of one layer together."""
-    parts = name.split(".")
-    ends = next((place + 1 for place, part in enumerate(parts) if part.isdecimal()), len(parts))
-    return ".".join(parts[:ends])
