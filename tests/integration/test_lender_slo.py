@@ -1,6 +1,7 @@
 """A guest inside serving's slack: it computes between the steps of what is served, and serving answers as alone."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,9 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROMPTS = [[3 + (5 * prompt + place) % 90 for place in range(20)] for prompt in range(3)]
 ANSWER_TOKENS = 400
+STRICT_SECONDS = 5.0
+"""For which a server that is never idle is watched not to build a guest: one that may takes less than two."""
+
 GENEROUS = Promise(dial=0.5, ttft_seconds=30.0, tpot_seconds=3.0, yield_seconds=0.05)
 
 
@@ -37,6 +41,35 @@ def answers(server: Server) -> list[Answer]:
     for client in clients:
         client.join()
     return [found[number] for number in range(len(PROMPTS))]
+
+
+def test_a_server_that_is_never_idle_wakes_its_guest_only_where_the_dial_lets_it(server: Server) -> None:
+    """From nothing: it is built, its first steps are made and its first turn is computed between serving's steps."""
+    ended = threading.Event()
+
+    def ask(number: int) -> None:
+        while not ended.is_set():
+            server.complete(PROMPTS[number], ANSWER_TOKENS)
+
+    clients = [threading.Thread(target=ask, args=(number,)) for number in range(len(PROMPTS))]
+    try:
+        for client in clients:
+            client.start()
+        server.complete(PROMPTS[0], ANSWER_TOKENS)
+        beside = Beside(server.config)
+        if server.config.promise.dial > 0:
+            beside.awake()
+            beside.take("first", PROMPTS[0], Sampling(max_tokens=20, seed=1))
+            assert len(beside.done(1)) == 1
+        else:
+            time.sleep(STRICT_SECONDS)
+            assert "being built" in beside.parked() or "not told" in beside.parked()
+    finally:
+        ended.set()
+        for client in clients:
+            client.join()
+    assert server.said("the guest is built") is (server.config.promise.dial > 0)
+    beside.end.close()
 
 
 def test_a_guest_computes_while_serving_does_only_where_the_dial_lets_it(server: Server) -> None:

@@ -8,9 +8,22 @@ from hypothesis import strategies as st
 
 from schemas.capacity import CapacityGrant
 from schemas.prompts import Sampling
-from workers.executor.gate import HELD_SECONDS, budget_tokens, why_closed
+from workers.executor.gate import HELD_SECONDS, Gate, budget_tokens, why_closed
 from workers.executor.line import Line, memory
-from workers.executor.words import ABORTED, REPORTS, Done, GiveUp, Outbox, Park, Prepare, Serve, Take, Tick, Wake
+from workers.executor.words import (
+    ABORTED,
+    NO_LIMIT,
+    REPORTS,
+    Done,
+    GiveUp,
+    Outbox,
+    Park,
+    Prepare,
+    Serve,
+    Take,
+    Tick,
+    Wake,
+)
 from workers.lender.parked import Parked
 
 TICK = Tick(0, "cpu", 0, 0, 1000, 1000, 10, 1.0, 1.0, 0, 0.0)
@@ -35,6 +48,18 @@ def test_a_grant_never_raises_what_there_is(kv_bytes: int, token_budget: int) ->
     assert tokens <= budget_tokens(TICK, None) == 100
     assert not kv_bytes or 10 * tokens <= kv_bytes
     assert not token_budget or tokens <= token_budget
+
+
+def test_what_a_grant_says_of_bytes_is_told_to_the_guest_and_told_again_when_it_changes() -> None:
+    newest = granted(kv_bytes=500)
+    gate = Gate(lambda: newest)
+    assert gate.follow(TICK) == Wake(500) and gate.follow(TICK) is None
+    newest = granted(kv_bytes=700, token_budget=3)
+    assert gate.follow(TICK) == Wake(700) and gate.budget_tokens == 3
+    newest = granted()
+    assert gate.follow(TICK) == Wake(NO_LIMIT)
+    newest = granted(lend=False, kv_bytes=700)
+    assert gate.follow(TICK) == Park() and gate.follow(TICK) is None
 
 
 def test_one_that_is_parked_hands_back_what_comes_and_hears_when_to_wake() -> None:

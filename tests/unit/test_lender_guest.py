@@ -11,7 +11,7 @@ from typing import Any
 
 from workers.executor.line import Line
 from workers.executor.step_cost import UNKNOWN, StepCost
-from workers.executor.words import REPORTS, Tick
+from workers.executor.words import NO_LIMIT, REPORTS, Tick
 from workers.lender.config import LendConfig
 from workers.lender.life import State
 from workers.lender.link import End, knock, listen, welcome
@@ -88,7 +88,7 @@ class Kept:
     busy = grows = closed = False
     looks = 0
 
-    def look(self, give_up: object, *, grow: bool) -> bool:
+    def look(self, give_up: object, *, most_bytes: int, grow: bool) -> bool:
         """Nobody is there to give a turn up to."""
         assert give_up is None and not grow
         self.looks += 1
@@ -102,7 +102,7 @@ class Kept:
 def test_a_guest_that_nobody_knocks_for_is_kept_until_something_says_stop() -> None:
     one: Any = guest(SimpleNamespace(link=None, ended=[]))
     engine, sharing = Kept(), Kept()
-    one._life.state, one._granted = State.LENDING, True
+    one._life.state, one._granted = State.LENDING, NO_LIMIT
     one._engine, one._sharing, one._apart = engine, sharing, SimpleNamespace(stepping=nullcontext)
     one.tick(seconds=0.02, tokens=1)
     assert not one.busy and not engine.closed
@@ -118,7 +118,7 @@ def test_a_guest_that_nobody_knocks_for_is_kept_until_something_says_stop() -> N
 def test_the_memory_of_a_guest_that_nobody_knocks_for_goes_back() -> None:
     feeder = SimpleNamespace(link=None, ended=[])
     one: Any = guest(feeder)
-    one._life.state, one._granted = State.LENDING, True
+    one._life.state, one._granted = State.LENDING, NO_LIMIT
     sharing = Kept()
     one._engine, one._sharing, one._apart = Kept(), sharing, SimpleNamespace(stepping=nullcontext)
     one._link = object()

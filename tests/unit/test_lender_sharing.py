@@ -7,6 +7,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
 from workers.executor.vllm.types import Standing
+from workers.executor.words import NO_LIMIT
 from workers.lender.config import LendConfig, MemoryConfig
 from workers.lender.vllm.pool import Pool
 from workers.lender.vllm.sharing import Sharing
@@ -48,8 +49,8 @@ class World:
     def give_up(self, name: str, _: str) -> None:
         self.guest._pool.free_blocks(reversed(self.turns.pop(name)))
 
-    def look(self, *, grow: bool = False) -> None:
-        self.sharing.look(self.give_up, grow=grow)
+    def look(self, *, grow: bool = False, most_bytes: int = NO_LIMIT) -> None:
+        self.sharing.look(self.give_up, most_bytes=most_bytes, grow=grow)
         lent = self.guest.there * GUEST_BYTES
         assert self.serving.there * SERVING_BYTES + lent <= self.serving.blocks * SERVING_BYTES, "a byte in two hands"
         assert self.guest.used * GUEST_BYTES <= self.sharing._shares.budget_bytes
@@ -78,3 +79,15 @@ def test_what_a_turn_found_among_the_kept_counts_before_it_is_decided_who_is_cut
     world.begin("resumed", kept, 2)
     world.wanted = 16
     world.look()
+
+
+def test_the_guest_s_pool_grows_to_what_is_granted_and_no_further() -> None:
+    world = World()
+    for _ in range(3):
+        world.look(grow=True, most_bytes=20 * GUEST_BYTES)
+    assert world.guest.there == 20 and not world.sharing.grows
+    world.begin("turn", [], 15)
+    world.look(grow=True, most_bytes=10 * GUEST_BYTES)
+    assert not world.turns and world.guest.there <= 10 and world.serving.there >= 16
+    world.look(grow=True)
+    assert world.guest.there == 40

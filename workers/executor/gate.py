@@ -9,7 +9,7 @@ Pure, but for the grant that it asks for.
 from collections.abc import Callable
 
 from schemas.capacity import CapacityGrant
-from workers.executor.words import Park, Tick, Wake
+from workers.executor.words import NO_LIMIT, Park, Tick, Wake
 
 Granted = Callable[[], CapacityGrant | None]
 """The newest grant of this executor; None while there is none."""
@@ -30,18 +30,25 @@ class Gate:
         self.budget_tokens = 0
         """That turns may hold."""
         self._granted = granted
-        self._woken: bool | None = None
-        """Whether the guest was last told to wake, or to park."""
+        self._told: Wake | Park | None = None
+        """What the guest was told last."""
 
     def follow(self, tick: Tick) -> Wake | Park | None:
         """Look again, the engine's newest tick at hand; returns what the engine is to be told."""
         grant = self._granted() if self._granted is not None else None
         self.reason, self.budget_tokens = why_closed(tick, grant), budget_tokens(tick, grant)
-        wake = grant is None or grant.lend
-        if not self.lends or wake is self._woken:
+        order = told_of(grant)
+        if not self.lends or order == self._told:
             return None
-        self._woken = wake
-        return Wake() if wake else Park()
+        self._told = order
+        return order
+
+
+def told_of(grant: CapacityGrant | None) -> Wake | Park:
+    """What a grant is to a guest."""
+    if grant is None:
+        return Wake()
+    return Wake(grant.kv_bytes or NO_LIMIT) if grant.lend else Park()
 
 
 def why_closed(tick: Tick, grant: CapacityGrant | None) -> str:

@@ -25,6 +25,7 @@ from workers.executor.vllm.types import EngineRefusal, Finished, SwapRefused
 from workers.executor.want import Want, Work
 from workers.executor.wires import Wires
 from workers.executor.words import (
+    NO_LIMIT,
     ORDERS,
     Done,
     GiveUp,
@@ -69,8 +70,8 @@ class EngineHost:
         """`reports` is of the wires; `cost` is told of each step; `tick_seconds` lie between two `Tick`s, which say
         `slack` and `lent`.
         """
-        self.granted = True
-        """Whether it is to lend, as far as it was told: a guest's alone."""
+        self.granted = NO_LIMIT
+        """KV bytes that it may hold, as far as it was told; 0: it is not to lend. A guest's alone."""
         self._engine = engine
         self._wires = wires
         self._orders = Line(wires.orders)
@@ -171,7 +172,7 @@ class EngineHost:
         for message in self._orders.read():
             order = ORDERS.decode(message)
             if isinstance(order, Wake | Park):
-                self.granted = isinstance(order, Wake)
+                self.granted = order.most_bytes if isinstance(order, Wake) else 0
             else:
                 self._later.append(order)
 

@@ -12,6 +12,9 @@ from schemas.turns import VersionSpan
 from workers.executor.line import Line, LineFull
 from workers.executor.slabs import Laid
 
+NO_LIMIT = 1 << 62
+"""Bytes: more than there are."""
+
 ABORTED = "abort"
 """Why a turn that was given up has ended."""
 
@@ -53,6 +56,9 @@ class Serve(Word, frozen=True):
 
 class Wake(Word, frozen=True):
     """To a guest: lend. It is built if it is not there; `Tick.parked` is empty once it is."""
+
+    most_bytes: int = NO_LIMIT
+    """Of KV memory, that it may hold."""
 
 
 class Park(Word, frozen=True):

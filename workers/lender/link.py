@@ -21,7 +21,7 @@ from schemas.errors import UsageError
 from workers.executor.line import LineBroken
 from workers.executor.wires import COUNT, Wires
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of the words and lines of this release."""
 
 CREDENTIALS = struct.Struct("3i")

@@ -15,8 +15,8 @@ class Parked:
     """What answers at the wires where an `EngineHost` would."""
 
     def __init__(self, orders: Line, reports: Outbox, *, tick_seconds: float) -> None:
-        self.granted = False
-        """Whether it is to lend, as far as it was told."""
+        self.granted = 0
+        """KV bytes that it may hold, as far as it was told; 0: it is not to lend."""
         self.why = NOT_WOKEN
         """There is no engine."""
         self._orders = orders
@@ -37,7 +37,7 @@ class Parked:
                 case Take():
                     self._reports.say(untouched(order.name, time.time()))
                 case Wake() | Park():
-                    self.granted = isinstance(order, Wake)
+                    self.granted = order.most_bytes if isinstance(order, Wake) else 0
                 case _:
                     pass
         if time.monotonic() >= self._next_tick:

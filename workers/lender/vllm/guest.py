@@ -2,7 +2,8 @@
 
 Keeps true
 - Nothing that goes wrong here leaves `tick`: the guest is dropped, which is told, and built again after a while.
-- A tick is one bounded piece: of building the guest, of preparing a version, or a step of the engine.
+- A tick is one bounded piece: of building the guest, of preparing a version, or a step of the engine. A guest whose
+  steps have no price yet makes some before it is there (`profile`).
 - Between two ticks the process is as the host left it.
 - A guest is built once somebody has knocked and said so, and parked when it is not wanted any more (`life`). Who knocks
   later gets the same engine, empty, at the version that it has.
@@ -26,7 +27,7 @@ from workers.executor.line import Line
 from workers.executor.step_cost import StepCost
 from workers.executor.vllm.engine import Engine, EngineConfig
 from workers.executor.want import Want, Work
-from workers.executor.words import Gone, Outbox, Slack
+from workers.executor.words import NO_LIMIT, Gone, Outbox, Slack
 from workers.lender.config import LendConfig
 from workers.lender.feeder import Feeder
 from workers.lender.life import Act, Life, State
@@ -36,6 +37,7 @@ from workers.lender.pulse import Pulse
 from workers.lender.vllm.apart import Apart
 from workers.lender.vllm.pieces import Pieces
 from workers.lender.vllm.pool import Pool
+from workers.lender.vllm.profile import Profile
 from workers.lender.vllm.serving_memory import ServingMemory
 from workers.lender.vllm.sharing import Sharing, guest_pool
 
@@ -71,13 +73,15 @@ class Guest:
         self._engine: Engine | None = None
         self._sharing: Sharing | None = None
         """While there is an engine."""
+        self._profile: Profile | None = None
+        """Of an engine that has just been built."""
         self._link: End | None = None
         self._reports: Outbox | None = None
         """Of the link."""
         self._host: EngineHost | Parked | None = None
         """Answers at the link, while there is one."""
-        self._granted = False
-        """What it last heard."""
+        self._granted = 0
+        """KV bytes, as it last heard; 0: it is not to lend."""
         self._began = 0.0
 
     @property
@@ -99,16 +103,24 @@ class Guest:
 
     @property
     def _wanted(self) -> bool:
-        return self._granted and not self._pulse.stop
+        return self._granted > 0 and not self._pulse.stop
 
     @property
     def want(self) -> Want:
         """What the next tick would do."""
-        if self._engine is None:
+        if self._engine is None or self._sharing is None:
             return Want(Work.ANY, self._config.piece_seconds)
-        if self._sharing is not None and self._sharing.grows:
+        if self._profile is not None and not self._needs_memory:
+            return self._profile.want
+        if self._sharing.grows:
             return Want(Work.PIECE, self._config.piece_seconds)
         return self._host.want if isinstance(self._host, EngineHost) else Want(Work.ANY, 0.0)
+
+    @property
+    def _needs_memory(self) -> bool:
+        """Whether a profile waits for more."""
+        assert self._profile is not None and self._sharing is not None
+        return self._sharing.grows and self._profile.needs(self._sharing.room_tokens)
 
     def tick(self, *, seconds: float, tokens: int) -> None:
         """One bounded piece of work, of at most `seconds`, or a step of at most `tokens` tokens. Raises nothing."""
@@ -145,20 +157,21 @@ class Guest:
             self._pulse.give()
 
     def _live(self, seconds: float, tokens: int) -> None:
-        host = self._host
-        if host is None:
+        if self._host is None:
             if self._left_alone:
                 self._follow()
                 self._park(held=False)
             return
         self._follow()
+        host: EngineHost | Parked | None = self._host
+        assert host is not None
         if self._life.state is State.PARKING:
             host.beat()
             self._park(held=False)
         elif isinstance(host, Parked):
             host.tick()
             if self._life.state is State.WAKING:
-                self._build(min(seconds, self._config.piece_seconds))
+                self._wake(seconds, tokens)
         elif self._sharing is not None and self._sharing.grows:
             self._share(grow=True)
             host.beat()
@@ -178,12 +191,20 @@ class Guest:
 
     def _share(self, *, grow: bool) -> None:
         assert self._sharing is not None
-        host = self._host if isinstance(self._host, EngineHost) else None
-        if self._sharing.look(None if host is None else host.give_up, grow=grow) and host is not None:
+        host = self._host
+        give_up: Callable[[str, str], None] | None = None
+        if isinstance(host, EngineHost):
+            give_up = host.give_up
+        elif host is not None and self._profile is not None:
+            give_up = self._profile.give_up
+        most = (host is not None and host.granted) or NO_LIMIT  # of one that parks, the turns go back one by one
+        if self._sharing.look(give_up, most_bytes=most, grow=grow) and isinstance(host, EngineHost):
             host.tell_load()
 
     def _follow(self) -> None:
         now = time.monotonic()
+        if self._profile is not None and not self._wanted:
+            self._lend()
         match self._life.follow(self._wanted, now):
             case Act.BUILD:
                 self._began = now
@@ -224,6 +245,8 @@ class Guest:
             self._granted = self._host.granted
             self._host.leave()
         self._host = self._reports = None
+        if self._profile is not None:
+            self._profile.end()
         while self._feeder.ended:  # first: the link that is taken now may end at any moment
             self._feeder.ended.pop().close()
         self._link = self._feeder.link
@@ -240,7 +263,7 @@ class Guest:
         if self._link is None or self._reports is None:
             return
         wires, reports, every = self._link.wires, self._reports, self._config.heartbeat_seconds
-        if self._engine is None:
+        if self._engine is None or self._profile is not None:
             self._host = Parked(Line(wires.orders), reports, tick_seconds=every)
             self._host.why = self._why_parked
         else:
@@ -251,6 +274,27 @@ class Guest:
             )
         self._host.granted = self._granted
 
+    def _wake(self, seconds: float, tokens: int) -> None:
+        """One piece of building the guest, or of its first steps."""
+        if self._profile is None:
+            self._build(min(seconds, self._config.piece_seconds))
+        elif self._needs_memory:
+            self._share(grow=True)
+        else:
+            assert self._apart is not None and self._sharing is not None
+            with self._apart.stepping():
+                self._profile.step(tokens, self._sharing.room_tokens)
+            if self._profile.done:
+                self._lend()
+
+    def _lend(self) -> None:
+        """The guest is there."""
+        assert self._profile is not None
+        self._profile.end()
+        self._profile = None
+        self._life.built()
+        self._enter()
+
     def _build(self, seconds: float) -> None:
         assert self._building is not None and self._apart is not None
         with self._apart.building():
@@ -259,14 +303,15 @@ class Guest:
         building, self._building = self._building, None
         self._engine, pool = building.result()
         self._sharing = Sharing(self._serving, self._engine, pool, self._config)
-        self._life.built()
+        self._profile = Profile(self._engine, self._cost)
         self._log.info(
             "rose: the guest is built, %.2f s after it was begun, in %d pieces of at most %.1f ms",
             time.monotonic() - self._began,
             building.pieces,
             1000 * building.longest_seconds,
         )
-        self._enter()
+        if self._cost.known:
+            self._lend()
 
     def drop(self, error: Exception) -> None:
         """Let go of the engine for an error, and tell. Raises nothing."""
@@ -300,7 +345,7 @@ class Guest:
 
     def _let_go(self) -> None:
         """Of the engine; all KV memory is serving's again."""
-        sharing, self._engine, self._sharing = self._sharing, None, None
+        sharing, self._engine, self._sharing, self._profile = self._sharing, None, None, None
         if sharing is not None:
             sharing.close()
 

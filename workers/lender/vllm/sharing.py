@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from workers.executor.vllm.engine import Engine
-from workers.executor.words import Lent
+from workers.executor.words import NO_LIMIT, Lent
 from workers.lender.config import LendConfig
 from workers.lender.memory import Bounds, Memory, Shares, Use
 from workers.lender.vllm.pages import Pages, lie_side_by_side
@@ -27,9 +27,6 @@ PIECE_BYTES = 2 << 20
 CUT = "cut"
 """Why a turn of the guest was given up."""
 
-ALL = 1 << 62
-"""Bytes: more than there are."""
-
 
 def guest_pool(engine: Engine) -> Pool:
     """The guest's, all of it withheld and with the system. Takes a while: it is part of building a guest."""
@@ -37,7 +34,7 @@ def guest_pool(engine: Engine) -> Pool:
     pages = Pages(cache.core, cache.config) if lie_side_by_side(cache.config) else None
     pool = Pool(cache.pool, cache.block_bytes, pages)
     pool.withhold(pool.blocks)
-    pool.return_pages(ALL)
+    pool.return_pages(NO_LIMIT)
     return pool
 
 
@@ -75,9 +72,12 @@ class Sharing:
         """Whether the next pass has something to do for it."""
         return self._shares.grows or self._guest.owes
 
-    def look(self, give_up: Callable[[str, str], None] | None, *, grow: bool = False) -> bool:
+    def look(
+        self, give_up: Callable[[str, str], None] | None, *, most_bytes: int = NO_LIMIT, grow: bool = False
+    ) -> bool:
         """Share the memory out anew; whether there is something to tell at once. `give_up` takes a turn out of the
-        engine, by name and for a reason; without it nobody is there to lend to. Raises OSError.
+        engine, by name and for a reason; without it nobody is there to lend to. `most_bytes` are granted. Raises
+        OSError.
         """
         began = time.perf_counter()
         before = self._shares
@@ -86,7 +86,7 @@ class Sharing:
             self._guest.settle()
         self._shares = shares = self._memory.decide(
             self._use(),
-            most_bytes=ALL if give_up is not None else 0,
+            most_bytes=most_bytes if give_up is not None else 0,
             policy_version=self._engine.version,
             grow=grow,
             now=time.monotonic(),
@@ -102,6 +102,11 @@ class Sharing:
         self._guest.return_pages(PIECE_BYTES)
         self._note(time.perf_counter() - began)
         return shares.cuts > 0 or shares.frozen is not before.frozen
+
+    @property
+    def room_tokens(self) -> int:
+        """That turns may hold."""
+        return self._shares.budget_bytes // self._guest.block_bytes * self._engine.cache.block_tokens
 
     def told(self) -> Lent:
         """How it stands, and what has been since it was asked last."""
