@@ -44,7 +44,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlackHeartbeat(Record, frozen=True, kw_only=True):
-    SCHEMA: ClassVar[str] = "slack-heartbeat/3"
+    SCHEMA: ClassVar[str] = "slack-heartbeat/4"
 
     worker: Id
     incarnation: Count
@@ -85,3 +85,5 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     """Times since its start that serving took room back from rollouts at once."""
     frozen: bool = False
     """It was cut: its budget may shrink further, and does not grow for now."""
+    seeded: bool = True
+    """Whether it takes turns with a seed, which draw by position."""

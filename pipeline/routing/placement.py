@@ -3,7 +3,8 @@
 Keeps true
 - One cost in seconds: `wait + (context - cached) / prefill rate + expected new / decode rate + risk`. Affinity,
   hardware, load and freshness are terms of this sum, not special cases.
-- Only open executors are chosen, and never one whose room (turns, tokens) the turn would overfill.
+- Only open executors are chosen, never one whose room (turns, tokens) the turn would overfill, and for a turn with a
+  seed only such as take seeds.
 - The answer is that of a scan over all executors; the vectors only make the scan cheap.
 - Costs within TIE_SECONDS are equal; among equals the rendezvous hash of the turn's key decides, whatever the order
   in which the executors were met.
@@ -57,6 +58,8 @@ class Ask(NamedTuple):
     """Equal costs are settled by a hash of this."""
     cached: tuple[tuple[str, int], ...] = ()
     """Executors that have a prefix of the context in cache, and how many tokens of it; each at most once."""
+    seeded: bool = False
+    """Whether it draws by a seed."""
 
 
 class Choice(NamedTuple):
@@ -114,6 +117,8 @@ class Placement:
         self.index: dict[str, int] = {}
         self._table = np.zeros((6, 0))
         self._hash = np.zeros(0, np.uint64)
+        self._seedless = np.zeros(0, np.bool_)
+        """Executors that take no seeds."""
         self._resize([])
 
     def offer(self, beat: SlackHeartbeat, *, open: bool, lag_versions: int) -> bool:
@@ -133,6 +138,7 @@ class Placement:
         self._prefill[index] = 1.0 / beat.hardware.prefill_tokens_per_second
         self._price[index] = self._prefill[index] * (1 + seat.displacement)
         self._decode[index] = decode
+        self._seedless[index] = not beat.seeded
         self._refresh(index)
         grew = beat.token_budget > before.token_budget or beat.max_turns > before.max_turns
         return open and (not was_open or grew)
@@ -183,13 +189,24 @@ class Placement:
             if holder is not None:
                 cost[holder] -= tokens * self._price[holder]
         np.putmask(cost, self._room < ask.room_tokens, np.inf)
+        if ask.seeded:
+            np.putmask(cost, self._seedless, np.inf)
         return self._cheapest(ask, now)
 
     def could_run(self, ask: Ask) -> bool:
         """Whether some open executor would have room for it if it held nothing."""
         return any(
-            seat.open and seat.beat.max_turns > 0 and seat.beat.token_budget >= ask.room_tokens for seat in self.seats
+            seat.open
+            and seat.beat.max_turns > 0
+            and seat.beat.token_budget >= ask.room_tokens
+            and (seat.beat.seeded or not ask.seeded)
+            for seat in self.seats
         )
+
+    @property
+    def takes_seeds(self) -> bool:
+        """Whether some open executor does."""
+        return any(seat.open and seat.beat.seeded for seat in self.seats)
 
     def _cheapest(self, ask: Ask, now: float) -> Choice | None:
         cost = self._cost
@@ -246,9 +263,11 @@ class Placement:
     def _resize(self, kept: Iterable[int]) -> None:
         """Make the vectors as long as the seats, those of the executors at `kept` first."""
         kept = list(kept)
-        table, hashes = np.zeros((6, len(self.seats))), np.zeros(len(self.seats), np.uint64)
+        count = len(self.seats)
+        table, hashes, seedless = np.zeros((6, count)), np.zeros(count, np.uint64), np.zeros(count, np.bool_)
         table[:, : len(kept)], hashes[: len(kept)] = self._table[:, kept], self._hash[kept]
-        self._table, self._hash = table, hashes
+        seedless[: len(kept)] = self._seedless[kept]
+        self._table, self._hash, self._seedless = table, hashes, seedless
         self._prefill, self._price, self._decode, self._prefill_free_at, self._load, self._room = table
         self._cost, self._scratch = np.zeros_like(table[0]), np.zeros_like(table[0])
 

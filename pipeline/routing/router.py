@@ -317,6 +317,7 @@ class Router:
             room_tokens=turn.room_tokens,
             tie_key=request.trajectory_id if request.turn else request.group_id,
             cached=self.prefixes.cached(request, context_tokens, self.liveness.executors),
+            seeded=request.sampling.seed is not None,
         )
 
     def _dispatch(self, turn: Turn, ask: Ask, choice: Choice, now: float) -> TurnDispatch:
@@ -375,6 +376,8 @@ class Router:
         patience = f"{turn.request.patience_seconds:g} s"
         if turn.worker:
             return self._fail(turn, f"{turn.worker}, which has it, was not heard to run it for {patience}", now)
+        if turn.request.sampling.seed is not None and not self.placement.takes_seeds:
+            return self._fail(turn, "no executor takes turns with a seed", now)
         return self._fail(turn, f"no executor has taken it up in {patience}", now)
 
     def _fail(self, turn: Turn, reason: str, now: float) -> TurnResult:

@@ -147,6 +147,7 @@ EXAMPLES: tuple[Record, ...] = (
         paused_reason="a grant parked it: night",
         cuts=3,
         frozen=True,
+        seeded=False,
     ),
     CapacityGrant(
         worker="serving-0", lend=True, kv_bytes=1 << 30, token_budget=4096, granted_at=1.5, reason="least loaded"

@@ -121,6 +121,7 @@ def test_turns_are_answered_under_versions_that_were_proven(
 
     router.dispatch("seeded", CONTEXT, seed=4)
     assert "seeded" in router.result("seeded").reason
+    assert not router.beats[-1].seeded, "a router would not have sent it"
     router.dispatch("strange", [*CONTEXT, 48])
     assert "vocabulary" in router.result("strange").reason
     assert router.result("strange").refusal is Refusal.ENGINE

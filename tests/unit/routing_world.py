@@ -32,13 +32,18 @@ CONFIG = RouterConfig(max_attempts=4, max_lag_versions=1, remembered_trajectorie
 
 
 def request(trajectory: str, turn: int = 0, *, context: int = 20, max_tokens: int = 10, **other: object) -> TurnRequest:
-    fields: dict[str, object] = {"home": 0, "requested_at": 0.0, "patience_seconds": 1e9, **other}
+    fields: dict[str, object] = {
+        "home": 0,
+        "requested_at": 0.0,
+        "patience_seconds": 1e9,
+        "sampling": Sampling(max_tokens=max_tokens),
+        **other,
+    }
     return TurnRequest(
         trajectory_id=trajectory,
         group_id=trajectory.partition(":")[0],
         turn=turn,
         context=bytes(4 * context),
-        sampling=Sampling(max_tokens=max_tokens),
         **fields,  # type: ignore[arg-type]
     )
 

@@ -36,7 +36,7 @@ class Scan:
         beat, is_open, lag = self.offers[worker]
         held = self.held.get(worker, [])
         room = beat.token_budget - sum(tokens for tokens, _ in held)
-        if not is_open or len(held) >= beat.max_turns or room < ask.room_tokens:
+        if not is_open or len(held) >= beat.max_turns or room < ask.room_tokens or ask.seeded > beat.seeded:
             return math.inf
         prefill, decode = 1 / beat.hardware.prefill_tokens_per_second, 1 / beat.hardware.decode_tokens_per_second
         wait = max(0.0, self.prefill_free_at.get(worker, 0.0) - now)
@@ -76,7 +76,7 @@ def weight(worker: str, key: str) -> int:
 
 RATES = st.sampled_from([500.0, 1000.0, 1000.0, 2000.0])
 BEATS = st.builds(
-    lambda worker, prefill, decode, turns, tokens, version, running, waiting, frozen: heartbeat(
+    lambda worker, prefill, decode, turns, tokens, version, running, waiting, frozen, seeded: heartbeat(
         worker,
         hardware=Hardware(prefill_tokens_per_second=prefill, decode_tokens_per_second=decode / 10),
         max_turns=turns,
@@ -84,6 +84,7 @@ BEATS = st.builds(
         policy_version=version,
         rollout=Tenant(running=running, waiting=waiting),
         frozen=frozen,
+        seeded=seeded,
     ),
     st.integers(0, 7),
     RATES,
@@ -94,20 +95,23 @@ BEATS = st.builds(
     st.integers(0, 3),
     st.integers(0, 1),
     st.booleans(),
+    st.booleans(),
 )
 ASKS = st.builds(
-    lambda context, new, most, key, holders: Ask(
+    lambda context, new, most, key, holders, seeded: Ask(
         context_tokens=context,
         new_tokens=new,
         room_tokens=context + most,
         tie_key=key,
         cached=tuple((f"w{worker}", min(tokens, context - 1)) for worker, tokens in holders.items()),
+        seeded=seeded,
     ),
     st.integers(1, 200),
     st.floats(1, 50),
     st.integers(1, 50),
     st.sampled_from(["a", "b", "c", "d"]),
     st.dictionaries(st.integers(0, 9), st.integers(1, 200), max_size=3),
+    st.booleans(),
 )
 STEPS = st.one_of(
     st.tuples(st.just("offer"), BEATS, st.sampled_from([True, True, True, False]), st.integers(0, 2)),

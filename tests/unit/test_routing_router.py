@@ -4,8 +4,9 @@ import pytest
 
 from pipeline.routing.custody import LEASE_SECONDS
 from pipeline.routing.router import MOST_ATTEMPTS, Router
+from schemas.prompts import Sampling
 from schemas.record import Record
-from schemas.slack import ExecutorState
+from schemas.slack import ExecutorState, Hardware
 from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnResult
 from schemas.wire import encode
 from tests.unit.routing_steps import settle, started, step
@@ -55,6 +56,34 @@ def test_a_lone_executor_that_dies_gives_its_turns_back_once_its_next_start_is_h
     assert len(world.router.waiting) == 1
     world.beat(0)
     assert world.held["g0:0"].request.attempt == 1 and world.held["g0:0"].failures == 1
+
+
+def test_a_turn_with_a_seed_goes_to_who_takes_seeds_and_fails_by_nobody_s_fault() -> None:
+    """The other executor would be cheaper in all else."""
+    router = Router(CONFIG)
+    cheap = Hardware(prefill_tokens_per_second=1e6, decode_tokens_per_second=1e6)
+    assert router.on(heartbeat(0, hardware=cheap, seeded=False), 0.0) == []
+    seeded = [request(f"g{number}:0", sampling=Sampling(max_tokens=10, seed=number)) for number in range(3)]
+    assert router.on(seeded[0], 0.0) == [], "nobody is there who would take it"
+    [other] = router.on(request("g9:0"), 0.0)
+    assert isinstance(other, TurnDispatch) and other.worker == "w0", "and it holds nobody else up"
+    decisions = router.on(heartbeat(1), 0.1)
+    for asked in seeded[1:]:
+        decisions += router.on(asked, 0.2)
+    assert [(each.worker, each.failures) for each in decisions if isinstance(each, TurnDispatch)] == [("w1", 0)] * 3
+
+
+def test_where_nobody_takes_seeds_a_turn_that_has_one_ends_with_that_sentence() -> None:
+    router = Router(CONFIG)
+    router.on(heartbeat(0, seeded=False), 0.0)
+    assert router.on(request("g0:0", patience_seconds=3.0, sampling=Sampling(max_tokens=10, seed=1)), 0.0) == []
+    failed = []
+    for tenth in range(1, 60):
+        router.on(heartbeat(0, seeded=False), tenth / 10)
+        failed += router.tick(tenth / 10)
+    [one] = failed
+    assert isinstance(one, TurnResult) and one.outcome is TurnOutcome.FAILED
+    assert "no executor takes turns with a seed" in one.reason
 
 
 def test_a_turn_that_runs_has_all_the_time_in_the_world() -> None:

@@ -413,6 +413,7 @@ class Executor:
             swap_seconds=self._swap_seconds,
             cuts=self._cuts,
             frozen=tick.lent is not None and tick.lent.frozen,
+            seeded=tick.seeded,
         )
         self._sequence += 1
         self._writer.write(HEARTBEATS, beat, key=self._name)

@@ -173,6 +173,8 @@ class Tick(Word, frozen=True):
     """That it may be given now, where that changes; None leaves it to the configuration."""
     lent: Lent | None = None
     """Of a lender; what `kv_bytes_total` says is then what turns may hold."""
+    seeded: bool = True
+    """Whether it runs turns with a seed."""
 
 
 class Failed(Word, frozen=True):

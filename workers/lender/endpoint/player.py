@@ -385,4 +385,5 @@ class Player:
             steps=0,
             step_seconds=0.0,
             most_turns=self._pace.limit,
+            seeded=False,
         )
