@@ -20,7 +20,7 @@ from tests.waiting import until
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.settings import BusSettings
-from workers.executor.loop import TTL_SECONDS
+from workers.executor.heartbeats import TTL_SECONDS
 from workers.lender.endpoint.config import EndpointConfig
 from workers.lender.endpoint.versions import PAUSED
 

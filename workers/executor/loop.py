@@ -27,7 +27,7 @@ import msgspec
 import structlog
 
 from schemas.arrays import count
-from schemas.slack import HELD, ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
+from schemas.slack import HELD, ExecutorState, WorkerClass
 from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
 from topics.reader import Reader
@@ -35,10 +35,11 @@ from topics.records import Envelope, Spoiled
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.executor import metrics
-from workers.executor.answers import MOST_CHARACTERS, Start, ended, refused
+from workers.executor.answers import Start, ended, refused
 from workers.executor.config import ExecutorConfig
 from workers.executor.gate import Gate, Granted
-from workers.executor.inbox import Inbox, Verdict, packed_hashes
+from workers.executor.heartbeats import Heartbeats
+from workers.executor.inbox import Inbox, Verdict
 from workers.executor.link import EngineLink
 from workers.executor.parts import context_of, sampling_of
 from workers.executor.vllm.types import EngineBroken
@@ -60,9 +61,6 @@ from workers.weights.receive import StagedVersion, WeightReceiver
 
 INBOX_BATCH = 256
 """Dispatches taken from the inbox at once."""
-
-TTL_SECONDS = 2.0
-"""How long a heartbeat is good for: after that, silence means no slack."""
 
 IDLE_SECONDS = 0.02
 """Longest wait for the inbox while the engine has nothing to do: staged weights are picked up within it."""
@@ -125,12 +123,10 @@ class Executor:
         self._tick = tick
         """The engine's newest."""
         self._gate = Gate(granted)
-        self._cuts = 0
         self._running: dict[str, Running] = {}
         self._answered: deque[int] = deque(maxlen=HELD)
         """By `held_hash`, the turns that it answered last."""
         self._version = -1
-        self._swap_seconds = 0.0
         self._kept: StagedVersion | None = None
         """What a guest serves, to serve it again when it was built anew."""
         self._next: StagedVersion | None = None
@@ -141,10 +137,10 @@ class Executor:
         """Of `_next`, while it is copied to where the engine reads it."""
         self._deferred: list[TurnDispatch] = []
         """Taken on while the engine changes to the next version."""
-        self._sequence = 0
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name, group="executor")
         self._start = Start(name, worker_class, self._begin())
+        self._beats = Heartbeats(self._start, config.slot)
         self._inbox = Inbox(self._start.incarnation, max_turns=self._most_turns, token_budget=0)
         self._note_lent(tick)
 
@@ -279,8 +275,8 @@ class Executor:
                 self._note_lent(report)
 
     def _note_lent(self, tick: Tick) -> None:
+        self._beats.heard(tick)
         if tick.lent is not None:
-            self._cuts += tick.lent.cuts
             metrics.show_lent(tick.lent)
 
     @property
@@ -313,7 +309,7 @@ class Executor:
             self._link.order(Serve(self._next.version))
 
     def _served(self, report: Serving) -> None:
-        self._version, self._swap_seconds = report.version, report.seconds
+        self._version, self._beats.swap_seconds = report.version, report.seconds
         self._tick = msgspec.structs.replace(self._tick, version=report.version)  # it may be older than this report
         metrics.SWAP_SECONDS.observe(report.seconds)
         self._log.info("serving", version=report.version, swap_seconds=round(report.seconds, 4))
@@ -378,42 +374,17 @@ class Executor:
     def _beat(self, state: ExecutorState, turns: Collection[int] | None = None) -> None:
         """`turns`: by hash, those that it lists; left out, those that it holds."""
         tick = self._tick
-        refused_version, refused_reason = self._receiver.refused_newest or (-1, "")
+        self._beats.refused = self._receiver.refused_newest or (-1, "")
         metrics.HELD_TURNS.set(len(self._inbox))
         metrics.KV_FREE_BYTES.set(tick.kv_bytes_free)
         metrics.POLICY_VERSION.set(self._version)
-        beat = SlackHeartbeat(
-            worker=self._name,
-            incarnation=self._start.incarnation,
-            slot=self._config.slot,
-            sequence=self._sequence,
-            worker_class=self._start.worker_class,
+        beat = self._beats.next(
+            tick,
+            self._inbox,
             state=state,
-            policy_version=self._version,
-            hardware=Hardware(
-                device=tick.device,
-                prefill_tokens_per_second=tick.prefill_tokens_per_second,
-                decode_tokens_per_second=tick.decode_tokens_per_second,
-            ),
-            kv_bytes_total=tick.kv_bytes_total,
-            kv_bytes_free=tick.kv_bytes_free,
-            kv_bytes_per_token=tick.kv_bytes_per_token,
-            rollout=Tenant(running=tick.running, waiting=tick.waiting),
-            serving=Tenant(running=tick.slack.running, waiting=tick.slack.waiting) if tick.slack else Tenant(),
-            prefill_headroom_seconds=tick.slack.prefill_headroom if tick.slack else None,
-            decode_headroom_seconds=tick.slack.decode_headroom if tick.slack else None,
-            max_turns=self._inbox.max_turns,
-            token_budget=self._inbox.token_budget,
-            ttl_seconds=TTL_SECONDS,
-            holds=packed_hashes(self._inbox.hashes if turns is None else turns),
-            refused_version=refused_version,
-            refused_reason=refused_reason[:MOST_CHARACTERS],
-            paused_reason=self._gate.reason[:MOST_CHARACTERS],
-            sent_at=time.time(),
-            swap_seconds=self._swap_seconds,
-            cuts=self._cuts,
-            frozen=tick.lent is not None and tick.lent.frozen,
-            seeded=tick.seeded,
+            version=self._version,
+            paused=self._gate.reason,
+            now=time.time(),
+            turns=turns,
         )
-        self._sequence += 1
         self._writer.write(HEARTBEATS, beat, key=self._name)
