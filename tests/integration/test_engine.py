@@ -453,7 +453,18 @@ def test_a_cache_that_is_too_small_for_all_changes_no_logprob(tmp_path: Path) ->
         engine.step()
     assert any(turn.request.num_preemptions for turn in engine._turns.values()), "the cache was not too small"
     small.swap()
+    held = {turn.request.request_id for turn in engine._turns.values() if turn.request.num_computed_tokens}
+    look, found = engine._scheduler.kv_cache_manager.get_computed_blocks, dict[str, int]()
+
+    def noted(request: Any) -> Any:
+        blocks, tokens, *rest = look(request)
+        found.setdefault(request.request_id, tokens)
+        return (blocks, tokens, *rest)
+
+    engine._scheduler.kv_cache_manager.get_computed_blocks = noted
     done = small.drain()
+    assert held & found.keys(), "some that the swap overtook were preempted after it"
+    assert not any(found.values()), "and who begins anew finds nothing that the old weights computed"
     for turn in done.values():
         assert len(turn.tokens) == len(turn.logprobs) == 60
         assert (turn.spans[0].start, turn.spans[-1].end) == (0, 60)

@@ -6,9 +6,14 @@ from hypothesis import strategies as st
 
 from schemas.arrays import pack_tokens
 from schemas.prompts import Sampling
+from schemas.slack import ExecutorState, SlackHeartbeat, WorkerClass
 from schemas.turns import PlacementCost, Refusal, TurnDispatch, TurnKey, TurnRequest, held_hash
+from schemas.wire import decode, encode
+from workers.executor.answers import Start
+from workers.executor.heartbeats import Heartbeats
 from workers.executor.inbox import Inbox, Verdict, packed_hashes, tokens_of
 from workers.executor.step_cost import StepCost
+from workers.executor.words import Lent, Tick
 
 
 def dispatch(
@@ -119,3 +124,22 @@ def test_every_rate_stays_finite_and_positive(steps: list[tuple[int, float]]) ->
         cost.observe(tokens, seconds)
         assert 0 < cost.prefill_tokens_per_second < 1e9
         assert 0 < cost.decode_tokens_per_second(0) < 1e9
+
+
+def test_heartbeats_are_numbered_list_what_is_held_and_count_each_cut_once() -> None:
+    box, beats = inbox(), Heartbeats(Start("e", WorkerClass.SERVING, 7), slot=3)
+    box.offer(dispatch(), 0)
+    tick = Tick(0, "cpu", 0, 0, 1000, 1000, 10, 1.0, 1.0, 0, 0.0, lent=Lent(cuts=2, frozen=True), seeded=False)
+    beats.heard(tick)
+    beats.swap_seconds, beats.refused = 0.5, (4, "off by 2")
+    said = [
+        beats.next(tick, box, state=ExecutorState.READY, version=0, paused="", now=1.0),
+        beats.next(tick, box, state=ExecutorState.STOPPING, version=0, paused="it stops", now=2.0, turns=[]),
+    ]
+    assert [(beat.sequence, beat.cuts, beat.frozen, beat.seeded) for beat in said] == [
+        (0, 2, True, False),
+        (1, 2, True, False),
+    ]
+    assert [beat.holds for beat in said] == [packed_hashes(box.hashes), b""]
+    assert (said[0].incarnation, said[0].slot, said[0].swap_seconds, said[0].refused_version) == (7, 3, 0.5, 4)
+    assert said[1].paused_reason == "it stops" and decode(SlackHeartbeat, encode(said[1])) == said[1]
