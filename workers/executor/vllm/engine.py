@@ -180,6 +180,7 @@ class Engine:
             return Step([], 0, 0.0)
         self._scheduler.max_num_scheduled_tokens = min(self._step_tokens, most_tokens or self._step_tokens)
         began_at, began = time.time(), time.perf_counter()
+        self._name_waiting_anew()
         self.steps += 1
         try:
             outputs, _ = self._core.step_fn()
@@ -263,11 +264,18 @@ class Engine:
             turn.close_span(self.version)
         self.version = version
         self._swaps += 1
-        for request in self._scheduler.waiting:
-            request.cache_salt = self._salt
-            request.block_hashes.clear()
-            request.update_block_hashes()
         return time.perf_counter() - began
+
+    def _name_waiting_anew(self) -> None:
+        """Who holds no KV begins under the weights that serve: also one that a swap overtook and that was preempted
+        only then, whose old blocks may still be found by their old names.
+        """
+        salt = self._salt
+        for request in self._scheduler.waiting:
+            if request.cache_salt != salt:
+                request.cache_salt = salt
+                request.block_hashes.clear()
+                request.update_block_hashes()
 
     @property
     def _salt(self) -> str:
