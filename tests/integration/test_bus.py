@@ -125,6 +125,33 @@ def test_a_members_new_assignment_is_read_though_it_had_paused_everything(settin
     other.close()
 
 
+def test_whoever_joins_is_taken_in_however_soon_after_another(settings: BusSettings) -> None:
+    """The embedded broker forgets both, if the second comes just as its wait for others is over."""
+    taken_in: list[str] = []
+
+    def join(pair: int, name: str) -> Reader:
+        def assigned(places: list[Place]) -> dict[Place, int]:
+            taken_in.append(f"{pair} {name}")
+            return {}
+
+        reader = Reader(settings, name, group=f"pair-{pair}", member=f"{name}-{pair}")
+        reader.subscribe([PROMPTS], assigned=assigned, revoked=lambda places: None)
+        return reader
+
+    members: list[Reader] = []
+    for pair in range(8):
+        first = join(pair, "first")
+        first.read(1, 0.304 + 0.002 * pair)
+        members += [first, join(pair, "second")]
+    deadline = time.monotonic() + WAIT_SECONDS
+    while len(set(taken_in)) < len(members):
+        assert time.monotonic() < deadline, taken_in
+        for member in members:
+            member.read(1, 0.01)
+    for member in members:
+        member.close()
+
+
 def test_a_dead_letter_is_the_message_as_it_came_and_says_where_it_lay(settings: BusSettings, reader: Reader) -> None:
     put(settings, [encode(PROMPT), BAD])
     reader.assign({(PROMPTS, 0): 0})
