@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 from vllm.v1.core.block_pool import BlockPool
 
+from workers.executor import metrics
 from workers.executor.want import Want, Work
 from workers.lender.config import LendConfig
 from workers.lender.pulse import Pulse
@@ -103,3 +105,19 @@ def test_an_error_of_serving_s_own_step_is_serving_s(turns: Turns) -> None:
     with pytest.raises(RuntimeError, match="its own"):
         turns.step(fails)
     assert turns.wanted
+
+
+def test_how_wrong_predictions_are_is_told_and_exported(turns: Turns) -> None:
+    learned = turns._admission
+    for number in range(40):
+        learned.guest.observe(1 + number % 8, 0.001)
+        learned.served(prompt_tokens=0, decoding=1 + number % 4, held=1, seconds=0.002)
+        learned.served(prompt_tokens=1 + number % 60, decoding=0, held=1, seconds=0.003)
+    metrics.show(turns._slack())
+    for step, cost in (
+        ("guest", learned.guest),
+        ("prefill", learned.serving.prefill),
+        ("decode", learned.serving.decode),
+    ):
+        exported = REGISTRY.get_sample_value("rose_lender_prediction_error", {"step": step})
+        assert exported == cost.error and 0.0 < cost.error < 1.0
