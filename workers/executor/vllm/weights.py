@@ -67,7 +67,8 @@ class PolicyWeights:
             if name in version:
                 raise SwapRefused(f"{name} comes twice")
             version[name] = tensor
-        if HEAD not in self._shapes and HEAD in version and EMBEDDING in version:
+        tied = EMBEDDING in self._shapes and HEAD not in self._shapes
+        if tied and HEAD in version and EMBEDDING in version:
             yield from self._check_head(version.pop(HEAD), version[EMBEDDING])
         if unknown := version.keys() - self._shapes.keys():
             raise SwapRefused(f"the model has no tensor {min(unknown)}")
