@@ -101,7 +101,9 @@ def test_who_is_beside_hears_that_the_guest_is_gone_even_of_an_error_that_cannot
     one._apart = SimpleNamespace(stepping=nullcontext)
     one.drop(Untold())
     reports = [REPORTS.decode(message) for message in Line(beside.wires.reports).read()]
-    assert [report.reason for report in reports if isinstance(report, Gone)] == ["Untold: it does not let itself be told"]
+    assert [report.reason for report in reports if isinstance(report, Gone)] == [
+        "Untold: it does not let itself be told"
+    ]
     assert engine.closed and one._life.state is State.DROPPED
     for end in (beside, link, listener):
         end.close()
