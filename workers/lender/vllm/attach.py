@@ -58,6 +58,7 @@ def _attach(core: Any, config: LendConfig) -> None:
     if config.observe:
         from workers.lender.vllm.observing import observe
 
+        Pulse.of_core(config.pulse)
         observe(core, config, LOG)
         LOG.info("rose: this server is observed, and lends nothing")
         return
