@@ -3,8 +3,9 @@
     python -m bench.storm --seeds 20                      on the embedded broker
     KAFKA_HOME=... python -m bench.storm --seeds 20       on three nodes of Apache Kafka, which are killed too
 
-What a storm is stands in `tests/chaos/storm_plan.py`; among the executors is a server that lends. `--json FILE` writes one object with `checks` and every storm's
-figures. Journal and logs of a storm that is not clean are kept. Exit status 1 if one is not clean.
+What a storm is stands in `tests/chaos/storm_plan.py`; among the executors is a server that lends. `--json FILE` writes
+one object with `checks` and every storm's figures. Journal and logs of a storm that is not clean are kept. Exit status
+1 if one is not clean.
 """
 
 import argparse
