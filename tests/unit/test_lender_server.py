@@ -75,6 +75,19 @@ def test_a_server_whose_core_was_lost_says_so_and_any_other_leaves_as_vllm_does(
     assert ("nobody had asked it to" in ran.stderr) == (left_with == CORE_LOST)
 
 
+def test_a_server_begins_though_its_keeper_has_taken_everything_along(tmp_path: Path) -> None:
+    (tmp_path / "played.py").write_text("print('serves')")
+    ran = subprocess.run(
+        [sys.executable, "-c", "from workers.lender.server import main; main('played')"],
+        cwd=ROOT,
+        env=os.environ | {SETTING: str(tmp_path / "lend.json"), "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        timeout=120.0,
+        check=True,
+    )
+    assert ran.stdout == b"serves\n"
+
+
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where they are made."""

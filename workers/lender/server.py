@@ -9,6 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from schemas.errors import UsageError
 from workers.lender.config import read_config
 from workers.lender.pulse import Pulse
 from workers.lender.vllm import SETTING
@@ -21,12 +22,19 @@ CORE_LOST = 70
 
 def main(program: str = VLLM) -> None:
     """Run vLLM's program, under its own name: its processes look for it by that."""
-    pulse = Pulse(Path(read_config(Path(os.environ[SETTING])).pulse))
-    ended = _those_ended_from_here()
+    pulse, ended = _page(), _those_ended_from_here()
     runpy.run_module(program, run_name="__main__", alter_sys=True)
     if pulse.core and pulse.core not in ended:
         sys.stderr.write(f"rose: engine core {pulse.core} ended, and nobody had asked it to\n")
         sys.exit(CORE_LOST)
+
+
+def _page() -> Pulse:
+    """What the engine core shares; an empty one where the keeper took it along: serving begins all the same."""
+    try:
+        return Pulse(Path(read_config(Path(os.environ[SETTING])).pulse))
+    except (UsageError, OSError):
+        return Pulse(None)
 
 
 def _those_ended_from_here() -> set[int]:
