@@ -21,7 +21,7 @@ from tests.brokers import AnyBroker, flags
 from tests.integration.executor_kit import Router
 from tests.integration.lender_kit import MODEL
 from tests.integration.test_lend import CONTEXT, child, lending, prove, with_topics
-from tests.waiting import WAIT_SECONDS, until
+from tests.waiting import WAIT_SECONDS
 from topics.settings import BusSettings
 from workers.lender.pulse import KEEPER_SECONDS
 from workers.lender.server import CORE_LOST
@@ -57,7 +57,7 @@ def halted(process: psutil.Process, seconds: float) -> Iterator[None]:
         process.resume()
 
 
-def test_whatever_is_done_to_its_processes_a_server_serves_on_or_ends_with_a_status(
+def test_a_server_serves_on_whatever_is_done_to_the_processes_beside_it(
     settings: BusSettings, folders: Path, tmp_path: Path
 ) -> None:
     seed = random.SystemRandom().randrange(2**32)
@@ -100,19 +100,24 @@ def test_whatever_is_done_to_its_processes_a_server_serves_on_or_ends_with_a_sta
         assert server.complete(CONTEXT).text == answer
         [left] = folders.glob(f"{PREFIX}*")
     assert server.process.returncode == 0 and left.exists(), "nobody was there to remove it"
-    incarnation = router.beats[-1].incarnation
-    (tmp_path / "again").mkdir()
-    with lending(tmp_path / "again", *flags(settings)) as server:
-        assert not left.exists()
+
+
+def test_a_server_whose_engine_core_is_killed_leaves_with_a_status_and_without_a_trace(
+    settings: BusSettings, folders: Path, tmp_path: Path
+) -> None:
+    left = folders / f"{PREFIX}left"
+    left.mkdir()
+    with lending(tmp_path, *flags(settings)) as server:
+        assert not left.exists(), "what nobody has is removed at the next start"
         router = Router(settings, server.process)
-        router.until(lambda: bool(router.beats) and router.beats[-1].incarnation > incarnation)
-        lends(router, "in its next life")
+        router.publish_tensors(load_file(MODEL / "model.safetensors"), 0)
+        router.until(lambda: router.serves(0))
         children = psutil.Process(server.process.pid).children(recursive=True)
         server.core.kill()
         assert server.process.wait(WAIT_SECONDS) == CORE_LOST
         assert "nobody had asked it to" in server.log.read_text()
         assert not psutil.wait_procs(children, WAIT_SECONDS)[1]
-        until(lambda: not list(folders.glob(f"{PREFIX}*")))
+        assert not list(folders.glob(f"{PREFIX}*"))
 
 
 def test_of_a_server_that_is_killed_nothing_is_left(folders: Path, tmp_path: Path) -> None:
