@@ -3,8 +3,9 @@
     python -m bench.storm --seeds 20                      on the embedded broker
     KAFKA_HOME=... python -m bench.storm --seeds 20       on three nodes of Apache Kafka, which are killed too
 
-What a storm is stands in `tests/chaos/storm_plan.py`. `--json FILE` writes one object with `checks` and every storm's
-figures. Journal and logs of a storm that is not clean are kept. Exit status 1 if one is not clean.
+What a storm is stands in `tests/chaos/storm_plan.py`; among the executors is a server that lends. `--json FILE` writes
+one object with `checks` and every storm's figures. Journal and logs of a storm that is not clean are kept. Exit status
+1 if one is not clean.
 """
 
 import argparse
@@ -26,13 +27,14 @@ from topics.apache_kafka import start_cluster
 from topics.embedded import start_broker
 
 NODES = 3
+LENDERS = 1
 
 
 def storm(seed: int, rounds: int) -> Report:
     """One storm on a broker of its own; its folder is kept when it is not clean."""
     home = os.environ.get("KAFKA_HOME")
     folder = Path(tempfile.mkdtemp(prefix=f"rose-storm-{seed}-"))
-    shape = Shape(nodes=NODES if home else 0, rounds=rounds)
+    shape = Shape(nodes=NODES if home else 0, lenders=LENDERS, rounds=rounds)
     data = folder / "broker"
     with start_cluster(data, kafka_home=Path(home), nodes=NODES) if home else start_broker(data) as broker:
         report = blow(folder / "roles", draw(seed, shape), broker)

@@ -86,7 +86,7 @@ def serving_roles(config: Config, configuration: Path) -> list[Role]:
         where = ("--host", LOOPBACK, "--port", str(port))
         roles += [
             Role(f"lender-{slot}", ("lend", *model, *common, "--", *serving.flags, *where)),
-            Role(f"users-{slot}", ("users", f"http://{LOOPBACK}:{port}", *common)),
+            Role(f"users-{slot}", ("users", f"http://{LOOPBACK}:{port}", *common), leaves_first=True),
         ]
     return roles
 

@@ -66,6 +66,8 @@ class Role:
     """Of the `rose` command."""
     ends_run: bool = False
     """Its exit with status 0 ends the run."""
+    leaves_first: bool = False
+    """It makes use of the others to its end: they are asked to stop once it has."""
 
 
 class _Supervised:
@@ -125,7 +127,10 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ask every process to stop, and kill what does not."""
-        running = [each.process for each in self._supervised if each.process is not None]
+        for first in (True, False):
+            self._end([each.process for each in self._supervised if each.process and each.role.leaves_first is first])
+
+    def _end(self, running: Sequence[Forked]) -> None:
         for process in running:
             process.send_signal(signal.SIGTERM)
         deadline = monotonic() + STOP_SECONDS

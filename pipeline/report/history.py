@@ -3,7 +3,7 @@
 Keeps true: a pure fold; the same records give the same history, whatever the order of topics.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from schemas.record import Record
@@ -101,7 +101,7 @@ class Swap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What a lender says of itself, each time that it says something new."""
+    """What a lender says of itself, each time that it says something new; one that falls silent is frozen no more."""
 
     worker: str
     incarnation: int
@@ -161,13 +161,11 @@ def fold_history(records: Iterable[Record]) -> RunHistory:
     history = RunHistory()
     known: set[str] = set()
     proven: dict[str, tuple[int, int]] = {}
-    stood: dict[str, Standing] = {}
+    lenders: dict[str, SlackHeartbeat] = {}
     for record in records:
         if isinstance(record, SlackHeartbeat) and record.worker_class is WorkerClass.SERVING:
-            standing = _standing(record)
-            if replace(standing, at=0.0) != stood.get(record.worker):
-                stood[record.worker] = replace(standing, at=0.0)
-                history.standings.append(standing)
+            history.standings += _news(lenders.get(record.worker), record)
+            lenders[record.worker] = record
         match record:
             case Sample() if record.trajectory_id not in known:
                 known.add(record.trajectory_id)
@@ -184,6 +182,7 @@ def fold_history(records: Iterable[Record]) -> RunHistory:
             case _:
                 pass
     history.turns.sort(key=lambda turn: turn.times.requested_at)
+    history.standings += [_silent(beat) for beat in lenders.values() if _standing(beat).frozen]
     history.trajectories.sort(key=lambda trajectory: trajectory.completed_at)
     history.versions.sort(key=lambda version: version.published_at)
     history.swaps.sort(key=lambda swap: swap.at)
@@ -248,6 +247,21 @@ def _standing(beat: SlackHeartbeat) -> Standing:
         cuts=beat.cuts,
         frozen=beat.frozen and beat.state is not ExecutorState.STOPPING,
     )
+
+
+def _news(before: SlackHeartbeat | None, beat: SlackHeartbeat) -> Iterator[Standing]:
+    """What a heartbeat says that the one before did not; it may come after a silence."""
+    stood = None if before is None else _standing(before)
+    if before is not None and stood is not None and stood.frozen and beat.sent_at > before.sent_at + before.ttl_seconds:
+        yield (stood := _silent(before))
+    standing = _standing(beat)
+    if stood is None or replace(standing, at=stood.at) != stood:
+        yield standing
+
+
+def _silent(beat: SlackHeartbeat) -> Standing:
+    """After its last heartbeat: killed, or halted, it holds nobody back."""
+    return replace(_standing(beat), at=beat.sent_at + beat.ttl_seconds, frozen=False)
 
 
 def _swap(beat: SlackHeartbeat) -> Swap:

@@ -23,6 +23,7 @@ Interval: TypeAlias = tuple[float, float]
 SESSION_SECONDS: Mapping[Role, float] = {
     Role.ENVIRONMENT: 10.0,
     Role.EXECUTOR: 2.0,
+    Role.LENDER: 2.0,
     Role.ROUTER: 6.0,
     Role.TRAINER: 0.0,
     Role.NODE: 6.0,

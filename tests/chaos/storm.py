@@ -22,6 +22,7 @@ from tests.chaos.stalls import Interval, Stall, excuses, stalls
 from tests.chaos.storm_log import Log, breaches, read_all, read_log
 from tests.chaos.storm_plan import Act, Line, Plan, Role, Sort, Worker
 from tests.chaos.storm_roles import Roles
+from tests.integration.lender_kit import SERVING
 from topics.admin import create_topics
 from topics.apache_kafka import Cluster
 from topics.broker import QUIET, Broker
@@ -30,8 +31,8 @@ from topics.settings import BusSettings
 
 MOST_STALL_SECONDS = 20.0
 """No longer may nothing move while it could."""
-READY_SECONDS = 150.0
-"""How long all roles together may take to start."""
+READY_SECONDS = 300.0
+"""How long all roles together may take to start; a serving engine takes longest."""
 SILENCE_SECONDS = 75.0
 """With nothing applied nor settled for so long, a freeze, a session and a start included, the storm is broken off."""
 DRAIN_SECONDS = 240.0
@@ -75,6 +76,9 @@ max_turns = 16
 max_model_len = 256
 step_tokens = 512
 kv_cache_bytes = 16777216
+
+[serving]
+environment = {{ {environment} }}
 
 [trainer]
 groups_per_step = {groups_per_step}
@@ -149,7 +153,7 @@ def blow(folder: Path, plan: Plan, broker: Cluster | Broker) -> Report:
     settings = broker.settings(NAMESPACE)
     create_topics(settings, PARTITIONS, replication_factor=plan.shape.nodes or 1)
     arguments = ("--config", str(_configure(folder, plan)), *flags(settings))
-    roles = Roles(folder, arguments, broker)
+    roles = Roles(folder, arguments, broker, PARTITIONS.slots)
     with closing(roles):
         storm = _Storm(plan, settings, roles)
         try:
@@ -176,6 +180,7 @@ def _configure(folder: Path, plan: Plan) -> Path:
         imports=Path(__file__).with_name("environments"),
         groups_per_step=GROUPS_PER_STEP,
         total_groups=len(plan.groups) + plan.refused,
+        environment=", ".join(f'{name} = "{value}"' for name, value in SERVING.items()),
     )
     path.write_text(told)
     return path

@@ -4,7 +4,7 @@ Keeps true
 - The same seed and shape give the same plan.
 - Every kind of fault is in every round, in an order and at moments that the seed draws.
 - Of environment workers, executors and routers one more was started well before, and is left alone, whenever one is
-  frozen, killed or asked to leave; one broker node is down at a time.
+  frozen, killed or asked to leave; one broker node is down at a time. A lender comes beside the dedicated executors.
 
 Times are seconds since the storm began.
 """
@@ -23,6 +23,8 @@ BLOCKING = "storm_environments:Blocking"
 class Role(Enum):
     ENVIRONMENT = "environment"
     EXECUTOR = "executor"
+    LENDER = "lender"
+    """A serving engine with a guest: an executor that comes and goes."""
     ROUTER = "router"
     TRAINER = "trainer"
     NODE = "node"
@@ -48,6 +50,21 @@ class Act(Enum):
     FREEZE = "freeze"
     """SIGSTOP."""
     THAW = "thaw"
+    PARK = "park"
+    """By a grant."""
+    WAKE = "wake"
+
+
+class Part(Enum):
+    """The processes of a lending server, each by what its name begins with."""
+
+    ALL = ""
+    CORE = "VLLM::Engin"
+    """The server ends as well."""
+    KEEPER = "keeper"
+    """The server goes on and lends nothing, so it is asked to leave."""
+    BESIDE = "beside"
+    """The keeper starts it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +76,8 @@ class Deed:
     worker: Worker
     joins: bool = False
     """It starts beside all others, in nobody's place."""
+    part: Part = Part.ALL
+    """Of a lender, the process that it is done to."""
 
 
 class Sort(Enum):
@@ -93,6 +112,7 @@ class Shape:
 
     nodes: int
     """Of the broker's cluster; 0: a broker that is left alone, and whose clients return by name."""
+    lenders: int = 0
     rounds: int = 1
     round_seconds: float = 50.0
     groups_per_second: float = 1.5
@@ -147,7 +167,14 @@ FREEZE_SECONDS = (1.0, 15.0)
 AWAY_SECONDS = (0.3, 3.0)
 """Between a worker's end and the start of who takes its place."""
 NODE_AWAY_SECONDS = (1.0, 4.0)
-SETTLED_SECONDS = {Role.ENVIRONMENT: 6.0, Role.EXECUTOR: 10.0, Role.ROUTER: 6.0, Role.TRAINER: 10.0, Role.NODE: 20.0}
+SETTLED_SECONDS = {
+    Role.ENVIRONMENT: 6.0,
+    Role.EXECUTOR: 10.0,
+    Role.LENDER: 30.0,
+    Role.ROUTER: 6.0,
+    Role.TRAINER: 10.0,
+    Role.NODE: 20.0,
+}
 """So long after its start, or a thaw, a worker counts as one that can stand in for another."""
 
 ROUND: tuple[tuple[Act, Role], ...] = (
@@ -170,6 +197,22 @@ LATER: tuple[tuple[Act, Role], ...] = (
 )
 """One of these, in turn, joins each round."""
 
+LENDER_STAYS: tuple[tuple[Act, Part], ...] = (
+    (Act.FREEZE, Part.CORE),
+    (Act.KILL, Part.BESIDE),
+    (Act.FREEZE, Part.ALL),
+    (Act.FREEZE, Part.BESIDE),
+    (Act.FREEZE, Part.KEEPER),
+)
+LENDER_ENDS: tuple[tuple[Act, Part], ...] = (
+    (Act.KILL, Part.ALL),
+    (Act.KILL, Part.CORE),
+    (Act.LEAVE, Part.ALL),
+    (Act.KILL, Part.KEEPER),
+)
+"""With lenders, one of each of these, in turn, joins each round, and a grant that parks one for a while."""
+PARKED_SECONDS = (2.0, 10.0)
+
 
 @dataclass(slots=True, eq=False)
 class _Known:
@@ -187,11 +230,12 @@ class _Cast:
         self._shape = shape
         self._dice = dice
         self._known = [_Known(Worker(role, number), 0.0, 0.0) for role, many in FIRST.items() for number in range(many)]
+        self._known += [_Known(Worker(Role.LENDER, number), 0.0, 0.0) for number in range(shape.lenders)]
         self._known += [_Known(Worker(Role.NODE, number), 0.0, 0.0) for number in range(shape.nodes)]
         self._next = dict(FIRST)
         self.first = tuple(known.worker for known in self._known if known.worker.role is not Role.NODE)
 
-    def deeds(self, at: float, act: Act, role: Role) -> Iterator[Deed]:
+    def deeds(self, at: float, act: Act, role: Role, part: Part) -> Iterator[Deed]:
         """What happens for one fault of the round: the fault and its end."""
         if act is Act.START:
             yield self._join(at, role)
@@ -199,7 +243,16 @@ class _Cast:
         while (victim := self._victim(at, role)) is None:
             at += 1.0
         worker = victim.worker
-        yield Deed(at, act, worker)
+        yield Deed(at, act, worker, part=part)
+        if act is Act.PARK:
+            yield Deed(at + self._dice.uniform(*PARKED_SECONDS), Act.WAKE, worker)
+            return
+        if part is Part.BESIDE and act is Act.KILL:
+            victim.there_from = at + SETTLED_SECONDS[Role.EXECUTOR]
+            return
+        if part is Part.KEEPER and act is Act.KILL:
+            at += self._dice.uniform(*AWAY_SECONDS)
+            yield Deed(at, Act.LEAVE, worker)
         if act is Act.FREEZE:
             at += self._dice.uniform(*FREEZE_SECONDS)
             yield Deed(at, Act.THAW, worker)
@@ -210,7 +263,8 @@ class _Cast:
             return  # others take its homes
         at += self._dice.uniform(*(NODE_AWAY_SECONDS if role is Role.NODE else AWAY_SECONDS))
         replacement = self._replacement(worker)
-        self._known.append(_Known(replacement, at + SETTLED_SECONDS[role], at))
+        there_from = at + SETTLED_SECONDS[role] if role is Role.LENDER else at
+        self._known.append(_Known(replacement, at + SETTLED_SECONDS[role], there_from))
         yield Deed(at, Act.START, replacement)
 
     def _join(self, at: float, role: Role) -> Deed:
@@ -220,7 +274,7 @@ class _Cast:
 
     def _victim(self, at: float, role: Role) -> _Known | None:
         there = [known for known in self._known if known.worker.role is role and known.there_from <= at]
-        alone = role is Role.TRAINER
+        alone = role in (Role.TRAINER, Role.LENDER)
         able = [
             known for known in there if alone or any(other is not known and other.well_from <= at for other in there)
         ]
@@ -229,7 +283,7 @@ class _Cast:
         return self._dice.choice(able) if able else None
 
     def _replacement(self, worker: Worker) -> Worker:
-        keeps = self._shape.by_name or worker.role in (Role.TRAINER, Role.NODE)
+        keeps = self._shape.by_name or worker.role in (Role.TRAINER, Role.NODE, Role.LENDER)
         if worker.role is Role.EXECUTOR and not keeps:
             keeps = self._dice.random() < 0.5  # an inbox is a name, too: both happen
         return worker if keeps else self._new(worker.role)
@@ -246,14 +300,22 @@ def draw(seed: int, shape: Shape) -> Plan:
     cast = _Cast(shape, dice)
     deeds: list[Deed] = []
     for number in range(shape.rounds):
-        deck = [*ROUND, LATER[(seed + number) % len(LATER)]]
+        turn = seed + number
+        deck = [(act, role, Part.ALL) for act, role in (*ROUND, LATER[turn % len(LATER)])]
         if shape.nodes:
-            deck.append((Act.KILL, Role.NODE))
+            deck.append((Act.KILL, Role.NODE, Part.ALL))
+        if shape.lenders:
+            faults = (
+                LENDER_STAYS[turn % len(LENDER_STAYS)],
+                LENDER_ENDS[turn % len(LENDER_ENDS)],
+                (Act.PARK, Part.ALL),
+            )
+            deck += [(act, Role.LENDER, part) for act, part in faults]
         dice.shuffle(deck)
         spacing = shape.round_seconds / len(deck)
-        for place, (act, role) in enumerate(deck):
+        for place, (act, role, part) in enumerate(deck):
             at = number * shape.round_seconds + (place + dice.random()) * spacing
-            deeds += cast.deeds(at, act, role)
+            deeds += cast.deeds(at, act, role, part)
     lines = sorted(_Lines(dice, shape).drawn(), key=lambda line: line.at)
     return Plan(seed, shape, cast.first, tuple(sorted(deeds, key=lambda deed: deed.at)), tuple(lines))
 

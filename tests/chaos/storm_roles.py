@@ -11,15 +11,19 @@ import re
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+import psutil
+
 from pipeline.command.nursery import Forked, Nursery
 from tests.chaos.stalls import Change, Happening
-from tests.chaos.storm_plan import Act, Deed, Role, Worker
+from tests.chaos.storm_plan import Act, Deed, Part, Role, Worker
+from tests.integration.lender_kit import MODEL, server_flags
 from topics.apache_kafka import Cluster
-from topics.broker import Broker
+from topics.broker import Broker, free_ports
 
 LOOK_SECONDS = 0.1
 """Between two looks for roles that are leaving: their ends are in no queue."""
@@ -36,6 +40,7 @@ SYNC_SECONDS = 1.0
 READY = {
     Role.ENVIRONMENT: re.compile(r"event=homes_recovered"),
     Role.EXECUTOR: re.compile(r"event=serving"),
+    Role.LENDER: re.compile(r"event=serving"),
     Role.ROUTER: re.compile(r"event=serving"),
     Role.TRAINER: re.compile(r"event=(\"going on\"|step)"),
 }
@@ -61,9 +66,10 @@ class _Process:
 class Roles:
     """All of a storm's processes. Used by one thread that lives as long as they should."""
 
-    def __init__(self, folder: Path, arguments: tuple[str, ...], broker: Cluster | Broker) -> None:
-        """`arguments` follow the role's own on the command line."""
+    def __init__(self, folder: Path, arguments: tuple[str, ...], broker: Cluster | Broker, slots: int) -> None:
+        """`arguments` follow the role's own on the command line; the last of the `slots` inboxes are the lenders'."""
         self._folder = folder
+        self._slots = slots
         self._arguments = arguments
         self._broker = broker
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
@@ -93,13 +99,15 @@ class Roles:
         worker = deed.worker
         if worker.role is Role.NODE:
             self._do_to_node(deed)
+        elif deed.act in (Act.PARK, Act.WAKE):
+            self._grant(deed.act, worker)
         elif deed.act is Act.START:
             if worker not in self._present:
                 self._again[worker] = 0.0
                 if deed.joins:
                     self._count("join", worker)
         elif (present := self._present.get(worker)) is not None and present.process.poll() is None:
-            self._do_to_role(deed.act, present)
+            self._do_to_role(deed, present)
         else:
             self._again.pop(worker, None)
 
@@ -150,7 +158,7 @@ class Roles:
     def leave(self) -> None:
         """Ask all to leave, and wait until they have; kill who does not."""
         for present in list(self._present.values()):
-            present.process.send_signal(signal.SIGCONT)
+            _send(present, signal.SIGCONT)
             self._ask_to_leave(present)
         self._again.clear()
         while self._leaving:
@@ -168,32 +176,61 @@ class Roles:
     def start(self, worker: Worker) -> None:
         """Start a process under this name."""
         self._starts += 1
-        option = {Role.EXECUTOR: "--slot", Role.TRAINER: ""}.get(worker.role, "--number")
         log = self._folder / f"{worker}.log"
         log.touch()
         begin = log.stat().st_size
-        arguments = (worker.role.value, *((option, str(worker.number)) if option else ()), *self._arguments)
-        process = self._nursery.start(arguments, name=str(worker), log=log)
+        process = self._nursery.start(self._command(worker), name=str(worker), log=log)
         assert process.pid  # born: its time begins after the imports of others
         self._present[worker] = _Process(worker, self._starts, process, log, begin, time.time())
         self._note(Change.STARTED, worker, self._starts)
 
-    def _do_to_role(self, act: Act, present: _Process) -> None:
-        if act is Act.KILL:
+    def _command(self, worker: Worker) -> tuple[str, ...]:
+        """Of `rose`."""
+        if worker.role is Role.LENDER:
+            flags = (*server_flags(*free_ports(1)), "--uvicorn-log-level", "warning")
+            model = ("--model", str(MODEL), "--slot", str(self._slot(worker)))
+            return ("lend", *model, *self._arguments, "--", *flags)
+        option = {Role.EXECUTOR: "--slot", Role.TRAINER: ""}.get(worker.role, "--number")
+        return (worker.role.value, *((option, str(worker.number)) if option else ()), *self._arguments)
+
+    def _slot(self, lender: Worker) -> int:
+        return self._slots - 1 - lender.number
+
+    def _do_to_role(self, deed: Deed, present: _Process) -> None:
+        worker, number = present.worker, present.number
+        if deed.act is Act.KILL:
+            self._kill(deed.part, present)
+        elif deed.act is Act.LEAVE:
+            self._ask_to_leave(present)
+        elif deed.act is Act.FREEZE:
+            _send(present, signal.SIGSTOP, deed.part)
+            self._note(Change.FROZEN, worker, number)
+        else:
+            _send(present, signal.SIGCONT)
+            self._note(Change.THAWED, worker, number)
+            return
+        self._count(f"{deed.act.value}{_of(deed.part)}", worker)
+
+    def _kill(self, part: Part, present: _Process) -> None:
+        if part is Part.ALL:
             present.process.send_signal(signal.SIGKILL)
             present.process.wait()
             del self._present[present.worker]
-            self._note(Change.ENDED, present.worker, present.number, status=-signal.SIGKILL)
-        elif act is Act.LEAVE:
-            self._ask_to_leave(present)
-        elif act is Act.FREEZE:
-            present.process.send_signal(signal.SIGSTOP)
-            self._note(Change.FROZEN, present.worker, present.number)
         else:
-            present.process.send_signal(signal.SIGCONT)
-            self._note(Change.THAWED, present.worker, present.number)
-            return
-        self._count(act.value, present.worker)
+            _send(present, signal.SIGKILL, part)
+        if part is Part.CORE:  # what is left of the server leaves by itself
+            present.asked_at = time.time()
+            del self._present[present.worker]
+            self._leaving.append(present)
+        self._note(Change.ENDED, present.worker, present.number, status=-signal.SIGKILL, part=part.name)
+
+    def _grant(self, act: Act, lender: Worker) -> None:
+        said = "--lend" if act is Act.WAKE else "--no-lend"
+        command = ("grant", f"executor-{self._slot(lender)}", said, "--reason", "storm", *self._arguments)
+        self._nursery.start(command, name="grant", log=self._folder / "grants.log")
+        self._write(act.value, lender, 0)
+        if act is Act.PARK:
+            self._count(act.value, lender)
 
     def _ask_to_leave(self, present: _Process) -> None:
         present.asked_at = time.time()
@@ -249,3 +286,20 @@ class Roles:
         self._journal.write(json.dumps({"at": at, "what": what, "worker": str(worker), "start": number, **more}) + "\n")
         self._journal.flush()
         return at
+
+
+def _send(present: _Process, number: signal.Signals, part: Part = Part.ALL) -> None:
+    """To a process of a worker; a lender has several, and all of them are a session."""
+    with suppress(ProcessLookupError, psutil.NoSuchProcess):
+        if present.worker.role is not Role.LENDER:
+            present.process.send_signal(number)
+        elif part is Part.ALL:
+            os.killpg(present.process.pid, number)
+        else:
+            for child in psutil.Process(present.process.pid).children(recursive=True):
+                if child.name().startswith(part.value):
+                    child.send_signal(number)
+
+
+def _of(part: Part) -> str:
+    return "" if part is Part.ALL else f" {part.name.lower()} of"

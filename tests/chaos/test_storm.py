@@ -1,5 +1,7 @@
 """A storm over real roles and a real broker: the law holds after it, and nothing stalled in it.
 
+A long one has a server that lends among its executors.
+
 ROSE_CHAOS_SEED repeats a seed.
 """
 
@@ -27,7 +29,7 @@ pytestmark = [
 
 def storm(seed: int, kind: str, folder: Path, *, rounds: int = 1) -> None:
     print(f"ROSE_CHAOS_SEED={seed}")
-    shape = Shape(nodes=3 if kind == KAFKA else 0, rounds=rounds)
+    shape = Shape(nodes=3 if kind == KAFKA else 0, lenders=rounds > 1, rounds=rounds)
     data = folder / "broker"
     with start_nodes(data) if kind == KAFKA else start(kind, data) as broker:
         report = blow(folder / "roles", draw(seed, shape), broker)

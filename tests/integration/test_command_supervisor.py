@@ -7,6 +7,8 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -77,6 +79,32 @@ def test_a_killed_role_comes_back_and_stop_leaves_none(router: Role, nursery: Nu
     assert "libtorch" not in imported
     supervisor.stop()
     assert not alive(second)
+
+
+class Played:
+    """A process that ends when it is asked to, and notes what it was asked."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self._name = name
+        self._notes = notes
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self._notes.append(f"{number.name} to {self._name}")
+
+    def wait(self, seconds: float | None = None) -> int:
+        self._notes.append(f"{self._name} has ended")
+        return 0
+
+
+def test_who_makes_use_of_others_leaves_before_they_are_asked_to(tmp_path: Path) -> None:
+    notes: list[str] = []
+    nursery: Any = SimpleNamespace(start=lambda arguments, *, name, log: Played(name, notes))
+    roles = [Role("server", ()), Role("users", (), leaves_first=True), Role("router", ())]
+    supervisor = Supervisor(roles, tmp_path, nursery)
+    supervisor.start()
+    supervisor.stop()
+    assert notes[:2] == ["SIGTERM to users", "users has ended"]
+    assert sorted(notes[2:4]) == ["SIGTERM to router", "SIGTERM to server"]
 
 
 @pytest.mark.slow

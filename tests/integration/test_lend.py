@@ -29,6 +29,7 @@ from topics.broker import Broker, free_ports
 from topics.catalog import GRANTS, Partitions
 from topics.settings import BusSettings
 from workers.lender.config import LendConfig
+from workers.lender.server import CORE_LOST
 from workers.weights.config import DEFAULT_RUN
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -126,7 +127,7 @@ def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_unti
         began = time.monotonic()
         psutil.wait_procs([core], timeout=WAIT_SECONDS)
         assert not core.is_running() and time.monotonic() - began > HANG_SECONDS / 2
-        server.process.wait(WAIT_SECONDS)
+        assert server.process.wait(WAIT_SECONDS) == CORE_LOST
         assert "a_step_that_hangs" in server.log.read_text()
         assert "has had the thread" in (tmp_path / "stop").read_text()
         router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)

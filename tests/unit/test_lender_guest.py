@@ -11,7 +11,7 @@ from typing import Any
 
 from workers.executor.line import Line
 from workers.executor.step_cost import UNKNOWN, StepCost
-from workers.executor.words import NO_LIMIT, REPORTS, Tick
+from workers.executor.words import NO_LIMIT, REPORTS, Gone, Tick
 from workers.lender.config import LendConfig
 from workers.lender.life import State
 from workers.lender.link import End, knock, listen, welcome
@@ -78,6 +78,33 @@ def test_what_was_poisoned_ends_the_link_of_a_guest_that_is_being_built_and_not_
     one.tick(seconds=0.02, tokens=1)
     assert ended(beside) and not one.busy
     assert one._building is building and one._life.state is State.WAKING
+    for end in (beside, link, listener):
+        end.close()
+
+
+class Untold(Exception):
+    """An error of which nothing can be said."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("nor of this")
+
+
+def test_who_is_beside_hears_that_the_guest_is_gone_even_of_an_error_that_cannot_be_told(tmp_path: Path) -> None:
+    """Else it would wait for its turns for ever."""
+    listener = listen(tmp_path / "socket")
+    beside = knock(tmp_path / "socket")
+    link = welcome(listener.accept()[0])
+    one: Any = guest(SimpleNamespace(link=link, ended=[]))
+    one.tick(seconds=0.02, tokens=1)
+    engine = Kept()
+    one._life.state, one._engine, one._host, one._sharing = State.LENDING, engine, None, Kept()
+    one._apart = SimpleNamespace(stepping=nullcontext)
+    one.drop(Untold())
+    reports = [REPORTS.decode(message) for message in Line(beside.wires.reports).read()]
+    assert [report.reason for report in reports if isinstance(report, Gone)] == [
+        "Untold: it does not let itself be told"
+    ]
+    assert engine.closed and one._life.state is State.DROPPED
     for end in (beside, link, listener):
         end.close()
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.waiting import until
+from workers.lender import keeper as keepers
 from workers.lender import pulse as pulses
 from workers.lender.hang import GAP_SECONDS, Hang
 from workers.lender.keeper import Keeper, is_halted, says_stop
@@ -145,6 +146,25 @@ def test_a_guest_that_hangs_ends_its_engine_core_and_serving_that_is_slow_does_n
             assert core.poll() is None and not (tmp_path / "marks").exists()
             core.kill()
             core.wait()
+
+
+@pytest.mark.parametrize("server", ["killed", "alive"])
+def test_an_engine_core_that_outlives_its_server_ends_with_the_keeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
+) -> None:
+    monkeypatch.setattr(keepers, "ORPHAN_SECONDS", 0.5)  # it does not leave by itself
+    with kept(tmp_path, Beside("exec sleep 600").begin) as pulse:
+        core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving"], cwd=ROOT)
+        until(lambda: pulse.core == core.pid)
+        time.sleep(2 * keepers.LOOK_SECONDS)  # until the keeper has looked
+        if server == "killed":
+            monkeypatch.setattr(os, "getppid", lambda: 1)
+    if server == "killed":
+        assert core.wait(60.0) in (-signal.SIGTERM, -signal.SIGKILL)
+    else:
+        assert core.poll() is None
+        core.kill()
+        core.wait()
 
 
 LOOKS = st.tuples(st.integers(0, 3), st.booleans(), st.floats(0.01, 5.0))

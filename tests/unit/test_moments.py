@@ -134,6 +134,22 @@ def test_lenders_are_those_that_say_that_they_serve() -> None:
     assert [each.frozen for each in told.standings] == [True, True, False], "who says goodbye is frozen no more"
 
 
+def test_a_lender_that_falls_silent_is_frozen_no_more_until_it_says_so_again() -> None:
+    """One that is killed while frozen says nothing more."""
+    beat = next(record for record in EXAMPLES if isinstance(record, SlackHeartbeat))
+    serving = [
+        msgspec.structs.replace(
+            beat, sent_at=at, ttl_seconds=2.0, frozen=True, cuts=1, worker_class=WorkerClass.SERVING, sequence=n
+        )
+        for n, at in enumerate((100.0, 101.5, 110.0, 110.2))
+    ]
+    told = fold_history(serving)
+    found = [(each.at, each.frozen) for each in told.standings]
+    assert found == [(100.0, True), (103.5, False), (110.0, True), (112.2, False)]
+    rows = moments(told, [asked(float(second)) for second in range(100, 120)])
+    assert [row.at for row in rows if row.frozen] == [100, 101, 102, 103, 110, 111, 112]
+
+
 def test_a_run_that_stood_still_has_no_rows_meanwhile() -> None:
     rows = moments(history(), [asked(100.0), asked(159.0), asked(90_000.0)])
     assert [rows[0].at, rows[59].at, rows[60].at, len(rows)] == [100, 159, 90_000, 61]

@@ -20,14 +20,16 @@ from tests.chaos.stalls import (
     union,
 )
 from tests.chaos.storm_log import MARK
-from tests.chaos.storm_plan import FIRST, ROUND, Act, Deed, Plan, Role, Shape, Sort, draw
+from tests.chaos.storm_plan import FIRST, ROUND, Act, Deed, Part, Plan, Role, Shape, Sort, draw
+
+SHAPES = st.builds(Shape, nodes=st.sampled_from([0, 3]), lenders=st.integers(0, 2), rounds=st.integers(1, 3))
 
 
 def of_any_plan(test: Callable[[Plan], None]) -> Callable[[int, Shape], None]:
     """Run a test on plans; seed and shape are what a failure shows, not the plan."""
 
     @settings(max_examples=40)
-    @given(st.integers(0, 2**32), st.builds(Shape, nodes=st.sampled_from([0, 3]), rounds=st.integers(1, 3)))
+    @given(st.integers(0, 2**32), SHAPES)
     def on_a_plan(seed: int, shape: Shape) -> None:
         test(draw(seed, shape))
 
@@ -59,6 +61,7 @@ def test_every_kind_of_fault_is_in_every_plan(plan: Plan) -> None:
     done = {(deed.act, deed.worker.role) for deed in plan.deeds}
     assert done >= set(ROUND)
     assert ((Act.KILL, Role.NODE) in done) == (plan.shape.nodes > 0)
+    assert ((Act.PARK, Role.LENDER) in done) == (plan.shape.lenders > 0)
 
 
 @of_any_plan
@@ -66,7 +69,7 @@ def test_a_worker_is_done_things_to_only_while_it_is_there(plan: Plan) -> None:
     running, frozen = set(plan.first), set()
     for deed in plan.deeds:
         worker = deed.worker
-        if worker.role is Role.NODE:
+        if worker.role is Role.NODE or deed.act in (Act.PARK, Act.WAKE):
             continue
         if deed.act is Act.START:
             assert worker not in running
@@ -78,7 +81,7 @@ def test_a_worker_is_done_things_to_only_while_it_is_there(plan: Plan) -> None:
                 frozen.add(worker)
             elif deed.act is Act.THAW:
                 frozen.discard(worker)
-            else:
+            elif deed.act in (Act.KILL, Act.LEAVE) and deed.part in (Part.ALL, Part.CORE):
                 running.discard(worker)
     assert not frozen
     for role in FIRST:

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from schemas.errors import UsageError
+from workers.users import main
 from workers.users.config import SLICE, UsersConfig
 from workers.users.main import PAUSE_SECONDS, moments, run_users
 from workers.users.requests import Request, Slice
@@ -85,6 +86,41 @@ async def test_what_each_waited_is_written_down_pass_after_pass(tmp_path: Path) 
     assert "no room" in refused.error and refused.first_token_seconds is None
     assert again.at - first.at == pytest.approx(0.1 + PAUSE_SECONDS)
     assert server.asked[0]["cache_salt"] != server.asked[3]["cache_salt"]
+
+
+class Slow(Server):
+    """Answers every other request when it is told to, and the rest never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append({})
+        await (self.answers.wait() if len(self.asked) % 2 else asyncio.Event().wait())
+        self.asked.append({})  # as the second is refused
+        return await super().complete(request)
+
+
+async def test_what_is_in_flight_when_users_are_to_stop_is_waited_for_and_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "LEAVE_SECONDS", 3.0)
+    server, stop = Slow(), threading.Event()
+    async with answering(server) as url:
+        asking = asyncio.create_task(asyncio.to_thread(run_users, users(tmp_path), url, stop))
+        async with asyncio.timeout(60):
+            while len(server.asked) < 3:
+                await asyncio.sleep(0.02)
+        stop.set()
+        await asyncio.sleep(1.0)
+        server.answers.set()
+        await asking
+        asked = len(server.asked)
+    waits = read_waits(tmp_path / "run")
+    assert [each.error for each in waits].count("") == 2
+    assert [each.seconds > 3.0 for each in waits if "asked to stop" in each.error] == [True]
+    assert asked == 3 + 2 * 2 and len(waits) == 3, "nothing more was asked for"
 
 
 def test_users_stop_while_no_server_is_there(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -38,6 +37,7 @@ from workers.lender.keeper import Keeper
 from workers.lender.link import End, knock
 from workers.lender.observed import observe
 from workers.lender.pulse import Pulse
+from workers.lender.shared_folder import make_folder
 from workers.lender.vllm import SETTING
 from workers.weights.config import WeightsConfig
 
@@ -73,11 +73,11 @@ def lend(plan: Plan, serving: Path, flags: Sequence[str]) -> NoReturn:
     in the process beside the server. Raises ModelFolderError for a policy that no guest can be made from.
     """
     shapes = check_folder(plan.executor.model_folder)[0] if plan.settings is not None else {}
-    folder = Path(tempfile.mkdtemp(prefix="rose-lend-"))
+    folder = make_folder()
     file, pulse = folder / "lend.json", Pulse.made(folder / "pulse")
     file.write_bytes(msgspec.json.encode(_of(plan, folder)))
     _fork(lambda: _keep(plan, shapes, folder, pulse))
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(serving), *flags]
+    command = [sys.executable, "-m", "workers.lender.server", "--model", str(serving), *flags]
     os.execve(sys.executable, command, {**os.environ, SETTING: str(file)})
 
 

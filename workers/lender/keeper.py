@@ -6,12 +6,14 @@ Keeps true
 - A file that says stop is seen within `LOOK_SECONDS`, whatever a broker, the process beside or serving is doing.
 - An engine core whose guest hangs is ended, so that whoever runs the server starts it anew; the file then says stop:
   the next life does not lend until somebody has looked at it and removed it. Serving that is slow is left alone.
-- It is the server's child and ends with it, after the process beside has said goodbye.
+- It is the server's child and ends with it, after the process beside has said goodbye. An engine core that outlives its
+  server, as when that one is killed, ends then too: it serves nobody, and holds its memory.
 
 It looks at one page of memory (`pulse`) and at one file, and imports nothing that could hang itself.
 """
 
 import os
+import select
 import signal
 import time
 from collections.abc import Callable
@@ -34,6 +36,9 @@ STACK_SECONDS = 1.0
 GOODBYE_SECONDS = 10.0
 """How long the process beside may take to hand its turns back once the server is gone."""
 
+ORPHAN_SECONDS = 5.0
+"""How long an engine core whose server is gone may take to leave."""
+
 
 class Keeper:
     """`begin` forks the process beside and returns its id; it may raise OSError."""
@@ -43,6 +48,7 @@ class Keeper:
         self._stop_file = stop_file
         self._begin = begin
         self._hang = Hang(hang_seconds)
+        self._server = os.getppid()
         self._core: tuple[int, int] | None = None
         """The engine core's process and a descriptor of it."""
         self._ended = False
@@ -61,6 +67,8 @@ class Keeper:
             self._tend()
             time.sleep(LOOK_SECONDS)
         self._part()
+        if os.getppid() != self._server:
+            self._end_orphan()
 
     def _tend(self) -> None:
         """Start the process beside, if it is to be there and is not."""
@@ -121,6 +129,20 @@ class Keeper:
                 if time.monotonic() > deadline:
                     os.kill(self._beside, signal.SIGKILL)
                 time.sleep(LOOK_SECONDS)
+
+    def _end_orphan(self) -> None:
+        if self._core is None:
+            return
+        pid, descriptor = self._core
+        ended = select.poll()
+        ended.register(descriptor, select.POLLIN)
+        if ended.poll(0):
+            return
+        self._log.warning("the server is gone: its engine core is ended", core=pid)
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+            if not ended.poll(1000 * ORPHAN_SECONDS):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
 
 def _ended(child: int) -> int | None:

@@ -12,6 +12,7 @@ import mmap
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from schemas.errors import UsageError
@@ -61,6 +62,13 @@ class Pulse:
         pulse._words[CORE] = os.getpid()
         return pulse
 
+    @staticmethod
+    def leave(path: str) -> None:
+        """The engine core whose page this is ends as it was asked to. Where there is none, nobody wants to know."""
+        if path:
+            with suppress(OSError):
+                Pulse(Path(path))._words[CORE] = 0
+
     def take(self) -> None:
         """The guest has the thread from now on."""
         self._words[SINCE] = time.monotonic_ns()
@@ -71,7 +79,7 @@ class Pulse:
 
     @property
     def core(self) -> int:
-        """The engine core's process; 0 before there is one."""
+        """The engine core's process; 0 before there is one, and once it has ended as it was asked to."""
         return self._words[CORE]
 
     @property

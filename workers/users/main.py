@@ -3,6 +3,7 @@
 Keeps true
 - A user never waits for another's answer: each request is sent at its moment, whatever became of those before.
 - They begin when the server first answers. From then on one that is away fails their requests, and they say so.
+- When they are to stop they ask for nothing more, and wait a while for what they asked for: that is written down too.
 - What a pass through the trace left in the server's prefix cache, the next does not find.
 """
 
@@ -26,6 +27,9 @@ from workers.users.waits import Waits
 
 REQUEST_SECONDS = 60.0
 """After which a request has failed."""
+
+LEAVE_SECONDS = 10.0
+"""How long users who are to stop wait for the last answers: what has not come by then has failed."""
 
 LOOK_SECONDS = 0.5
 """Between two looks whether the server answers yet, or whether the users are to stop."""
@@ -106,7 +110,11 @@ async def _ask_all(
 
         async def ask_one(request: Request, number: int, due: float) -> None:
             wanted = completion(model.id, request.prompt, request.tokens, temperature=0.0, cache_salt=str(number))
-            answer = await ask(client, url, wanted, due=due)
+            try:
+                answer = await ask(client, url, wanted, due=due)
+            except asyncio.CancelledError:
+                left = f"it was not answered {LEAVE_SECONDS:.0f} s after the users were asked to stop"
+                answer = Answer(due=due, sent=due, prompt_tokens=len(request.prompt), error=left)
             if answer.error:
                 log.warning("a request failed", reason=answer.error)
             waits.append(served(answer, ended=time.monotonic(), to_unix=to_unix))
@@ -118,9 +126,17 @@ async def _ask_all(
             task = asyncio.create_task(ask_one(request, number, start + at))
             asked.add(task)
             task.add_done_callback(asked.discard)
-        for task in asked:
+        await _leave(asked)
+
+
+async def _leave(asked: set[asyncio.Task[None]]) -> None:
+    """Wait for the last answers, and no longer than for `LEAVE_SECONDS`."""
+    last = set(asked)
+    if last:
+        _, late = await asyncio.wait(last, timeout=LEAVE_SECONDS)
+        for task in late:
             task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*last)
 
 
 async def _reached(moment: float, stop: Event) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 from schemas.errors import UsageError
 from workers.lender.config import LendConfig, read_config
+from workers.lender.pulse import Pulse
 
 LOG = logging.getLogger("vllm.rose")
 
@@ -29,13 +30,20 @@ def register_lender(configuration: str) -> None:
 
     @wraps(run_busy_loop)
     def run_lending(core: Any) -> None:
+        config: LendConfig | None = None
         try:
-            _attach(core, read_config(Path(configuration)))
+            config = read_config(Path(configuration))
+            _attach(core, config)
         except UsageError as refusal:
             LOG.error("rose: this server does not lend: %s", refusal)
         except Exception:  # serving begins whatever is wrong here
             LOG.exception("rose: this server does not lend")
-        run_busy_loop(core)
+        try:
+            run_busy_loop(core)
+        except SystemExit:  # how the loop ends when it is asked to
+            if config is not None:
+                Pulse.leave(config.pulse)
+            raise
 
     EngineCoreProc.run_busy_loop = run_lending
 
@@ -50,6 +58,7 @@ def _attach(core: Any, config: LendConfig) -> None:
     if config.observe:
         from workers.lender.vllm.observing import observe
 
+        Pulse.of_core(config.pulse)
         observe(core, config, LOG)
         LOG.info("rose: this server is observed, and lends nothing")
         return

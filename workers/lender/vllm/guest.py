@@ -318,19 +318,17 @@ class Guest:
         if self._building is not None:  # which has not failed, and cannot be ended: who knocks next waits for it
             self._host = None
             self._hang_up()
-            with suppress(Exception):  # as below
-                self._log.error("rose: the link of a guest that is being built is ended: %s", _told(error))
+            self._log.error("rose: the link of a guest that is being built is ended: %s", _told(error))
             return
         engine = self._engine
-        with suppress(Exception):  # as below
+        with suppress(Exception):  # what is broken may not let itself be closed
             self._let_go()
-        wait = self._life.fault(time.monotonic())
-        with suppress(Exception):  # an error may not let itself be told
-            reason = _told(error)
-            self._log.error("rose: the guest is dropped, serving goes on, another is built in %.0f s: %s", wait, reason)
+        wait, reason = self._life.fault(time.monotonic()), _told(error)
+        self._log.error("rose: the guest is dropped, serving goes on, another is built in %.0f s: %s", wait, reason)
+        with suppress(Exception):  # as where the link is broken
             self._tell(Gone(reason, wait))
         if engine is not None and self._apart is not None:
-            with suppress(Exception), self._apart.stepping():  # what is broken may not let itself be closed
+            with suppress(Exception), self._apart.stepping():  # as above
                 engine.close()
         with suppress(Exception):  # as where no descriptor is left
             self._enter()
@@ -359,7 +357,11 @@ class Guest:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+    try:
+        said = f"{error}"
+    except Exception:  # noqa: BLE001  whoever waits for the guest is told all the same
+        said = "it does not let itself be told"
+    return f"{type(error).__name__}: {said}".encode(errors="replace").decode()
 
 
 def _built(config: LendConfig) -> tuple[Engine, Pool]:

@@ -1,0 +1,46 @@
+"""`rose` with a disk or a wire that flips bytes: chunks of some policy versions are not what their manifests say."""
+
+import os
+import random
+import sys
+from typing import Any
+
+import msgspec
+
+from pipeline.command.main import main
+from schemas.weights import WeightChunk
+from tests.chaos.lending import CORRUPTION_SEED
+from topics.writer import Writer
+
+SHARE = 0.25
+"""Of the versions, that are spoilt."""
+
+MOST_BYTES = 8
+"""That are flipped in each."""
+
+
+def corrupt(dice: random.Random) -> None:
+    """From now on what this process writes of some versions is not what it has told the digest of."""
+    write, spoilt = Writer.write, {-1: False}
+
+    def write_or_spoil(writer: Writer, topic: Any, record: Any, **more: Any) -> None:
+        if isinstance(record, WeightChunk) and record.version not in spoilt:
+            spoilt[record.version] = dice.random() < SHARE
+            if spoilt[record.version]:
+                record = _flipped(record, dice)
+                sys.stderr.write(f"spoilt version {record.version}, {record.tensor}\n")
+        write(writer, topic, record, **more)
+
+    Writer.write = write_or_spoil  # type: ignore[method-assign]
+
+
+def _flipped(chunk: WeightChunk, dice: random.Random) -> WeightChunk:
+    payload = bytearray(chunk.payload)
+    for _ in range(dice.randint(1, MOST_BYTES)):
+        payload[dice.randrange(len(payload))] ^= dice.randint(1, 255)
+    return msgspec.structs.replace(chunk, payload=bytes(payload))
+
+
+if __name__ == "__main__":
+    corrupt(random.Random(f"{os.environ[CORRUPTION_SEED]} {os.getpid()}"))
+    main()

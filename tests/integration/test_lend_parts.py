@@ -1,0 +1,143 @@
+"""The processes of a lending server are halted and killed, one after another: serving goes on, and what is written of
+each in docs/lending.md is so.
+"""
+
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from schemas.slack import ExecutorState
+from schemas.turns import TurnOutcome
+from tests.brokers import AnyBroker, flags
+from tests.integration.executor_kit import Router
+from tests.integration.lender_kit import MODEL
+from tests.integration.test_lend import CONTEXT, child, lending, prove, with_topics
+from tests.waiting import WAIT_SECONDS
+from topics.settings import BusSettings
+from workers.lender.pulse import KEEPER_SECONDS
+from workers.lender.server import CORE_LOST
+from workers.lender.shared_folder import PREFIX
+
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+HALTED_SECONDS = (1.0, 15.0)
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    return with_topics(broker.settings(namespace))
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where servers make the folders that their processes share; its name is short, for sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="rose-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+@contextmanager
+def halted(process: psutil.Process, seconds: float) -> Iterator[None]:
+    """In the block; it goes on `seconds` after it was halted, or later."""
+    began = time.monotonic()
+    process.suspend()
+    try:
+        yield
+        time.sleep(max(0.0, began + seconds - time.monotonic()))  # so long it is halted
+    finally:
+        process.resume()
+
+
+def test_a_server_serves_on_whatever_is_done_to_the_processes_beside_it(
+    settings: BusSettings, folders: Path, tmp_path: Path
+) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    dice = random.Random(seed)
+    print(f"seed {seed}", file=sys.__stderr__)
+    with lending(tmp_path, *flags(settings)) as server:
+        router = Router(settings, server.process)
+        answer = server.complete(CONTEXT).text
+        router.publish_tensors(load_file(MODEL / "model.safetensors"), 0)
+        lends(router, "first")
+        keeper = child(server, "keeper")
+        with halted(keeper, dice.uniform(*HALTED_SECONDS)):
+            assert server.complete(CONTEXT).text == answer
+        lends(router, "after a keeper that was halted for a moment")
+        with halted(keeper, 0.0):
+            router.until(lambda: "keeper is silent" in router.beats[-1].paused_reason)
+            assert server.complete(CONTEXT).text == answer
+        lends(router, "after a keeper that was halted for longer")
+
+        incarnation = router.beats[-1].incarnation
+        with halted(child(server, "beside"), dice.uniform(*HALTED_SECONDS)):
+            assert server.complete(CONTEXT).text == answer
+        lends(router, "after the process beside was halted")
+        assert router.beats[-1].incarnation == incarnation
+
+        with halted(server.core, 2 * KEEPER_SECONDS):  # longer than its guest may hang
+            pass
+        assert server.complete(CONTEXT).text == answer
+        lends(router, "after the engine core was halted")
+
+        child(server, "beside").kill()
+        assert server.complete(CONTEXT).text == answer
+        router.until(lambda: router.beats[-1].incarnation > incarnation)
+        lends(router, "after the process beside was killed")
+        assert server.log.read_text().count("another is built") == 0
+
+        keeper.kill()
+        router.executor = None
+        router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+        assert server.complete(CONTEXT).text == answer
+        [left] = folders.glob(f"{PREFIX}*")
+    assert server.process.returncode == 0 and left.exists(), "nobody was there to remove it"
+
+
+def test_a_server_whose_engine_core_is_killed_leaves_with_a_status_and_without_a_trace(
+    settings: BusSettings, folders: Path, tmp_path: Path
+) -> None:
+    left = folders / f"{PREFIX}left"
+    left.mkdir()
+    with lending(tmp_path, *flags(settings)) as server:
+        assert not left.exists(), "what nobody has is removed at the next start"
+        router = Router(settings, server.process)
+        router.publish_tensors(load_file(MODEL / "model.safetensors"), 0)
+        router.until(lambda: router.serves(0))
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        server.core.kill()
+        assert server.process.wait(WAIT_SECONDS) == CORE_LOST
+        assert "nobody had asked it to" in server.log.read_text()
+        assert not psutil.wait_procs(children, WAIT_SECONDS)[1]
+        assert not list(folders.glob(f"{PREFIX}*"))
+
+
+def test_of_a_server_that_is_killed_nothing_is_left(folders: Path, tmp_path: Path) -> None:
+    with lending(tmp_path, "--observe") as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert server.core.pid in [child.pid for child in children]
+        server.process.kill()
+        assert not psutil.wait_procs(children, WAIT_SECONDS)[1]
+        assert not list(folders.glob(f"{PREFIX}*"))
+
+
+def lends(router: Router, when: str) -> None:
+    """It runs a turn, sooner or later: one that it refuses is sent again, as a router would."""
+    name = when.replace(" ", "-")
+    for attempt in count():
+        router.beats.clear()
+        router.until(lambda: router.serves(0) and router.beats[-1].state is ExecutorState.READY)
+        router.dispatch(name, CONTEXT, attempt=attempt)
+        result = router.result(name, attempt)
+        if result.outcome is TurnOutcome.COMPLETED:
+            prove(result)
+            return
+        assert result.outcome in (TurnOutcome.REFUSED, TurnOutcome.PREEMPTED)

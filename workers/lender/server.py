@@ -1,0 +1,53 @@
+"""The server of `rose lend`: vLLM's own program, and an exit status that tells when its engine core was lost.
+
+Keeps true: flags, signals and log are vLLM's. So is the status, but where an engine core that lent ended and nobody had
+asked for that: vLLM leaves with 0 then, and whoever starts servers again after a failure would leave this one down.
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from schemas.errors import UsageError
+from workers.lender.config import read_config
+from workers.lender.pulse import Pulse
+from workers.lender.vllm import SETTING
+
+VLLM = "vllm.entrypoints.openai.api_server"
+
+CORE_LOST = 70
+"""What sysexits.h calls an internal software error; vLLM itself uses 0, 1 and 2."""
+
+
+def main(program: str = VLLM) -> None:
+    """Run vLLM's program, under its own name: its processes look for it by that."""
+    pulse, ended = _page(), _those_ended_from_here()
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
+    if pulse.core and pulse.core not in ended:
+        sys.stderr.write(f"rose: engine core {pulse.core} ended, and nobody had asked it to\n")
+        sys.exit(CORE_LOST)
+
+
+def _page() -> Pulse:
+    """What the engine core shares; an empty one where the keeper took it along: serving begins all the same."""
+    try:
+        return Pulse(Path(read_config(Path(os.environ[SETTING])).pulse))
+    except (UsageError, OSError):
+        return Pulse(None)
+
+
+def _those_ended_from_here() -> set[int]:
+    """The processes that this one sends signals, from now on: a server that is asked to stop kills its engine core."""
+    ended: set[int] = set()
+
+    def note(event: str, arguments: tuple[int, ...]) -> None:
+        if event == "os.kill" and arguments[1]:
+            ended.add(arguments[0])
+
+    sys.addaudithook(note)
+    return ended
+
+
+if __name__ == "__main__":
+    main()
