@@ -37,6 +37,9 @@ NOTES = "LEND_WITNESS"
 HANG = "LEND_HANG"
 """The environment variable that names the file for as long as which a guest hangs (`lend_hang`)."""
 
+FAULT = "LEND_FAULT"
+"""The environment variable that names the file which says what fault a guest's rank has (`rank_witness`)."""
+
 SERVING = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -185,17 +188,16 @@ def lending_server(
     folder: Path, *flags: str, lends: bool = True, promise: Promise = STRICTLY, **sizes: Any
 ) -> Iterator[Server]:
     """With the shipped policy as serving's model and as the guest's; `sizes` are fields of its LendConfig."""
-    small = {"max_turns": 8, "max_model_len": 256, "kv_cache_bytes": 8 << 20, "step_tokens": 64}
+    small = {"dtype": "bfloat16", "max_turns": 8, "max_model_len": 256, "kv_cache_bytes": 8 << 20, "step_tokens": 64}
     config = LendConfig(
         model_folder=str(MODEL),
         socket=str(folder / "lend.sock"),
-        dtype="bfloat16",
         promise=promise,
         **(small | sizes),
     )
     (folder / "lend.json").write_bytes(msgspec.json.encode(config))
     [port] = free_ports(1)
-    environment = os.environ | SERVING | {NOTES: str(folder / "notes.jsonl")}
+    environment = os.environ | SERVING | {NOTES: str(folder / "notes.jsonl"), FAULT: str(folder / "fault")}
     environment.pop("ROSE_LEND", None)
     if lends:
         environment["ROSE_LEND"] = str(folder / "lend.json")
