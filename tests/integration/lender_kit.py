@@ -208,7 +208,7 @@ def lending_server(
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
     server = Server(process, port, config, log, folder / "notes.jsonl")
     try:
-        until(lambda: healthy(port) or process.poll() is not None, 2 * WAIT_SECONDS)
+        until(lambda: healthy(port) or process.poll() is not None, 4 * WAIT_SECONDS)
         assert process.poll() is None, log.read_text()[-4000:]
         yield server
     finally:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,9 +37,10 @@ class _Notes:
 
     def step(self) -> None:
         state = process_state(self._levels)
-        known = {name: value for name, value in state.items() if self._last.get(name) != value}
+        changed = {name: value for name, value in state.items() if self._last.get(name) != value}
         self._last = state
-        self._file.write(json.dumps(known) + "\n")
+        building = any(thread.name == "rose-guest-build" for thread in threading.enumerate())
+        self._file.write(json.dumps({"building": building, "changed": changed}) + "\n")
 
 
 _notes: list[_Notes] = []

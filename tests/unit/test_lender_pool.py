@@ -24,13 +24,10 @@ BLOCK_BYTES = 2 * STRIDE
 def cache() -> tuple[torch.Tensor, Pages]:
     """Two layers of BLOCKS blocks, as vLLM lays them on a CPU."""
     memory = torch.full((BLOCKS * BLOCK_BYTES,), 7, dtype=torch.uint8)
-    runner = SimpleNamespace(kv_caches=[memory])
-    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
-    core = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
     layers = KVCacheTensor(
         size=memory.nbytes, layers=["0", "1"], layer_stride=BLOCKS * STRIDE, block_stride=STRIDE, offset=0
     )
-    return memory, Pages(core, KVCacheConfig(BLOCKS, [layers], []))
+    return memory, Pages(memory.data_ptr(), KVCacheConfig(BLOCKS, [layers], []))
 
 
 @given(st.sets(st.integers(0, BLOCKS - 1)))

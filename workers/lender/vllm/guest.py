@@ -266,11 +266,12 @@ class Guest:
         self._engine, pool = building.result()
         self._sharing = Sharing(self._serving, self._engine, pool, self._config)
         self._life.built()
+        pieces, longest_seconds = (0, 0.0) if self._ranks is None else self._ranks.told()
         self._log.info(
             "rose: the guest is built, %.2f s after it was begun, in %d pieces of at most %.1f ms",
             time.monotonic() - self._began,
-            building.pieces,
-            1000 * building.longest_seconds,
+            pieces + building.pieces,
+            1000 * max(longest_seconds, building.longest_seconds),
         )
         self._enter()
 

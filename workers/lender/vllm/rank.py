@@ -32,7 +32,6 @@ from workers.executor.vllm.weights import PolicyWeights, plain_weights_kept
 from workers.lender.pulse import STACK_SIGNAL
 from workers.lender.vllm.apart import Apart, apart_for_building
 from workers.lender.vllm.pieces import Pieces
-from workers.lender.vllm.touched import moved
 
 GROUP = "rose_guest"
 """The guest's group. vLLM has groups called `tp` compute over shared memory, where one waits for a rank that has failed
@@ -67,10 +66,11 @@ class Rank:
         self._pieces: Iterator[None] = iter(())
         """Of preparing it."""
 
-    def ready(self) -> str:
-        """Before serving begins; why no guest may be here, empty if one may."""
-        faulthandler.register(STACK_SIGNAL, all_threads=True)
-        return moved()
+    def process(self, watched: bool) -> int:
+        """Its id. `watched`: by a keeper, that may ask for the stacks of its threads."""
+        if watched:
+            faulthandler.register(STACK_SIGNAL, all_threads=True)
+        return os.getpid()
 
     def begin(self, name: str, *arguments: Any) -> None:
         """Begin a long call: `load`, `run`, `fit` or `hold_spare`."""

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from logging import Logger
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
-from schemas.errors import RoseError, UsageError
+from schemas.errors import RoseError
 from workers.executor.slabs import Lying
 from workers.executor.vllm.place import Weights
 from workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused
@@ -57,12 +58,11 @@ class Ranks:
         self._executor = executor
         self._loop = threading.get_ident()
         self._asked: _Asked | None = None
+        self._pieces, self._longest_seconds = 0, 0.0
 
-    def prepare(self) -> None:
-        """Before serving begins. Raises UsageError."""
-        for reason in self._ask("ready"):
-            if reason:
-                raise UsageError(reason)
+    def processes(self, *, watched: bool) -> Sequence[int]:
+        """Their ids. Asked once, before serving begins: it has each import what it may need. `watched`: by a keeper."""
+        return self._ask("process", watched)
 
     def ask(self, name: str, *arguments: Any) -> Sequence[Any]:
         """Have each do what `rank.Rank` calls so; what they returned, in order. Raises RankFailed."""
@@ -89,7 +89,7 @@ class Ranks:
 
     def go_on(self, seconds: float) -> None:
         """Go on for so long with what it waits for."""
-        asked = self._asked
+        asked, began = self._asked, perf_counter()
         assert asked is not None
         try:
             if not asked.begun:
@@ -102,6 +102,14 @@ class Ranks:
             asked.error, asked.over = error, True
         if asked.over:
             self._asked = None
+        self._pieces += 1
+        self._longest_seconds = max(self._longest_seconds, perf_counter() - began)
+
+    def told(self) -> tuple[int, float]:
+        """Pieces since this was asked last, and the longest of them, as the loop waited for it."""
+        told = self._pieces, self._longest_seconds
+        self._pieces, self._longest_seconds = 0, 0.0
+        return told
 
 
 class RankExecutor(Executor):  # type: ignore[misc]

@@ -23,7 +23,7 @@ class Turns:
     """Who computes next: after each step of serving's, the guest if admission lets it."""
 
     def __init__(
-        self, core: Any, config: LendConfig, feeder: Feeder, pulse: Pulse, ranks: Ranks | None, log: Logger
+        self, core: Any, config: LendConfig, feeder: Feeder, pulse: Pulse, log: Logger, ranks: Ranks | None = None
     ) -> None:
         self._core = core
         self._look_seconds = config.heartbeat_seconds
@@ -122,12 +122,12 @@ def lend(core: Any, config: LendConfig, log: Logger) -> None:
         core.process_input_queue_block = False  # first: the loop may be about to sleep
         core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
 
-    size = core.vllm_config.parallel_config.world_size
+    size, pulse = core.vllm_config.parallel_config.world_size, Pulse.of_core(config.pulse)
     ranks = Ranks(core.model_executor, size) if size > 1 else None
     if ranks is not None:
-        ranks.prepare()
+        pulse.has_ranks(ranks.processes(watched=bool(config.pulse)))
     feeder = Feeder(Path(config.socket), wake, beat_seconds=config.heartbeat_seconds, log=log)
-    turns = Turns(core, config, feeder, Pulse.of_core(config.pulse), ranks, log)
+    turns = Turns(core, config, feeder, pulse, log, ranks)
 
     def take_input() -> None:
         core.process_input_queue_block = idle = not turns.wanted
