@@ -50,6 +50,13 @@ SERVING = {
     "OMP_NUM_THREADS": "1",
 }
 
+RANKS = 2
+ON_RANKS = (
+    *("--tensor-parallel-size", str(RANKS), "--distributed-executor-backend", "mp"),
+    *("--worker-extension-cls", "tests.integration.rank_witness.RankWitness"),
+)
+"""Flags of a server with a worker for each rank, that has a witness in it."""
+
 STRICTLY = Promise()
 
 Wanted = TypeVar("Wanted", bound=Report)
@@ -70,6 +77,12 @@ class Server:
         """The engine-core process."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return next(child for child in children if child.name().startswith("VLLM::Engin"))
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        """Of a server of several ranks, in their order."""
+        children = self.core.children(recursive=True)
+        return sorted((child for child in children if "Worker" in child.name()), key=lambda child: child.name())
 
     def said(self, text: str) -> bool:
         return text in self.log.read_text()

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from schemas.arrays import unpack_logprobs
-from tests.integration.lender_kit import MODEL, Answer, Beside, Server, lending_server
+from tests.integration.lender_kit import MODEL, ON_RANKS, RANKS, Answer, Beside, Server, lending_server
 from tests.integration.test_lender import PROMPTS, TURNS, run_guest, run_standalone, same, tell, traffic, wake_and_park
 from workers.executor.slabs import lay
 from workers.executor.vllm.engine import Engine
@@ -26,10 +25,6 @@ from workers.lender.vllm.guest import engine_of
 from workers.weights.shards import VOCABULARY_PADDING, Rank, wanted_by
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
-
-RANKS = 2
-SPLIT = ("--tensor-parallel-size", str(RANKS), "--distributed-executor-backend", "mp")
-WITNESSED = ("--worker-extension-cls", "tests.integration.rank_witness.RankWitness")
 
 CLOSE = 1e-4
 """Of two logprobs in float32, whose sums were taken in another order."""
@@ -40,7 +35,7 @@ Made = list[tuple[bytes, bytes]]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with lending_server(tmp_path_factory.mktemp("ranks"), *SPLIT, *WITNESSED, dtype="float32") as running:
+    with lending_server(tmp_path_factory.mktemp("ranks"), *ON_RANKS, dtype="float32") as running:
         yield running
 
 
@@ -72,12 +67,6 @@ def version() -> dict[str, torch.Tensor]:
         name: tensor + 0.05 * torch.randn_like(tensor)
         for name, tensor in load_file(MODEL / "model.safetensors").items()
     }
-
-
-def workers_of(server: Server) -> list[psutil.Process]:
-    """In the order of their ranks."""
-    children = server.core.children(recursive=True)
-    return sorted((child for child in children if "Worker" in child.name()), key=lambda child: child.name())
 
 
 def assert_close(made: Made, expected: Made) -> None:
@@ -178,7 +167,7 @@ def test_a_turn_that_a_swap_overtakes_goes_on_under_the_new_version_on_every_ran
 def test_a_rank_that_fails_amid_a_step_is_told_and_the_guest_dropped_on_all(
     server: Server, alone: list[Answer], beside: Beside, one_rank: Engine
 ) -> None:
-    threads = [worker.num_threads() for worker in workers_of(server)]
+    threads = [worker.num_threads() for worker in server.workers]
     one_rank.swap(4, load_file(MODEL / "model.safetensors").items())
     with traffic(server) as answers:
         for _ in range(2):
@@ -194,11 +183,11 @@ def test_a_rank_that_fails_amid_a_step_is_told_and_the_guest_dropped_on_all(
             beside.forget()
             assert_close(run_guest(beside), run_standalone(one_rank))
     assert same(answers, alone)
-    assert [worker.num_threads() for worker in workers_of(server)] == threads
+    assert [worker.num_threads() for worker in server.workers] == threads
 
 
 def test_wakes_and_parks_leave_no_thread_and_no_memory_behind_in_a_rank(server: Server, beside: Beside) -> None:
-    workers = workers_of(server)
+    workers = server.workers
     for _ in range(2):
         wake_and_park(beside)
     threads, memory = [each.num_threads() for each in workers], [each.memory_info().rss for each in workers]

@@ -1,6 +1,5 @@
 """Blocks of a tenant: none is lost, what is kept is found, and pages are given back of what nobody may touch alone."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch

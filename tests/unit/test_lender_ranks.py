@@ -64,7 +64,7 @@ def test_what_a_thread_beside_asks_is_asked_by_the_loop_until_the_last_rank_has_
         if name == "begin":
             return None
         went[rank] += 1
-        return went[rank] > rank, f"of {rank}"
+        return went[rank] > rank, "", f"of {rank}"
 
     workers = Workers(takes_as_many_pieces_as_its_number)
     ranks = ranks_of(workers)
@@ -80,14 +80,17 @@ def test_what_a_thread_beside_asks_is_asked_by_the_loop_until_the_last_rank_has_
 def test_what_fails_for_a_thread_beside_is_raised_there() -> None:
     def fails(rank: int, name: str, _: Any) -> Any:
         if name == "go_on":
-            raise MemoryError(f"at {rank}")
+            left[rank] -= 1
+            return left[rank] <= 0, "MemoryError: no room" if rank == 1 else "", None
 
+    left = dict(enumerate((3, 1, 2)))
     ranks = ranks_of(Workers(fails))
     building = Pieces(lambda: ranks.ask("load"), "building")
     while not building.go_on(10.0):
         ranks.go_on(0.001)
-    with pytest.raises(RankFailed, match="rank 0: at 0; rank 1: at 1; rank 2: at 2"):
+    with pytest.raises(RankFailed, match=r"^rank 1: MemoryError: no room$"):
         building.result()
+    assert max(left.values()) == 0, "it is over when the last rank is done, whatever became of the first"
 
 
 def test_a_function_that_rests_is_gone_on_with_as_often() -> None:

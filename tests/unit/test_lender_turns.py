@@ -31,9 +31,7 @@ def serving() -> Any:
     scheduler.has_requests = lambda: not scheduler.paused and bool(scheduler.running or scheduler.waiting)
     scheduler.paused = False
     config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
-    core = SimpleNamespace(
-        scheduler=scheduler, vllm_config=config, model_executor=None, input_queue=queue.Queue()
-    )
+    core = SimpleNamespace(scheduler=scheduler, vllm_config=config, model_executor=None, input_queue=queue.Queue())
     core.is_running, core.has_work = lambda: True, scheduler.has_requests
     return core
 

@@ -8,6 +8,7 @@ Keeps true
 - A rank reads its own share of a version, out of memory that all ranks map, and holds no more than that.
 """
 
+import ctypes
 import faulthandler
 import gc
 import os
@@ -37,6 +38,10 @@ GROUP = "rose_guest"
 """The guest's group. vLLM has groups called `tp` compute over shared memory, where one waits for a rank that has failed
 for as long as the process lives; any other name gets gloo, which tells the others when one leaves."""
 
+_trim = ctypes.CDLL(None).malloc_trim
+"""Has the C library give free memory back to the system, also between what is in use. Without it a small KV cache that
+is freed leaves a gap, of which something else takes a little, and the next cache needs as much again."""
+
 _ranks: dict[int, "Rank"] = {}
 """By the id of serving's worker. There is one in a process."""
 
@@ -44,10 +49,14 @@ _ranks: dict[int, "Rank"] = {}
 def call(host: WorkerWrapperBase, name: str, *arguments: Any) -> tuple[bool, Any]:
     """What serving's executor runs in each worker: whether it went well, and what came of it. Raises nothing."""
     try:
-        rank = _ranks.get(id(host)) or _ranks.setdefault(id(host), Rank(host))
+        rank = _ranks.setdefault(id(host), Rank(host))
         return True, getattr(rank, name)(*arguments)
     except Exception as error:  # noqa: BLE001  whatever a guest does, serving goes on
-        return False, f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+        return False, _told(error)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
 
 
 class Rank:
@@ -73,29 +82,39 @@ class Rank:
         return os.getpid()
 
     def begin(self, name: str, *arguments: Any) -> None:
-        """Begin a long call: `load`, `run`, `fit` or `hold_spare`."""
-        if name == "load" or self._apart is None:
+        """Begin a long call: `join`, then `load`, `run`, `fit`, `hold_spare`, or `release` at any time."""
+        if name == "join" or self._apart is None:
             self._apart = apart_for_building()
+        if name == "load":
+            self._apart.set(parallel_state, "_TP", self._group)
         self._work = Pieces(partial(getattr(self, name), *arguments), "rose-guest-build")
 
-    def go_on(self, seconds: float) -> tuple[bool, Any]:
-        """Go on with it for so long; whether it is done, and what it returned. Raises what it raised."""
+    def go_on(self, seconds: float) -> tuple[bool, str, Any]:
+        """Go on with it for so long; whether it is done, what went wrong, and what it returned."""
         assert self._apart is not None and self._work is not None
         with self._apart.building():
             done = self._work.go_on(seconds)
-        return done, self._work.result() if done else None
+        if not done:
+            return False, "", None
+        try:
+            return True, "", self._work.result()
+        except Exception as error:  # noqa: BLE001  as in `call`
+            return True, _told(error), None
 
-    def load(self, config: VllmConfig) -> None:
-        """Build this rank's share of the model."""
-        host = self._host.worker
+    def join(self) -> None:
+        """Make the guest's group, with the other ranks."""
         world = parallel_state.get_world_group()
-        self._group = parallel_state._TP = parallel_state.GroupCoordinator(
+        self._group = parallel_state.GroupCoordinator(
             [list(world.ranks)],
-            host.local_rank,
+            world.local_rank,
             torch.distributed.get_backend(world.device_group),
             use_device_communicator=True,
             group_name=GROUP,
         )
+
+    def load(self, config: VllmConfig) -> None:
+        """Build this rank's share of the model."""
+        host = self._host.worker
         self._guest = WorkerWrapperBase(rpc_rank=self._host.rpc_rank, global_rank=self._host.global_rank)
         settings = {
             "vllm_config": config,
@@ -137,7 +156,7 @@ class Rank:
                 if output is None:
                     output = self._guest.sample_tokens(grammar)
             except Exception as error:  # noqa: BLE001  the others may wait for this rank
-                failure = f"{type(error).__name__}: {error}"
+                failure = _told(error)
         if failure:  # here, where the error's frames hold the group no more
             self._leave()
             raise RuntimeError(failure)
@@ -168,15 +187,14 @@ class Rank:
 
     def release(self) -> None:
         """Let go of all of it."""
-        guest, self._guest, self._weights = self._guest, None, None
         self._version, self._pieces = {}, iter(())
-        if guest is not None and getattr(guest, "worker", None) is not None:
-            runner = getattr(guest.worker, "model_runner", None)
-            if runner is not None:
-                let_go(runner)
+        worker = getattr(self._guest, "worker", None)  # as far as `load` came
+        if getattr(worker, "model_runner", None) is not None:
+            let_go(worker.model_runner)
+        worker = self._guest = self._weights = None
         self._leave()
-        del guest
         gc.collect()
+        _trim(0)
 
     def _leave(self) -> None:
         """The guest's group, in which nobody waits for this rank any more."""

@@ -77,9 +77,7 @@ class Ranks:
 
     def _ask(self, name: str, *arguments: Any) -> Sequence[Any]:
         answers = self._executor.collective_rpc(call, args=(name, *arguments))
-        failed = [f"rank {rank}: {value}" for rank, (well, value) in enumerate(answers) if not well]
-        if failed:
-            raise RankFailed("; ".join(failed))
+        _check(["" if well else value for well, value in answers])
         return [value for _, value in answers]
 
     @property
@@ -96,8 +94,10 @@ class Ranks:
                 asked.begun = True
                 self._ask("begin", asked.name, *asked.arguments)
             answers = self._ask("go_on", seconds)
-            asked.over = all(done for done, _ in answers)
-            asked.returned = [value for _, value in answers]
+            asked.over = all(done for done, _, _ in answers)
+            asked.returned = [value for _, _, value in answers]
+            if asked.over:
+                _check([wrong for _, wrong, _ in answers])
         except Exception as error:  # noqa: BLE001  it is that thread's to know
             asked.error, asked.over = error, True
         if asked.over:
@@ -112,6 +112,13 @@ class Ranks:
         return told
 
 
+def _check(wrong: Sequence[str]) -> None:
+    """What went wrong on each rank, if something did."""
+    failed = [f"rank {rank}: {what}" for rank, what in enumerate(wrong) if what]
+    if failed:
+        raise RankFailed("; ".join(failed))
+
+
 class RankExecutor(Executor):  # type: ignore[misc]
     """What vLLM's engine core of the guest takes for its executor."""
 
@@ -121,6 +128,7 @@ class RankExecutor(Executor):  # type: ignore[misc]
         super().__init__(config)
 
     def _init_executor(self) -> None:
+        self._ranks.ask("join")
         self._ranks.ask("load", self.vllm_config)
 
     def collective_rpc(
