@@ -11,8 +11,8 @@ export OMP_NUM_THREADS ?= 1
 
 # A storm has more processes than there are cores, and its roles may not stand still: it comes last, alone.
 STORM := tests/chaos/test_storm.py
-# Tests mostly wait for brokers and processes: four files at once, the long ones (chaos) first. PYTEST='-m "not slow"'.
-PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
+# Tests mostly wait for brokers and processes: six files at once, the long ones (chaos) first. PYTEST='-m "not slow"'.
+PARALLEL := -n 6 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test test-long lint requirements
 .DEFAULT_GOAL := help

@@ -1,11 +1,14 @@
 """Brokers as fixtures, and the faults of a broker as expected failures."""
 
 import os
+import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -21,6 +24,27 @@ ENGINE_TESTS = ("test_engine.py", "test_engine_deltas.py", "test_engine_resumed.
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     return True if config.option.markexpr == "not slow" and collection_path.name in ENGINE_TESTS else None
+
+
+SHARED = pytest.StashKey[Broker]()
+"""Of the process that hands the tests out: the Apache Kafka of all who run them. To start one costs as much as ten
+tests, and each compiles itself anew."""
+
+
+def pytest_configure_node(node: Any) -> None:
+    """Before a process that runs tests is started."""
+    config: pytest.Config = node.config
+    if config.option.markexpr == "not slow" or KAFKA not in KINDS or not os.environ.get("KAFKA_HOME"):
+        return
+    if SHARED not in config.stash:
+        config.stash[SHARED] = start(KAFKA, Path(tempfile.mkdtemp(prefix="rose-tests-kafka-")))
+    node.workerinput[KAFKA] = config.stash[SHARED].bootstrap
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if SHARED in config.stash:
+        config.stash[SHARED].stop()
+        shutil.rmtree(config.stash[SHARED].data_folder)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,14 +70,19 @@ def _known_faults(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="session")
-def brokers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], AnyBroker]]:
+def brokers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], AnyBroker]]:
     """Starts a broker of each kind when it is first asked for, and stops them all at the end."""
+    shared: dict[str, str] = getattr(request.config, "workerinput", {})
     with ExitStack() as running:
 
         @cache
         def broker_of(kind: str) -> AnyBroker:
             if kind == EXTERNAL:
                 return ExternalBroker(os.environ["ROSE_BOOTSTRAP"])
+            if kind in shared:
+                return ExternalBroker(shared[kind])
             return running.enter_context(start(kind, tmp_path_factory.mktemp(kind)))
 
         yield broker_of

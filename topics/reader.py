@@ -7,6 +7,7 @@ Keeps true
 - Nothing is committed on its own, and nothing is written.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -53,6 +54,10 @@ ASK_AGAIN_SECONDS = 0.1
 
 COORDINATOR_SECONDS = 30.0
 """How long a group's coordinator may take to come up before it is an error."""
+
+JOIN_SECONDS = 5.0
+"""The embedded broker waits 0.3 s for others once a group's first member has come. If the second comes just as that is
+over, it answers neither, nor whoever comes after them, until one of them comes again by its name: after so long."""
 
 CLOSE_SECONDS = 10.0
 """How long a reader may take to leave its group: as long as a session of its members."""
@@ -118,8 +123,11 @@ class Reader:
         if member is not None and settings.embedded:
             config["group.instance.id"] = settings.name(member)
         self._settings = settings
-        # With nothing held at the broker a waiting consumer would ask without end: this one rests.
-        self._consumer = (RestingConsumer if settings.embedded else Consumer)(config)
+        self._config = config
+        self._consumer = self._connected()
+        self._join: Callable[[], None] | None = None
+        """Ask the group to be taken in."""
+        self._joins_again_at = math.inf
         self._topics: dict[str, Topic] = {}
         self._assigned: set[Place] = set()
         self._membership: object = None
@@ -148,6 +156,7 @@ class Reader:
         self._know(topics)
 
         def on_assign(consumer: Consumer, partitions: list[TopicPartition]) -> None:
+            self._joins_again_at = math.inf
             self._membership = consumer.consumer_group_metadata()
             self._take_on(assigned([self._place(partition) for partition in partitions]))
 
@@ -156,8 +165,14 @@ class Reader:
             self._assigned = set()
             consumer.unassign()
 
+        def join() -> None:
+            self._consumer.subscribe(names, on_assign=on_assign, on_revoke=on_revoke, on_lost=on_revoke)
+            if self._settings.embedded:
+                self._joins_again_at = time.monotonic() + JOIN_SECONDS
+
         names = [self._settings.topic(topic) for topic in topics]
-        self._consumer.subscribe(names, on_assign=on_assign, on_revoke=on_revoke, on_lost=on_revoke)
+        self._join = join
+        join()
 
     def read(self, limit: int, timeout_seconds: float) -> list[Item]:
         """Up to `limit` records; returns as soon as any are there, or empty after the timeout.
@@ -166,6 +181,8 @@ class Reader:
         """
         first = self._consumer.poll(timeout_seconds)
         if first is None:
+            if time.monotonic() >= self._joins_again_at:
+                self._come_again()
             return []
         messages = [first, *self._consumer.consume(limit - 1, 0)] if limit > 1 else [first]
         taken = (self._take(message) for message in messages)
@@ -254,6 +271,17 @@ class Reader:
         leaving.join(CLOSE_SECONDS)
         if leaving.is_alive():
             structlog.get_logger("bus").warning("not left in time", seconds=CLOSE_SECONDS)
+
+    def _connected(self) -> Consumer:
+        # With nothing held at the broker a waiting consumer would ask without end: this one rests.
+        return (RestingConsumer if self._settings.embedded else Consumer)(self._config)
+
+    def _come_again(self) -> None:
+        assert self._join is not None
+        structlog.get_logger("bus").warning("the broker has not answered a join: asking again", seconds=JOIN_SECONDS)
+        Thread(target=self._consumer.close, name="leaves", daemon=True).start()
+        self._consumer = self._connected()
+        self._join()
 
     def _know(self, topics: Iterable[Topic]) -> None:
         self._topics.update({self._settings.topic(topic): topic for topic in topics})

@@ -24,7 +24,7 @@ from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS, Partitions
 from topics.errors import BusError
 from topics.fetch import REACH, Fetch, Find
 from topics.letters import buried, read_letters
-from topics.log import read_back
+from topics.log import await_decided, read_back
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Raw, Spoiled
 from topics.retention import delete_before
@@ -123,6 +123,33 @@ def test_a_members_new_assignment_is_read_though_it_had_paused_everything(settin
     until(lambda: {envelope.partition for envelope in found} == set(range(HOMES)))
     first.close()
     other.close()
+
+
+def test_whoever_joins_is_taken_in_however_soon_after_another(settings: BusSettings) -> None:
+    """The embedded broker forgets both, if the second comes just as its wait for others is over."""
+    taken_in: list[str] = []
+
+    def join(pair: int, name: str) -> Reader:
+        def assigned(places: list[Place]) -> dict[Place, int]:
+            taken_in.append(f"{pair} {name}")
+            return {}
+
+        reader = Reader(settings, name, group=f"pair-{pair}", member=f"{name}-{pair}")
+        reader.subscribe([PROMPTS], assigned=assigned, revoked=lambda places: None)
+        return reader
+
+    members: list[Reader] = []
+    for pair in range(8):
+        first = join(pair, "first")
+        first.read(1, 0.304 + 0.002 * pair)
+        members += [first, join(pair, "second")]
+    deadline = time.monotonic() + WAIT_SECONDS
+    while len(set(taken_in)) < len(members):
+        assert time.monotonic() < deadline, taken_in
+        for member in members:
+            member.read(1, 0.01)
+    for member in members:
+        member.close()
 
 
 def test_a_dead_letter_is_the_message_as_it_came_and_says_where_it_lay(settings: BusSettings, reader: Reader) -> None:
@@ -269,6 +296,7 @@ def test_a_transactions_marker_is_a_place_where_nothing_is(settings: BusSettings
         writer.begin()
         writer.write(PROMPTS, PROMPT, key="g", partition=0)
         writer.commit()
+    await_decided(settings, [(PROMPTS, 0)], client_id="test")  # Kafka writes a commit's marker after it has said yes
     fetch = Fetch(reader, {(PROMPTS, 0): range(4)})
     fetched = [envelope.offset for envelope in fetch]
     assert len(fetched) == 2 and sorted(fetched + [offset for _, offset in fetch.missing]) == [0, 1, 2, 3]
