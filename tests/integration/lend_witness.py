@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class Witness(Scheduler):  # type: ignore[misc]
         return super().schedule(throttle_prefills)
 
     def note(self, when: str) -> None:
-        state = self._state()
+        state = process_state(self._log_levels)
         digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
         building = any(thread.name == "rose-guest-build" for thread in threading.enumerate())
         note: dict[str, Any] = {"when": when, "building": building, "seen": digest}
@@ -50,28 +51,30 @@ class Witness(Scheduler):  # type: ignore[misc]
             note["state"] = state
         self._notes.write(json.dumps(note) + "\n")
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "environment": dict(os.environ),
-            "default dtype": str(torch.get_default_dtype()),
-            "threads": torch.get_num_threads(),
-            "gradients": torch.is_grad_enabled(),
-            "names": [id(getattr(module, name)) for module, name in NAMES],
-            "generators": [
-                hashlib.sha256(state).hexdigest()[:16]
-                for state in (
-                    repr(random.getstate()).encode(),
-                    np.random.get_state()[1].tobytes(),  # type: ignore[index]
-                    torch.get_rng_state().numpy().tobytes(),
-                )
-            ],
-            "log levels": {name: logging.getLogger(name).level for name in self._log_levels},
-            "root log level": logging.getLogger().level,
-            "root hash": getattr(kv_cache_utils, "NONE_HASH", b"").hex(),
-            "warnings": len(warnings.filters),
-            "signals": [repr(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)],
-            "garbage": [*gc.get_threshold(), gc.isenabled()],
-            "switching": sys.getswitchinterval(),
-            "folder": str(Path.cwd()),
-            "profile": sys.getprofile() is None,
-        }
+
+def process_state(log_levels: Mapping[str, int]) -> dict[str, Any]:
+    """What the process looks like, with the levels of these loggers."""
+    return {
+        "environment": dict(os.environ),
+        "default dtype": str(torch.get_default_dtype()),
+        "threads": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+        "names": [id(getattr(module, name)) for module, name in NAMES],
+        "generators": [
+            hashlib.sha256(state).hexdigest()[:16]
+            for state in (
+                repr(random.getstate()).encode(),
+                np.random.get_state()[1].tobytes(),  # type: ignore[index]
+                torch.get_rng_state().numpy().tobytes(),
+            )
+        ],
+        "log levels": {name: logging.getLogger(name).level for name in log_levels},
+        "root log level": logging.getLogger().level,
+        "root hash": getattr(kv_cache_utils, "NONE_HASH", b"").hex(),
+        "warnings": len(warnings.filters),
+        "signals": [repr(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)],
+        "garbage": [*gc.get_threshold(), gc.isenabled()],
+        "switching": sys.getswitchinterval(),
+        "folder": str(Path.cwd()),
+        "profile": sys.getprofile() is None,
+    }

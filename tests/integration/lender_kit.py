@@ -37,6 +37,9 @@ NOTES = "LEND_WITNESS"
 HANG = "LEND_HANG"
 """The environment variable that names the file for as long as which a guest hangs (`lend_hang`)."""
 
+FAULT = "LEND_FAULT"
+"""The environment variable that names the file which says what fault a guest's rank has (`rank_witness`)."""
+
 SERVING = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -46,6 +49,13 @@ SERVING = {
     "VLLM_LOGGING_LEVEL": "INFO",  # an engine of the test's own process has set another
     "OMP_NUM_THREADS": "1",
 }
+
+RANKS = 2
+ON_RANKS = (
+    *("--tensor-parallel-size", str(RANKS), "--distributed-executor-backend", "mp"),
+    *("--worker-extension-cls", "tests.integration.rank_witness.RankWitness"),
+)
+"""Flags of a server with a worker for each rank, that has a witness in it."""
 
 STRICTLY = Promise()
 
@@ -67,6 +77,12 @@ class Server:
         """The engine-core process."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return next(child for child in children if child.name().startswith("VLLM::Engin"))
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        """Of a server of several ranks, in their order."""
+        children = self.core.children(recursive=True)
+        return sorted((child for child in children if "Worker" in child.name()), key=lambda child: child.name())
 
     def said(self, text: str) -> bool:
         return text in self.log.read_text()
@@ -185,17 +201,16 @@ def lending_server(
     folder: Path, *flags: str, lends: bool = True, promise: Promise = STRICTLY, **sizes: Any
 ) -> Iterator[Server]:
     """With the shipped policy as serving's model and as the guest's; `sizes` are fields of its LendConfig."""
-    small = {"max_turns": 8, "max_model_len": 256, "kv_cache_bytes": 8 << 20, "step_tokens": 64}
+    small = {"dtype": "bfloat16", "max_turns": 8, "max_model_len": 256, "kv_cache_bytes": 8 << 20, "step_tokens": 64}
     config = LendConfig(
         model_folder=str(MODEL),
         socket=str(folder / "lend.sock"),
-        dtype="bfloat16",
         promise=promise,
         **(small | sizes),
     )
     (folder / "lend.json").write_bytes(msgspec.json.encode(config))
     [port] = free_ports(1)
-    environment = os.environ | SERVING | {NOTES: str(folder / "notes.jsonl")}
+    environment = os.environ | SERVING | {NOTES: str(folder / "notes.jsonl"), FAULT: str(folder / "fault")}
     environment.pop("ROSE_LEND", None)
     if lends:
         environment["ROSE_LEND"] = str(folder / "lend.json")
@@ -206,7 +221,7 @@ def lending_server(
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
     server = Server(process, port, config, log, folder / "notes.jsonl")
     try:
-        until(lambda: healthy(port) or process.poll() is not None, 2 * WAIT_SECONDS)
+        until(lambda: healthy(port) or process.poll() is not None, 4 * WAIT_SECONDS)
         assert process.poll() is None, log.read_text()[-4000:]
         yield server
     finally:

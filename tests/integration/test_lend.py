@@ -22,7 +22,19 @@ from schemas.slack import ExecutorState, WorkerClass
 from schemas.turns import TurnOutcome, TurnResult
 from tests.brokers import AnyBroker, flags
 from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router
-from tests.integration.lender_kit import HANG, MODEL, ROOT, SERVING, Server, healthy, server_flags
+from tests.integration.lender_kit import (
+    FAULT,
+    HANG,
+    MODEL,
+    NOTES,
+    ON_RANKS,
+    RANKS,
+    ROOT,
+    SERVING,
+    Server,
+    healthy,
+    server_flags,
+)
 from tests.waiting import until
 from topics.admin import create_topics
 from topics.broker import Broker, free_ports
@@ -72,7 +84,8 @@ def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
     said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "pipeline.command.main", "lend", "--model", str(MODEL), f"--slot={SLOT}"]
     command += [*arguments, *said, "--", *server_flags(port), "--kv-cache-memory-bytes", str(8 << 20), *vllm]
-    environment = os.environ | SERVING | {HANG: str(folder / "hang")}
+    environment = os.environ | SERVING | {HANG: str(folder / "hang"), FAULT: str(folder / "fault")}
+    environment[NOTES] = str(folder / "notes")
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
     children: list[psutil.Process] = []
@@ -131,6 +144,25 @@ def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_unti
         assert "a_step_that_hangs" in server.log.read_text()
         assert "has had the thread" in (tmp_path / "stop").read_text()
         router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
+
+
+def test_a_rank_that_hangs_is_ended_with_the_engine_core(settings: BusSettings, tmp_path: Path) -> None:
+    with lending(tmp_path, *flags(settings), vllm=ON_RANKS) as server:
+        router = Router(settings, server.process)
+        router.publish_tensors(load_file(MODEL / "model.safetensors"), 0)
+        router.until(lambda: router.serves(0))
+        router.dispatch("alone", CONTEXT)
+        prove(router.result("alone"))
+        router.executor = None
+        (tmp_path / "fault").write_text("hang")
+        ranks, core = server.workers, server.core
+        assert len(ranks) == RANKS
+        router.dispatch("hangs", CONTEXT)
+        psutil.wait_procs([core, *ranks], timeout=WAIT_SECONDS)
+        assert not any(each.is_running() for each in (core, *ranks))
+        server.process.wait(WAIT_SECONDS)
+        assert "_all_reduce_or_fault" in server.log.read_text(), "the stacks of the rank"
+        assert "has had the thread" in (tmp_path / "stop").read_text()
 
 
 def goes_on_after_a_park(router: Router) -> None:

@@ -29,6 +29,7 @@ CORE = """
 import sys, time
 from workers.lender.pulse import Pulse
 pulse = Pulse.of_core(sys.argv[1])
+pulse.has_ranks([int(rank) for rank in sys.argv[3:]])
 
 def a_step_that_hangs():
     while True:
@@ -135,17 +136,21 @@ def test_a_file_that_nobody_can_look_at_says_stop(tmp_path: Path) -> None:
 def test_a_guest_that_hangs_ends_its_engine_core_and_serving_that_is_slow_does_not(tmp_path: Path, holder: str) -> None:
     log = tmp_path / "log"
     with kept(tmp_path, Beside("exec sleep 600").begin, hang_seconds=1.0), log.open("wb") as output:
-        command = [sys.executable, "-c", CORE, str(tmp_path / "pulse"), holder]
+        ranks = [subprocess.Popen(["sh", "-c", "trap '' RTMIN+6; exec sleep 600"]) for _ in range(2)]
+        command = [sys.executable, "-c", CORE, str(tmp_path / "pulse"), holder, *(str(rank.pid) for rank in ranks)]
         core = subprocess.Popen(command, cwd=ROOT, stderr=output)
         if holder == "guest":
             assert core.wait(60.0) == -signal.SIGKILL
+            assert [rank.wait(60.0) for rank in ranks] == [-signal.SIGKILL] * 2
             assert "a_step_that_hangs" in log.read_text()
             assert "has had the thread" in (tmp_path / "marks" / "stop").read_text()
         else:
             time.sleep(4.0)
             assert core.poll() is None and not (tmp_path / "marks").exists()
-            core.kill()
-            core.wait()
+            for each in (core, *ranks):
+                assert each.poll() is None
+                each.kill()
+                each.wait()
 
 
 @pytest.mark.parametrize("server", ["killed", "alive"])

@@ -1,6 +1,5 @@
 """Blocks of a tenant: none is lost, what is kept is found, and pages are given back of what nobody may touch alone."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,13 +23,10 @@ BLOCK_BYTES = 2 * STRIDE
 def cache() -> tuple[torch.Tensor, Pages]:
     """Two layers of BLOCKS blocks, as vLLM lays them on a CPU."""
     memory = torch.full((BLOCKS * BLOCK_BYTES,), 7, dtype=torch.uint8)
-    runner = SimpleNamespace(kv_caches=[memory])
-    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
-    core = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
     layers = KVCacheTensor(
         size=memory.nbytes, layers=["0", "1"], layer_stride=BLOCKS * STRIDE, block_stride=STRIDE, offset=0
     )
-    return memory, Pages(core, KVCacheConfig(BLOCKS, [layers], []))
+    return memory, Pages(memory.data_ptr(), KVCacheConfig(BLOCKS, [layers], []))
 
 
 @given(st.sets(st.integers(0, BLOCKS - 1)))

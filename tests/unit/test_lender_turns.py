@@ -33,7 +33,8 @@ def serving() -> Any:
     scheduler.get_request_counts = lambda: (len(scheduler.running), len(scheduler.waiting))
     scheduler.has_requests = lambda: not scheduler.paused and bool(scheduler.running or scheduler.waiting)
     scheduler.paused = False
-    core = SimpleNamespace(scheduler=scheduler, model_executor=None, input_queue=queue.Queue())
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+    core = SimpleNamespace(scheduler=scheduler, vllm_config=config, model_executor=None, input_queue=queue.Queue())
     core.is_running, core.has_work = lambda: True, scheduler.has_requests
     return core
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
 from schemas.errors import RecordError
 from workers.executor.line import Line
-from workers.executor.slabs import lying
+from workers.executor.slabs import Lying
 from workers.executor.step_cost import StepCost
 from workers.executor.vllm.engine import Engine
 from workers.executor.vllm.types import EngineRefusal, Finished, SwapRefused
@@ -204,7 +204,7 @@ class EngineHost:
             case GiveUp():
                 self.give_up(order.name)
             case Prepare():
-                tensors = lying(self._wires.slabs[order.slab], order.layout)
+                tensors = Lying(self._wires.slabs[order.slab], order.layout)
                 self._preparing = order.version, self._engine.preparing(tensors)
             case Serve():
                 self._serve(order.version)

@@ -8,7 +8,8 @@ Keeps true
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -37,15 +38,22 @@ def lay(slab: int, tensors: Mapping[str, Tensor]) -> tuple[Laid, ...]:
         end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     if os.fstat(slab).st_size < end:
         os.ftruncate(slab, end)
-    for name, there in lying(slab, layout):
+    for name, there in Lying(slab, layout):
         there.copy_(tensors[name])
     return tuple(layout)
 
 
-def lying(slab: int, layout: tuple[Laid, ...] | list[Laid]) -> Iterator[tuple[str, Tensor]]:
-    """By name, the tensors that lie in the slab with this descriptor. They keep its memory mapped."""
-    memory = mmap.mmap(slab, 0)
-    for laid in layout:
-        dtype: torch.dtype = getattr(torch, laid.dtype)
-        count = math.prod(laid.shape)
-        yield laid.name, torch.frombuffer(memory, dtype=dtype, count=count, offset=laid.begin).view(laid.shape)
+@dataclass(frozen=True, slots=True)
+class Lying:
+    """A version that lies in the slab with this descriptor."""
+
+    slab: int
+    layout: Sequence[Laid]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors by name. They keep the slab's memory mapped, and touch it only where they are read."""
+        memory = mmap.mmap(self.slab, 0)
+        for laid in self.layout:
+            dtype: torch.dtype = getattr(torch, laid.dtype)
+            count = math.prod(laid.shape)
+            yield laid.name, torch.frombuffer(memory, dtype=dtype, count=count, offset=laid.begin).view(laid.shape)

@@ -4,8 +4,9 @@ Keeps true
 - The process beside that is killed, or cannot be started, is started again, later each time (`backoff`); one that ends
   by itself is not.
 - A file that says stop is seen within `LOOK_SECONDS`, whatever a broker, the process beside or serving is doing.
-- An engine core whose guest hangs is ended, so that whoever runs the server starts it anew; the file then says stop:
-  the next life does not lend until somebody has looked at it and removed it. Serving that is slow is left alone.
+- An engine core whose guest hangs is ended, and its ranks with it, so that whoever runs the server starts it anew; the
+  file then says stop: the next life does not lend until somebody has looked at it and removed it. Serving that is slow
+  is left alone.
 - It is the server's child and ends with it, after the process beside has said goodbye. An engine core that outlives its
   server, as when that one is killed, ends then too: it serves nobody, and holds its memory.
 
@@ -16,7 +17,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
@@ -112,12 +113,13 @@ class Keeper:
         except OSError as error:
             self._log.error("the next life may lend: the stop file cannot be written", reason=str(error))
         self._ended = True
-        try:
-            signal.pidfd_send_signal(descriptor, STACK_SIGNAL)
-            time.sleep(STACK_SECONDS)
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        processes = [descriptor]
+        for rank in self._pulse.ranks:  # one that hangs does not see that the core is gone
+            with suppress(ProcessLookupError):
+                processes.append(os.pidfd_open(rank))
+        _send(processes, STACK_SIGNAL)
+        time.sleep(STACK_SECONDS)
+        _send(processes, signal.SIGKILL)
 
     def _part(self) -> None:
         if self._beside is None:
@@ -143,6 +145,13 @@ class Keeper:
             signal.pidfd_send_signal(descriptor, signal.SIGTERM)
             if not ended.poll(1000 * ORPHAN_SECONDS):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+
+
+def _send(processes: Sequence[int], number: int) -> None:
+    """To those that are there, by their descriptors."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, number)
 
 
 def _ended(child: int) -> int | None:

@@ -12,7 +12,9 @@ import mmap
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 from schemas.errors import UsageError
@@ -20,14 +22,16 @@ from schemas.errors import UsageError
 BYTES = 4096
 
 STACK_SIGNAL = signal.SIGRTMIN + 6
-"""Has the engine core write the stacks of its threads into the server's log; nobody else is known to use it."""
+"""Has the engine core, or a rank, write the stacks of its threads into the server's log; nobody else is known to use
+it."""
 
 KEEPER_SECONDS = 5.0
 """A keeper looks several times a second."""
 
-CORE, SINCE, STOP, LOOKED = 0, 8, 16, 24
+CORE, SINCE, STOP, LOOKED, RANKS = 0, 8, 16, 24, 32
 """Words, 64 bytes apart: the engine core's process; since when its guest has had the thread, 0 while it has not;
-whether the guest must stop; when the keeper looked last, 0 while there is none."""
+whether the guest must stop; when the keeper looked last, 0 while there is none; from the last on, one behind another,
+the processes of serving's ranks, where they are not the engine core's, and 0."""
 
 
 class Pulse:
@@ -69,6 +73,13 @@ class Pulse:
             with suppress(OSError):
                 Pulse(Path(path))._words[CORE] = 0
 
+    def has_ranks(self, processes: Sequence[int]) -> None:
+        """Besides the engine core, serving computes in these. Raises UsageError."""
+        if len(processes) > len(self._words) - RANKS - 1:
+            raise UsageError(f"no guest was tried on {len(processes)} ranks")
+        for place, process in enumerate(processes):
+            self._words[RANKS + place] = process
+
     def take(self) -> None:
         """The guest has the thread from now on."""
         self._words[SINCE] = time.monotonic_ns()
@@ -81,6 +92,11 @@ class Pulse:
     def core(self) -> int:
         """The engine core's process; 0 before there is one, and once it has ended as it was asked to."""
         return self._words[CORE]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Serving's processes besides it, as far as there are any."""
+        return list(takewhile(bool, self._words[RANKS:]))
 
     @property
     def since(self) -> int:

@@ -24,14 +24,14 @@ from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 
 from schemas.prompts import Sampling
 from schemas.turns import VersionSpan
 from workers.executor.vllm.folder import check_folder
-from workers.executor.vllm.start import release, start_core, worker_of
+from workers.executor.vllm.place import Here, Place
+from workers.executor.vllm.start import start_core
 from workers.executor.vllm.types import (
     EngineBroken,
     EngineConfig,
@@ -44,7 +44,6 @@ from workers.executor.vllm.types import (
     Step,
     SwapRefused,
 )
-from workers.executor.vllm.weights import PolicyWeights
 
 __all__ = [
     "Engine",
@@ -90,11 +89,13 @@ class _Turn:
 class Cache:
     """An engine's KV cache, for who shares its memory out."""
 
-    core: EngineCore
     config: KVCacheConfig
     pool: BlockPool
     block_bytes: int
+    """Of all ranks."""
     block_tokens: int
+    begins: int | None
+    """Its address; None where it is not in this process."""
 
 
 class Engine:
@@ -105,8 +106,8 @@ class Engine:
     get the log_softmax at temperature 1.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Takes seconds. Raises ModelFolderError or EngineStartError."""
+    def __init__(self, config: EngineConfig, place: Place | None = None) -> None:
+        """Takes seconds. `place` is this process unless given. Raises ModelFolderError or EngineStartError."""
         self.shapes, self.vocabulary = check_folder(config.model_folder)
         self.version = config.policy_version
         self.longest_tokens = config.max_model_len
@@ -114,17 +115,19 @@ class Engine:
         self.steps = 0
         """That it has begun: between two of them no turn takes or finds a block."""
         self._step_tokens = config.step_tokens
-        self._core = start_core(config)
+        self._place = place or Here()
+        self._core = start_core(config, self._place)
         self._scheduler = self._core.scheduler
-        self._weights = PolicyWeights(worker_of(self._core), config.model_folder, self.shapes)
+        self._weights = self._place.fit(self._core, config.model_folder, self.shapes)
         self._swaps = 0
         self._prepared: dict[str, torch.Tensor] | None = None
         """A version that can be served at once."""
         self._turns: dict[str, _Turn] = {}
         self._unscheduled: deque[_Turn] = deque()
         kv, pool = self._scheduler.kv_cache_config, self._scheduler.kv_cache_manager.block_pool
-        block_bytes = sum(tensor.size for tensor in kv.kv_cache_tensors) // kv.num_blocks
-        self.cache = Cache(self._core, kv, pool, block_bytes, self._scheduler.block_size)
+        block_bytes = self._place.ranks * sum(tensor.size for tensor in kv.kv_cache_tensors) // kv.num_blocks
+        begins = self._place.cache_begins(self._core)
+        self.cache = Cache(kv, pool, block_bytes, self._scheduler.block_size, begins)
         self._device = current_platform.get_device_name() or current_platform.device_type
 
     def __len__(self) -> int:
@@ -309,7 +312,9 @@ class Engine:
 
     def close(self) -> None:
         """Give the memory back."""
-        release(self._core)
+        self._place.release()
+        self._core.structured_output_manager.clear_backend()
+        self._scheduler.shutdown()
         del self._core, self._scheduler, self._weights, self.cache
         self._turns.clear()
         self._unscheduled.clear()

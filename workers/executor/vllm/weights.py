@@ -48,8 +48,53 @@ def plain_weights_kept() -> Iterator[None]:
         layer_utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
+def checking(
+    tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], engine_dtype: torch.dtype
+) -> Generator[None, None, dict[str, Tensor]]:
+    """A whole version of a model with these shapes, by name, in pieces; a tied head that is the embedding is left out.
+
+    Raises SwapRefused.
+    """
+    version: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if name in version:
+            raise SwapRefused(f"{name} comes twice")
+        version[name] = tensor
+    tied = EMBEDDING in shapes and HEAD not in shapes
+    if tied and HEAD in version and EMBEDDING in version:
+        _check_tensor(EMBEDDING, version[EMBEDDING], shapes[EMBEDDING], engine_dtype)
+        yield from _check_head(version.pop(HEAD), version[EMBEDDING])
+    if unknown := version.keys() - shapes.keys():
+        raise SwapRefused(f"the model has no tensor {min(unknown)}")
+    if missing := shapes.keys() - version.keys():
+        raise SwapRefused(f"{len(missing)} tensors are missing, the first is {min(missing)}")
+    for name, tensor in version.items():
+        _check_tensor(name, tensor, shapes[name], engine_dtype)
+    return version
+
+
+def _check_head(head: Tensor, embedding: Tensor) -> Iterator[None]:
+    if head.shape == embedding.shape and head.dtype == embedding.dtype and head.device == embedding.device:
+        for same in equal(head, embedding):
+            if not same:
+                break
+            yield
+        else:
+            return
+    raise SwapRefused(f"{HEAD} is not {EMBEDDING}, but the model ties them")
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], engine_dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != shape:
+        raise SwapRefused(f"{name} has shape {tuple(tensor.shape)}, the model's has {shape}")
+    if tensor.is_meta or tensor.layout != torch.strided:
+        raise SwapRefused(f"{name} holds no dense data")
+    if not tensor.is_floating_point() or torch.promote_types(tensor.dtype, engine_dtype) != engine_dtype:
+        raise SwapRefused(f"{name} is {tensor.dtype}: the engine's {engine_dtype} cannot hold that exactly")
+
+
 class PolicyWeights:
-    """The weights of one model runner."""
+    """The weights of one model runner, which may be one rank's share of a model."""
 
     def __init__(self, worker: Any, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """`worker` is vLLM's, `shapes` those of the folder's tensors."""
@@ -61,41 +106,8 @@ class PolicyWeights:
         self._spare: torch.nn.Module | None = None
 
     def checking(self, tensors: Iterable[tuple[str, Tensor]]) -> Generator[None, None, dict[str, Tensor]]:
-        """A whole version, by name, in pieces; a tied head that is the embedding is left out. Raises SwapRefused."""
-        version: dict[str, Tensor] = {}
-        for name, tensor in tensors:
-            if name in version:
-                raise SwapRefused(f"{name} comes twice")
-            version[name] = tensor
-        tied = EMBEDDING in self._shapes and HEAD not in self._shapes
-        if tied and HEAD in version and EMBEDDING in version:
-            yield from self._check_head(version.pop(HEAD), version[EMBEDDING])
-        if unknown := version.keys() - self._shapes.keys():
-            raise SwapRefused(f"the model has no tensor {min(unknown)}")
-        if missing := self._shapes.keys() - version.keys():
-            raise SwapRefused(f"{len(missing)} tensors are missing, the first is {min(missing)}")
-        for name, tensor in version.items():
-            self._check_tensor(name, tensor)
-        return version
-
-    def _check_head(self, head: Tensor, embedding: Tensor) -> Iterator[None]:
-        self._check_tensor(EMBEDDING, embedding)
-        if head.shape == embedding.shape and head.dtype == embedding.dtype and head.device == embedding.device:
-            for same in equal(head, embedding):
-                if not same:
-                    break
-                yield
-            else:
-                return
-        raise SwapRefused(f"{HEAD} is not {EMBEDDING}, but the model ties them")
-
-    def _check_tensor(self, name: str, tensor: Tensor) -> None:
-        if tuple(tensor.shape) != self._shapes[name]:
-            raise SwapRefused(f"{name} has shape {tuple(tensor.shape)}, the model's has {self._shapes[name]}")
-        if tensor.is_meta or tensor.layout != torch.strided:
-            raise SwapRefused(f"{name} holds no dense data")
-        if not tensor.is_floating_point() or torch.promote_types(tensor.dtype, self._dtype) != self._dtype:
-            raise SwapRefused(f"{name} is {tensor.dtype}: the engine's {self._dtype} cannot hold that exactly")
+        """See `checking`."""
+        return checking(tensors, self._shapes, self._dtype)
 
     def hold_spare(self) -> None:
         """Take the memory that `preparing` takes when it is first asked for."""

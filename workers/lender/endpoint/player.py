@@ -27,7 +27,7 @@ from schemas.prompts import LEAST_TEMPERATURE, Sampling
 from schemas.turns import VersionSpan
 from workers.executor.config import ExecutorConfig
 from workers.executor.line import Line
-from workers.executor.slabs import lying
+from workers.executor.slabs import Lying
 from workers.executor.vllm.types import EngineBroken, EngineRefusal, SwapRefused
 from workers.executor.wires import Wires
 from workers.executor.words import (
@@ -172,7 +172,7 @@ class Player:
                 if turn is not None:
                     self._give_back(turn, "")
             case Prepare():
-                tensors = dict(lying(self._wires.slabs[order.slab], order.layout))
+                tensors = dict(Lying(self._wires.slabs[order.slab], order.layout))
                 self._do(self._prepare(order.version, tensors))
             case Serve():
                 self._do(self._serve(order.version))

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 import vllm.config.vllm as vllm_config
+from vllm.distributed import parallel_state
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.triton_utils import dispatcher
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import core
 from vllm.v1.worker import gpu_worker, workspace
 
@@ -25,6 +27,7 @@ NAMES: tuple[tuple[ModuleType, str], ...] = (
     (vllm_config, "_current_vllm_config"),
     (vllm_config, "_current_prefix"),
     (workspace, "_manager"),
+    (parallel_state, "_TP"),
     (torch, "Event"),
     (torch, "set_num_threads"),
     (torch.cuda, "Stream"),
@@ -93,6 +96,21 @@ class Apart:
         random.setstate(python)
         np.random.set_state(numpy)
         self._build = now
+
+
+def apart_for_building() -> Apart:
+    """A guest sets no thread counts, freezes no garbage, and leaves the root of serving's block hashes as it is."""
+    apart = Apart()
+    apart.set(torch, "set_num_threads", _nothing)
+    apart.set(core, "freeze_gc_heap", _nothing)
+    apart.set(gpu_worker, "freeze_gc_heap", _nothing)
+    if hasattr(kv_cache_utils, "NONE_HASH"):
+        apart.set(core, "init_none_hash", _nothing)
+    return apart
+
+
+def _nothing(*_: object) -> None:
+    """In place of what a guest may not do."""
 
 
 def _names() -> list[Any]:

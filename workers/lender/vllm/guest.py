@@ -17,15 +17,11 @@ from contextlib import suppress
 from logging import Logger
 from pathlib import Path
 
-import torch
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.engine import core
-from vllm.v1.worker import gpu_worker
-
 from workers.executor.host import EngineHost
 from workers.executor.line import Line
 from workers.executor.step_cost import StepCost
 from workers.executor.vllm.engine import Engine, EngineConfig
+from workers.executor.vllm.place import Place
 from workers.executor.want import Want, Work
 from workers.executor.words import NO_LIMIT, Gone, Outbox, Slack
 from workers.lender.config import LendConfig
@@ -34,10 +30,11 @@ from workers.lender.life import Act, Life, State
 from workers.lender.link import End
 from workers.lender.parked import NOT_WOKEN, Parked
 from workers.lender.pulse import Pulse
-from workers.lender.vllm.apart import Apart
+from workers.lender.vllm.apart import Apart, apart_for_building
 from workers.lender.vllm.pieces import Pieces
 from workers.lender.vllm.pool import Pool
 from workers.lender.vllm.profile import Profile
+from workers.lender.vllm.ranks import OnRanks, Ranks
 from workers.lender.vllm.serving_memory import ServingMemory
 from workers.lender.vllm.sharing import Sharing, guest_pool
 
@@ -57,8 +54,11 @@ class Guest:
         slack: Callable[[], Slack],
         serving: ServingMemory,
         log: Logger,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`cost`: of the guest's steps, which is told of each; `slack`: how serving stands, for those beside."""
+        """`cost`: of the guest's steps, which is told of each; `slack`: how serving stands, for those beside; `ranks`:
+        serving's, where it has several.
+        """
         self._config = config
         self._feeder = feeder
         self._pulse = pulse
@@ -66,6 +66,7 @@ class Guest:
         self._slack = slack
         self._serving = serving
         self._log = log
+        self._ranks = ranks
         self._life = Life()
         self._parks_since = 0.0
         self._apart: Apart | None = None
@@ -208,8 +209,8 @@ class Guest:
         match self._life.follow(self._wanted, now):
             case Act.BUILD:
                 self._began = now
-                self._apart = _apart_for_building()
-                self._building = Pieces(lambda: _built(self._config), "rose-guest-build")
+                self._apart = apart_for_building()
+                self._building = Pieces(self._built, "rose-guest-build")
             case Act.PARK:
                 self._parks_since = now
             case Act.NOTHING:
@@ -297,6 +298,9 @@ class Guest:
 
     def _build(self, seconds: float) -> None:
         assert self._building is not None and self._apart is not None
+        if self._ranks is not None and self._ranks.asked:
+            self._ranks.go_on(seconds)
+            return
         with self._apart.building():
             if not self._building.go_on(seconds):
                 return
@@ -304,14 +308,21 @@ class Guest:
         self._engine, pool = building.result()
         self._sharing = Sharing(self._serving, self._engine, pool, self._config)
         self._profile = Profile(self._engine, self._cost)
+        pieces, longest_seconds = (0, 0.0) if self._ranks is None else self._ranks.told()
         self._log.info(
             "rose: the guest is built, %.2f s after it was begun, in %d pieces of at most %.1f ms",
             time.monotonic() - self._began,
-            building.pieces,
-            1000 * building.longest_seconds,
+            pieces + building.pieces,
+            1000 * max(longest_seconds, building.longest_seconds),
         )
         if self._cost.known:
             self._lend()
+
+    def _built(self) -> tuple[Engine, Pool]:
+        """On a thread of its own, in pieces."""
+        place = None if self._ranks is None else OnRanks(self._ranks, self._log)
+        engine = engine_of(self._config, place)
+        return engine, guest_pool(engine)
 
     def drop(self, error: Exception) -> None:
         """Let go of the engine for an error, and tell. Raises nothing."""
@@ -364,12 +375,7 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {said}".encode(errors="replace").decode()
 
 
-def _built(config: LendConfig) -> tuple[Engine, Pool]:
-    engine = engine_of(config)
-    return engine, guest_pool(engine)
-
-
-def engine_of(config: LendConfig) -> Engine:
+def engine_of(config: LendConfig, place: Place | None = None) -> Engine:
     """Takes seconds. Raises ModelFolderError or EngineStartError."""
     engine = Engine(
         EngineConfig(
@@ -379,22 +385,8 @@ def engine_of(config: LendConfig) -> Engine:
             max_running=config.max_turns,
             kv_cache_bytes=config.kv_cache_bytes,
             step_tokens=config.step_tokens,
-        )
+        ),
+        place,
     )
     engine.hold_spare()
     return engine
-
-
-def _apart_for_building() -> Apart:
-    """A guest sets no thread counts, freezes no garbage, and leaves the root of serving's block hashes as it is."""
-    apart = Apart()
-    apart.set(torch, "set_num_threads", _nothing)
-    apart.set(core, "freeze_gc_heap", _nothing)
-    apart.set(gpu_worker, "freeze_gc_heap", _nothing)
-    if hasattr(kv_cache_utils, "NONE_HASH"):
-        apart.set(core, "init_none_hash", _nothing)
-    return apart
-
-
-def _nothing(*_: object) -> None:
-    """In place of what a guest may not do."""

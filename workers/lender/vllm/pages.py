@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator
 
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from workers.executor.vllm.start import worker_of
-
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -22,11 +20,10 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class Pages:
     """Of one KV cache in this process."""
 
-    def __init__(self, core: object, config: KVCacheConfig) -> None:
-        """Of an engine core whose worker lives in this process."""
-        cache = worker_of(core).model_runner.kv_caches[0].untyped_storage()
+    def __init__(self, begins: int, config: KVCacheConfig) -> None:
+        """Of a cache that begins at this address."""
         self._regions = [
-            (cache.data_ptr() + tensor.offset + layer * tensor.layer_stride, tensor.block_stride)
+            (begins + tensor.offset + layer * tensor.layer_stride, tensor.block_stride)
             for tensor in config.kv_cache_tensors
             for layer in range(len(tensor.layers))
         ]

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from time import perf_counter
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 Made = TypeVar("Made")
 
@@ -30,6 +30,15 @@ LOCKS = frozenset(
 
 GRACE_SECONDS = 0.002
 """How long after its end a piece is waited for; then it is inside a call of C, and left there."""
+
+
+_mine = threading.local()
+"""Of a thread that runs in pieces: its `Pieces`."""
+
+
+def rest() -> None:
+    """End the piece in which this is called: what the caller waits for is done by whoever lets it go on."""
+    _mine.pieces.end()
 
 
 class Pieces(Generic[Made]):
@@ -64,16 +73,20 @@ class Pieces(Generic[Made]):
         self.longest_seconds = max(self.longest_seconds, perf_counter() - began)
         return self._done.is_set() and not self._out
 
+    def end(self) -> None:
+        """The present piece; for the function alone."""
+        self._deadline = 0.0
+
     def result(self) -> Made:
         """What the function returned, once it is done. Raises what it raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
-        assert self._made is not None
-        return self._made
+        return cast(Made, self._made)
 
     def _run(self) -> None:
         self._go.acquire()
+        _mine.pieces = self
         sys.setprofile(self._halting())
         try:
             self._made = self._function()

@@ -16,7 +16,11 @@ def why_not(core: Any) -> str:
     untried = {
         "a device that is not a CPU": not current_platform.is_cpu(),
         "data parallelism": type(core) is not EngineCoreProc or parallel.data_parallel_size > 1,
-        "tensor, pipeline or context parallelism": parallel.world_size > 1,
+        "pipeline or context parallelism": (
+            parallel.world_size != parallel.tensor_parallel_size or parallel.decode_context_parallel_size > 1
+        ),
+        "expert parallelism": parallel.enable_expert_parallel,
+        "ranks on several hosts": parallel.nnodes > 1,
         f"the executor {parallel.distributed_executor_backend}": (
             parallel.distributed_executor_backend not in ("uni", "mp")
         ),

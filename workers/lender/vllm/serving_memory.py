@@ -9,6 +9,7 @@ from typing import Any
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import Request
 
+from workers.executor.vllm.place import cache_address
 from workers.lender.vllm.pages import Pages, lie_side_by_side
 from workers.lender.vllm.pool import Pool
 
@@ -21,10 +22,12 @@ class ServingMemory:
         self._manager = core.scheduler.kv_cache_manager
         config = core.scheduler.kv_cache_config
         within = isinstance(core.model_executor, UniProcExecutor) and lie_side_by_side(config)
-        block_bytes = sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
+        ranks = core.vllm_config.parallel_config.world_size
+        block_bytes = ranks * sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
         self.moves = within
         """Whether the cache lies in this process, so that bytes can be lent."""
-        self.pool = Pool(self._manager.block_pool, block_bytes, Pages(core, config) if within else None)
+        pages = Pages(cache_address(core), config) if within else None
+        self.pool = Pool(self._manager.block_pool, block_bytes, pages)
         self._found_tokens = 0
         self._wrap()
 

@@ -31,7 +31,8 @@ CUT = "cut"
 def guest_pool(engine: Engine) -> Pool:
     """The guest's, all of it withheld and with the system. Takes a while: it is part of building a guest."""
     cache = engine.cache
-    pages = Pages(cache.core, cache.config) if lie_side_by_side(cache.config) else None
+    begins = cache.begins if lie_side_by_side(cache.config) else None
+    pages = None if begins is None else Pages(begins, cache.config)
     pool = Pool(cache.pool, cache.block_bytes, pages)
     pool.withhold(pool.blocks)
     pool.return_pages(NO_LIMIT)

@@ -19,6 +19,8 @@ VERSION = (0, 32)
 """Of vLLM, major and minor."""
 
 CORE = "vllm.v1.engine.core"
+EXECUTOR = "vllm.v1.executor.multiproc_executor"
+GROUPS = "vllm.distributed.parallel_state"
 POOL = "vllm.v1.core.block_pool"
 MANAGER = "vllm.v1.core.kv_cache_manager"
 
@@ -104,6 +106,32 @@ TOUCHED = (
     ),
     Touched(MANAGER, "KVCacheManager.allocate_slots", "the blocks that a step takes are foreseen", "8c60d937fd9eb0c8"),
     Touched("vllm.v1.worker.utils", "allocate_kv_cache", "where a block's pages lie", "b1f3e24311485a09"),
+    Touched(
+        EXECUTOR,
+        "MultiprocExecutor.collective_rpc",
+        "has serving's ranks compute for the guest, between two steps",
+        "936c16152d712061",
+    ),
+    Touched(EXECUTOR, "WorkerProc._execute_worker_rpc", "one call after another, on one thread", "4d7c21576f2670da"),
+    Touched(
+        "vllm.v1.worker.worker_base", "WorkerWrapperBase.init_worker", "makes a guest's worker", "f84f7abf9c0ead66"
+    ),
+    Touched(
+        "vllm.v1.worker.gpu_worker",
+        "init_worker_distributed_environment",
+        "leaves groups that are there as they are",
+        "b8ecedb6d9f6c47b",
+    ),
+    Touched(GROUPS, "ensure_model_parallel_initialized", "as above", "b253677203db0be1"),
+    Touched(GROUPS, "GroupCoordinator.__init__", "the guest's group", "533e3f28f3dbfe4c"),
+    Touched(GROUPS, "GroupCoordinator.destroy", "how a rank that failed leaves it", "c51952127d9f5095"),
+    Touched(
+        "vllm.distributed.device_communicators.cpu_communicator",
+        "CpuCommunicator.__init__",
+        "the guest's name must keep it from shared memory, where nobody can leave",
+        "f2964a2a9f3379f0",
+    ),
+    Touched(GROUPS, "_TP", "kept apart"),
     Touched("vllm.utils.gc_utils", "freeze_gc_heap", "not called for a guest", "68b68a7e135fe7f6"),
     Touched("vllm.config.vllm", "_current_vllm_config", "kept apart"),
     Touched("vllm.config.vllm", "_current_prefix", "kept apart"),

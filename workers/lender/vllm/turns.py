@@ -15,6 +15,7 @@ from workers.lender.config import LendConfig
 from workers.lender.feeder import Feeder
 from workers.lender.pulse import Pulse
 from workers.lender.vllm.guest import Guest
+from workers.lender.vllm.ranks import Ranks
 from workers.lender.vllm.serving import ServingView
 from workers.lender.vllm.serving_memory import ServingMemory
 
@@ -22,7 +23,9 @@ from workers.lender.vllm.serving_memory import ServingMemory
 class Turns:
     """Who computes next: after each step of serving's, the guest if admission lets it."""
 
-    def __init__(self, core: Any, config: LendConfig, feeder: Feeder, pulse: Pulse, log: Logger) -> None:
+    def __init__(
+        self, core: Any, config: LendConfig, feeder: Feeder, pulse: Pulse, log: Logger, ranks: Ranks | None = None
+    ) -> None:
         self._core = core
         self._look_seconds = config.heartbeat_seconds
         self._looks_at = 0.0
@@ -30,7 +33,7 @@ class Turns:
         self._admission = Admission(config.promise, serving_step_tokens=core.scheduler.max_num_scheduled_tokens)
         self._view = ServingView(core, self._admission)
         told = self._admission.guest, self._slack
-        self._guest = Guest(config, feeder, pulse, *told, ServingMemory(core), log)
+        self._guest = Guest(config, feeder, pulse, *told, ServingMemory(core), log, ranks)
         self._log = log
         self._over = False
         """What serving does was not understood: nothing is lent any more."""
@@ -118,8 +121,12 @@ def lend(core: Any, config: LendConfig, log: Logger) -> None:
         core.process_input_queue_block = False  # first: the loop may be about to sleep
         core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
 
+    size, pulse = core.vllm_config.parallel_config.world_size, Pulse.of_core(config.pulse)
+    ranks = Ranks(core.model_executor, size) if size > 1 else None
+    if ranks is not None:
+        pulse.has_ranks(ranks.processes(watched=bool(config.pulse)))
     feeder = Feeder(Path(config.socket), wake, beat_seconds=config.heartbeat_seconds, log=log)
-    turns = Turns(core, config, feeder, Pulse.of_core(config.pulse), log)
+    turns = Turns(core, config, feeder, pulse, log, ranks)
 
     def take_input() -> None:
         core.process_input_queue_block = idle = not turns.wanted

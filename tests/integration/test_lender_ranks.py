@@ -1,0 +1,216 @@
+"""A guest in a real tensor-parallel vLLM server: a share of it on each rank, and one loop that drives them.
+
+All tests share one server of two ranks. They run in the order in which they stand here.
+"""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from schemas.arrays import unpack_logprobs
+from tests.integration.lender_kit import MODEL, ON_RANKS, RANKS, Answer, Beside, Server, lending_server
+from tests.integration.test_lender import PROMPTS, TURNS, run_guest, run_standalone, same, tell, traffic, wake_and_park
+from workers.executor.slabs import lay
+from workers.executor.vllm.engine import Engine
+from workers.executor.words import Gone, NotTaken, Prepare, Prepared, Serve, Serving, Tick, Wake
+from workers.lender.vllm.guest import engine_of
+from workers.weights.shards import VOCABULARY_PADDING, Rank, wanted_by
+
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+CLOSE = 1e-4
+"""Of two logprobs in float32, whose sums were taken in another order."""
+
+Made = list[tuple[bytes, bytes]]
+"""Tokens and logprobs of TURNS."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with lending_server(tmp_path_factory.mktemp("ranks"), *ON_RANKS, dtype="float32") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alone(server: Server) -> list[Answer]:
+    """Serving's answers before anybody has knocked; the first of each warms up."""
+    for prompt in PROMPTS:
+        server.complete(prompt)
+    return [server.complete(prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def beside(server: Server, alone: list[Answer]) -> Beside:
+    return Beside(server.config)
+
+
+@pytest.fixture(scope="module")
+def one_rank(server: Server) -> Iterator[Engine]:
+    """The guest's policy in an engine that is whole."""
+    engine = engine_of(server.config)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def version() -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    return {
+        name: tensor + 0.05 * torch.randn_like(tensor)
+        for name, tensor in load_file(MODEL / "model.safetensors").items()
+    }
+
+
+def assert_close(made: Made, expected: Made) -> None:
+    """The same tokens, with logprobs that float32 cannot tell apart."""
+    assert [tokens for tokens, _ in made] == [tokens for tokens, _ in expected]
+    off = max(
+        float(np.abs(unpack_logprobs(mine) - unpack_logprobs(theirs)).max())
+        for (_, mine), (_, theirs) in zip(made, expected, strict=True)
+    )
+    print(f"logprobs are off by {off:.1e}", file=sys.__stderr__)
+    assert off < CLOSE
+
+
+def fault(server: Server, kind: str) -> Path:
+    file = server.log.parent / "fault"
+    file.write_text(kind)
+    return file
+
+
+def test_serving_answers_the_same_while_a_guest_is_built_on_its_ranks_and_runs(
+    server: Server, alone: list[Answer], beside: Beside, one_rank: Engine
+) -> None:
+    with traffic(server) as answers:
+        made = run_guest(beside)
+        built = len(answers)
+        run_guest(beside)
+    assert len(answers) > built > 0 and same(answers, alone)
+    assert_close(made, run_standalone(one_rank))
+    tell("alone", alone)
+    tell("while a guest is built and begins", [answer for _, answer in answers[:built]])
+    tell("beside a guest, strict", [answer for _, answer in answers[built:]])
+
+
+def test_each_rank_holds_its_share_of_the_guest(server: Server, beside: Beside, one_rank: Engine) -> None:
+    said = re.findall(r"the guest's parameters by rank: ([\d, ]+)", server.log.read_text())
+    held = [int(count) for count in said[-1].split(",")]
+    config = json.loads((MODEL / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    for number, count in enumerate(held):
+        rank = Rank(
+            tensor_parallel_rank=number,
+            tensor_parallel_size=RANKS,
+            layers=range(layers),
+            all_layers=layers,
+            key_value_heads=config["num_key_value_heads"],
+        )
+        share = sum(box.elements for box in wanted_by(rank, one_rank.shapes).values())
+        padding = 2 * VOCABULARY_PADDING * config["hidden_size"]
+        assert share <= count < share + padding < sum(map(math.prod, one_rank.shapes.values()))
+    tick = beside.hear(Tick)[-1]
+    assert tick.kv_bytes_per_token == one_rank.load().kv_bytes_per_token, "of all ranks together"
+
+
+def test_a_version_is_served_by_no_rank_before_all_have_prepared_it(
+    server: Server, alone: list[Answer], beside: Beside, one_rank: Engine, version: dict[str, torch.Tensor]
+) -> None:
+    layout = lay(beside.end.wires.slabs[1], version)
+    old = run_standalone(one_rank)
+    with traffic(server) as answers:
+        failing = fault(server, "prepare")
+        beside.forget()
+        beside.order(Prepare(1, 1, layout))
+        assert "rank 1: SwapRefused" in beside.hear(NotTaken)[0].reason
+        assert_close(run_guest(beside), old)
+        failing.unlink()
+
+        beside.forget()
+        beside.order(Prepare(2, 1, layout))
+        beside.hear(Prepared)
+        assert_close(run_guest(beside), old)
+        beside.forget()
+        beside.order(Serve(2))
+        assert beside.hear(Serving)[0].version == 2
+        made = run_guest(beside, version=2)
+    one_rank.swap(2, version.items())
+    new = run_standalone(one_rank)
+    assert_close(made, new)
+    assert new != old
+    assert same(answers, alone)
+
+
+def test_a_turn_that_a_swap_overtakes_goes_on_under_the_new_version_on_every_rank(
+    beside: Beside, one_rank: Engine, version: dict[str, torch.Tensor]
+) -> None:
+    layout = lay(beside.end.wires.slabs[0], load_file(MODEL / "model.safetensors"))
+    beside.forget()
+    context, sampling = PROMPTS[5], TURNS[1][1]
+    long = type(sampling)(max_tokens=200, temperature=0.0)
+    beside.take("overtaken", context, long, 2)
+    beside.order(Prepare(3, 0, layout))
+    beside.hear(Prepared)
+    beside.order(Serve(3))
+    done = beside.done(1)["overtaken"]
+    assert [span.version for span in done.spans] == [2, 3] and done.spans[-1].end == 200
+    assert np.isfinite(unpack_logprobs(done.logprobs)).all()
+
+
+def test_a_rank_that_fails_amid_a_step_is_told_and_the_guest_dropped_on_all(
+    server: Server, alone: list[Answer], beside: Beside, one_rank: Engine
+) -> None:
+    threads = [worker.num_threads() for worker in server.workers]
+    one_rank.swap(4, load_file(MODEL / "model.safetensors").items())
+    with traffic(server) as answers:
+        for _ in range(2):
+            beside.awake()
+            version = beside.hear(Tick)[-1].version
+            beside.forget()
+            failing = fault(server, "step")
+            beside.take("fails", *TURNS[1], version)
+            reason = beside.hear(Gone)[0].reason
+            assert "rank 1: RuntimeError: RuntimeError: a fault amid a step" in reason
+            assert "rank 0: RuntimeError" in reason, "it does not wait for a rank that has left"
+            failing.unlink()
+            beside.forget()
+            assert_close(run_guest(beside), run_standalone(one_rank))
+    assert same(answers, alone)
+    assert [worker.num_threads() for worker in server.workers] == threads
+
+
+def test_wakes_and_parks_leave_no_thread_and_no_memory_behind_in_a_rank(server: Server, beside: Beside) -> None:
+    workers = server.workers
+    for _ in range(2):
+        wake_and_park(beside)
+    threads, memory = [each.num_threads() for each in workers], [each.memory_info().rss for each in workers]
+    for _ in range(5):
+        wake_and_park(beside)
+    grown = max(each.memory_info().rss - before for each, before in zip(workers, memory, strict=True))
+    print(f"five wakes and parks: {grown / 1024:.0f} KiB more in a rank", file=sys.__stderr__)
+    assert [each.num_threads() for each in workers] == threads
+    assert grown < server.config.kv_cache_bytes // RANKS, "less than one guest's cache"
+    beside.order(Wake())
+    beside.awake()
+
+
+def test_serving_sees_nothing_of_the_guest_in_its_workers(server: Server, beside: Beside) -> None:
+    """From the first of its steps to the last, with builds, steps, swaps and faults of the guest between them."""
+    for number in range(RANKS):
+        lines = Path(f"{server.notes}.{number}").read_text().splitlines()
+        _, first, *notes = map(json.loads, lines)  # in its first step torch names an address in the environment
+        assert first["changed"].keys() <= {"environment"}
+        assert any(note["building"] for note in notes), "no step of serving fell into the building of the guest"
+        assert [note["changed"] for note in notes if note["changed"]] == []
+
+
+def test_the_servers_log_holds_no_error_of_its_own(server: Server, beside: Beside) -> None:
+    errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
+    assert all("the guest is dropped" in line for line in errors), errors
