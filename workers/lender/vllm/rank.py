@@ -188,7 +188,7 @@ class Rank:
     def release(self) -> None:
         """Let go of all of it."""
         self._version, self._pieces = {}, iter(())
-        worker = getattr(self._guest, "worker", None)  # as far as `load` came
+        worker: Any = getattr(self._guest, "worker", None)  # as far as `load` came
         if getattr(worker, "model_runner", None) is not None:
             let_go(worker.model_runner)
         worker = self._guest = self._weights = None
