@@ -188,10 +188,10 @@ class Rank:
     def release(self) -> None:
         """Let go of all of it."""
         self._version, self._pieces = {}, iter(())
-        runner = getattr(getattr(self._guest, "worker", None), "model_runner", None)  # as far as `load` came
-        if runner is not None:
-            let_go(runner)
-        runner = self._guest = self._weights = None
+        worker: Any = getattr(self._guest, "worker", None)  # as far as `load` came
+        if getattr(worker, "model_runner", None) is not None:
+            let_go(worker.model_runner)
+        worker = self._guest = self._weights = None
         self._leave()
         gc.collect()
         _trim(0)
