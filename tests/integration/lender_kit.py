@@ -5,7 +5,6 @@ import json
 import os
 import select
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -120,14 +119,6 @@ class Answer:
     text: str = ""
     at: list[float] = field(default_factory=list)
     """Seconds after the request, of each piece of the text."""
-
-    @property
-    def first_token(self) -> float:
-        return self.at[0]
-
-    @property
-    def between_tokens(self) -> float:
-        return statistics.mean(b - a for a, b in zip(self.at, self.at[1:], strict=False))
 
 
 class Beside:

@@ -4,7 +4,6 @@ All tests share one server, in which the model computes in the engine-core proce
 the order in which they stand here.
 """
 
-import statistics
 import sys
 import threading
 import time
@@ -163,27 +162,10 @@ def test_serving_answers_the_same_while_a_guest_is_built_and_runs(
             beside.done(len(TURNS))
     assert len(answers) > built > 0
     assert same(answers, alone)
-    tell("alone", alone)
-    tell("beside a guest, strict", [answer for _, answer in answers[built:]])
-    print(*(line for line in server.log.read_text().splitlines() if "the guest is built" in line), file=sys.__stderr__)
 
 
 def replace_tokens(sampling: Sampling, tokens: int) -> Sampling:
     return Sampling(max_tokens=tokens, temperature=sampling.temperature, seed=sampling.seed)
-
-
-def tell(what: str, answers: Sequence[Answer]) -> None:
-    """A direction, not a measurement: one client, one window."""
-    first, between = ([1000 * value for value in values] for values in zip(*map(times, answers), strict=True))
-    print(
-        f"{what}: {len(answers)} requests, TTFT p50 {statistics.median(first):.1f} max {max(first):.1f} ms, "
-        f"between tokens p50 {statistics.median(between):.1f} max {max(between):.1f} ms",
-        file=sys.__stderr__,
-    )
-
-
-def times(answer: Answer) -> tuple[float, float]:
-    return answer.first_token, answer.between_tokens
 
 
 def test_the_process_looked_the_same_to_every_step_of_serving(server: Server, alone: list[Answer]) -> None:

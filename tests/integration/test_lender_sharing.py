@@ -104,7 +104,7 @@ def both() -> Iterator[Both]:
         memory=MemoryConfig(quiet_seconds=3600.0),
     )
     guest = engine_of(config)
-    memory = ServingMemory(serving.cache.core)
+    memory = ServingMemory(serving._core)
     yield Both(serving, guest, memory, Sharing(memory, guest, guest_pool(guest), config))
     guest.close()
     serving.close()
@@ -165,7 +165,7 @@ def test_a_freeze_ends_with_a_version(both: Both) -> None:
 
 def test_serving_can_reset_its_cache_and_its_usage_is_its_own(both: Both) -> None:
     assert both.budget > 0 and both.serving._scheduler.get_kv_cache_usage() == 0.0
-    assert both.serving.cache.core.reset_prefix_cache()
+    assert both.serving._core.reset_prefix_cache()
     both.passes(20)
 
 

@@ -75,7 +75,7 @@ def run(folder: Path, broker: Broker, settings: BusSettings, until_then: Callabl
     """Start every role, and ask all to leave once it holds."""
     folder.mkdir()
     arguments = ("--config", str(folder.parent / "quiet.toml"), *flags(settings))
-    roles = Roles(folder, arguments, broker)
+    roles = Roles(folder, arguments, broker, PARTITIONS.slots)
     try:
         for worker in CAST:
             roles.start(worker)

@@ -22,26 +22,24 @@ ROOT = Path(__file__).parents[2]
 
 SERVER = """
 import multiprocessing, os, signal, sys, time
+from pathlib import Path
 from workers.lender.pulse import Pulse
 
 def core(page, does):
     Pulse.of_core(page)
-    try:
-        if does == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if does == "leaves":
-            Pulse.leave(page)
-            return
-        time.sleep(600)
-    finally:
-        pass
+    if does == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if does == "leaves":
+        Pulse.leave(page)
+        return
+    time.sleep(600)
 
 if __name__ == "__main__":
     page, does, status = sys.argv[1], sys.argv[2], int(sys.argv[3])
     process = multiprocessing.get_context("spawn").Process(target=core, args=(page, does))
     process.start()
     if does == "serves":
-        while not Pulse(page and __import__("pathlib").Path(page)).core:
+        while not Pulse(Path(page)).core:
             time.sleep(0.01)
         process.terminate()
     process.join()
