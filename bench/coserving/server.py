@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with `uni` the model computes in the engine-core process, as on one GPU
 }
 
 MODEL_NAME = "serving"
@@ -51,6 +52,7 @@ FLAGS = {
     "--max-model-len": str(LONGEST_TOKENS),
     "--max-num-seqs": str(MAX_RUNNING),
     "--max-num-batched-tokens": "512",
+    "--distributed-executor-backend": "uni",  # a worker of its own would spin on a core while it waits
 }
 SWITCHES = ("--enforce-eager", "--enable-prompt-tokens-details", "--enable-per-request-metrics")
 """The last two make the server tell of each request what came from the cache and how long it queued."""
