@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from schemas.arrays import unpack_logprobs
 from tests.integration.lender_kit import MODEL, ON_RANKS, RANKS, Answer, Beside, Server, lending_server
-from tests.integration.test_lender import PROMPTS, TURNS, run_guest, run_standalone, same, tell, traffic, wake_and_park
+from tests.integration.test_lender import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
 from workers.executor.slabs import lay
 from workers.executor.vllm.engine import Engine
 from workers.executor.words import Gone, NotTaken, Prepare, Prepared, Serve, Serving, Tick, Wake
@@ -95,9 +95,6 @@ def test_serving_answers_the_same_while_a_guest_is_built_on_its_ranks_and_runs(
         run_guest(beside)
     assert len(answers) > built > 0 and same(answers, alone)
     assert_close(made, run_standalone(one_rank))
-    tell("alone", alone)
-    tell("while a guest is built and begins", [answer for _, answer in answers[:built]])
-    tell("beside a guest, strict", [answer for _, answer in answers[built:]])
 
 
 def test_each_rank_holds_its_share_of_the_guest(server: Server, beside: Beside, one_rank: Engine) -> None:
