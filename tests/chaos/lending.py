@@ -96,6 +96,10 @@ anchor_every = 4
 groups_per_step = 4
 minibatches = 1
 """
+LOOK_SECONDS = 0.2
+"""Between two looks at who has ended."""
+AGAIN_SECONDS = 1.0
+"""As long as an orchestrator waits, at the least, with what has ended."""
 KV_CACHE_BYTES = 16 << 20
 """Of the guest; the server has twice as much in all."""
 
@@ -210,19 +214,19 @@ class Run:
                 victims = victims or dice.sample(VICTIMS, len(VICTIMS))
                 self._kill(victims.pop(), dice.uniform(*AWAY_SECONDS))
                 due = time.monotonic() + dice.uniform(*BETWEEN_SECONDS)
-            time.sleep(0.2)
+            time.sleep(LOOK_SECONDS)
 
     def _kill(self, victim: str, away_seconds: float) -> None:
         self.faults[f"kill {victim}"] += 1
         if victim == "broker":
             self.broker.kill()
-            time.sleep(away_seconds)
+            time.sleep(away_seconds)  # this is the fault
             self.broker.launch()
             self.broker.await_ready()
             return
         self.processes[victim].kill()
         self.processes[victim].wait()
-        time.sleep(away_seconds)
+        time.sleep(away_seconds)  # this is the fault
         self.start(victim)
 
     def tick(self) -> None:
@@ -232,7 +236,7 @@ class Run:
                 last = self.log(name).read_text(errors="replace").splitlines()[-1:]
                 self.ended.append(f"{name} ended with status {process.returncode}: {''.join(last)}")
                 assert name not in ("lender", "users"), self.ended[-1]
-                time.sleep(1.0)
+                time.sleep(AGAIN_SECONDS)
                 self.start(name)
 
     def wake(self) -> None:
