@@ -92,6 +92,16 @@ def test_what_is_open_and_who_waits_is_read_off_the_log(log: Log) -> None:
         assert facts.applied_seconds < old.silent_seconds
 
 
+def test_a_broker_that_hands_out_records_answers_whatever_becomes_of_questions(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with watch(log.settings) as looking:
+        monkeypatch.setattr(Sounder, "sound", lambda _: None)
+        log.heartbeat(worker="e", **REFUSAL)
+        until(looking, lambda: "e" in looking.view.executors)
+        assert looking.unanswered_seconds <= 0.0
+
+
 def test_versions_of_another_run_or_unsigned_are_none_of_this_one(log: Log) -> None:
     key = Ed25519PrivateKey.generate()
     trust = Trust(MANIFEST.model_id, run_id(log.settings.namespace, "demo"), key.public_key())
