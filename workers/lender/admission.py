@@ -183,7 +183,7 @@ class Admission:
         if want.work is Work.STEP and not self.guest.known:
             return FULL * most
         wanted = WORTH * min(want.seconds, most)
-        return max(wanted, self.guest.cautious_seconds(1)) if want.work is Work.STEP else wanted
+        return max(wanted, self.guest.bounded_seconds(1)) if want.work is Work.STEP else wanted
 
     def _slack(self, serving: Serving, now: float) -> tuple[float, float, float]:
         """Least S_prf, least S_dec, and the S_prf of prompts that arrive as a guest's step begins; inf where none."""
