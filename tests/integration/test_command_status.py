@@ -16,7 +16,7 @@ from pipeline.command import screen as screens
 from pipeline.command.diagnosis import Severity, diagnose
 from pipeline.command.options import Common
 from pipeline.command.screen import Screen
-from pipeline.command.soundings import ENVIRONMENT_GROUP, Sounder
+from pipeline.command.soundings import Sounder
 from pipeline.command.status import Unwell, show_status, unseen
 from pipeline.command.watching import Watch
 from schemas.slack import ExecutorState
@@ -25,7 +25,7 @@ from schemas.wire import encode
 from tests.brokers import AnyBroker
 from tests.golden.examples import EXAMPLES
 from tests.integration.log_kit import PARTITIONS, Log
-from topics.catalog import COMPLETED, MANIFESTS, PROMPTS
+from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, MANIFESTS, PROMPTS
 from topics.reader import Reader
 from topics.records import Place, Raw, Spoiled
 from topics.settings import BusSettings
