@@ -22,12 +22,13 @@ ROOT = Path(__file__).parents[2]
 
 SERVER = """
 import multiprocessing, os, signal, sys, time
+from multiprocessing import connection
 from pathlib import Path
 from workers.lender.pulse import Pulse
 
 def core(page, does):
     Pulse.of_core(page)
-    if does == "dies":
+    if does in ("dies", "is cleared away"):
         os.kill(os.getpid(), signal.SIGKILL)
     if does == "leaves":
         Pulse.leave(page)
@@ -42,6 +43,9 @@ if __name__ == "__main__":
         while not Pulse(Path(page)).core:
             time.sleep(0.01)
         process.terminate()
+    if does == "is cleared away":
+        connection.wait([process.sentinel])
+        process.terminate()
     process.join()
     assert sys.argv[0].endswith("played.py") and __spec__.name == "played"
     sys.exit(status) if status else None
@@ -50,12 +54,14 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("does", "status", "left_with"),
-    [("dies", 0, CORE_LOST), ("leaves", 0, 0), ("serves", 0, 0), ("dies", 1, 1)],
+    [("dies", 0, CORE_LOST), ("is cleared away", 0, CORE_LOST), ("leaves", 0, 0), ("serves", 0, 0), ("dies", 1, 1)],
 )
 def test_a_server_whose_core_was_lost_says_so_and_any_other_leaves_as_vllm_does(
     tmp_path: Path, does: str, status: int, left_with: int
 ) -> None:
-    """`serves`: until it is asked to stop, when it ends its core itself."""
+    """`serves`: until it is asked to stop, when it ends its core itself. `is cleared away`: it dies, and is sent a
+    signal once its server hears of that, as by vLLM.
+    """
     (tmp_path / "played.py").write_text(SERVER)
     page = tmp_path / "pulse"
     Pulse.made(page)

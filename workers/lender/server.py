@@ -19,6 +19,9 @@ VLLM = "vllm.entrypoints.openai.api_server"
 CORE_LOST = 70
 """What sysexits.h calls an internal software error; vLLM itself uses 0, 1 and 2."""
 
+EXITING = 0x4
+"""The kernel's flag (PF_EXITING) of a process that is on its way out."""
+
 
 def main(program: str = VLLM) -> None:
     """Run vLLM's program, under its own name: its processes look for it by that."""
@@ -38,15 +41,28 @@ def _page() -> Pulse:
 
 
 def _those_ended_from_here() -> set[int]:
-    """The processes that this one sends signals, from now on: a server that is asked to stop kills its engine core."""
+    """The processes that this one sends signals, from now on: a server that is asked to stop kills its engine core.
+
+    One that has ended by itself is sent a signal too, when vLLM cleans up after it.
+    """
     ended: set[int] = set()
 
     def note(event: str, arguments: tuple[int, ...]) -> None:
-        if event == "os.kill" and arguments[1]:
+        if event == "os.kill" and arguments[1] and _lives(arguments[0]):
             ended.add(arguments[0])
 
     sys.addaudithook(note)
     return ended
+
+
+def _lives(process: int) -> bool:
+    """Whether it has not begun to end: its pipes are closed, which is how vLLM hears of it, before it can be reaped."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    state, *_, flags = stat.rpartition(")")[2].split()[:7]
+    return state not in "ZX" and not int(flags) & EXITING
 
 
 if __name__ == "__main__":
