@@ -118,7 +118,11 @@ class Engine:
         self._place = place or Here()
         self._core = start_core(config, self._place)
         self._scheduler = self._core.scheduler
-        self._weights = self._place.fit(self._core, config.model_folder, self.shapes)
+        try:
+            self._weights = self._place.fit(self._core, config.model_folder, self.shapes)
+        except Exception:  # who asks for an engine again may find the memory of this one
+            self._place.release()
+            raise
         self._swaps = 0
         self._prepared: dict[str, torch.Tensor] | None = None
         """A version that can be served at once."""
