@@ -79,7 +79,7 @@ class Done(Word, frozen=True):
     first_token_at: float
     finished_at: float
     device_seconds: float
-    """The turn's share of the steps that it was in."""
+    """The turn's share of the steps while it was there, on each device that they ran on."""
     reason: str = ""
     """Why the engine's side gave it up, where nobody had ordered that."""
 

@@ -116,6 +116,8 @@ class Engine:
         """That it has begun: between two of them no turn takes or finds a block."""
         self._step_tokens = config.step_tokens
         self._place = place or Here()
+        self.devices = self._place.ranks
+        """That a step takes the time of."""
         self._core = start_core(config, self._place)
         self._scheduler = self._core.scheduler
         try:
