@@ -129,7 +129,9 @@ def test_turns_are_charged_the_time_of_every_device_that_their_steps_ran_on(
         host.tick()
     while not host.hand_back():
         pass
-    charged = [done.device_seconds for done in map(REPORTS.decode, Line(wires.reports).read()) if isinstance(done, Done)]
+    charged = [
+        done.device_seconds for done in map(REPORTS.decode, Line(wires.reports).read()) if isinstance(done, Done)
+    ]
     steps = len(engine.steps)
     assert charged == [pytest.approx(steps * 2 * 0.001 / 2)] * 2
 
