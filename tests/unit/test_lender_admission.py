@@ -237,6 +237,20 @@ def test_what_a_guest_makes_serving_s_next_step_longer_is_the_guest_s(after: flo
     assert guests < 1.05 * fixed
 
 
+def test_a_serving_that_was_slow_for_a_while_and_is_never_idle_lends_again() -> None:
+    """Its steps take 30 ms, and twice as long while somebody else has the machine: that is not the guest's doing."""
+    subject, draw, now, lent = taught(admission(ttft=2.0, tpot=0.3)), random.Random(1), NOW, 0
+    for number in range(10_000):
+        seconds = (0.06 if 2000 <= number < 4000 else 0.03) * draw.uniform(0.97, 1.03)
+        subject.served(prompt_tokens=0, decoding=8, held=8, seconds=seconds)
+        now += seconds
+        if subject.admit(Serving(last_tokens=[now] * 8), step(0.008), now=now).hold is None:
+            subject.ran(held=8, seconds=0.006)
+            now += 0.006
+            lent += number >= 9000
+    assert lent > 900 and subject.serving.after_guest_seconds < 0.002
+
+
 def test_a_stall_of_serving_s_loop_is_no_credit() -> None:
     """Steps of 1 ms and 0.5 ms a token: what is for tokens earns nothing, neither before a stall nor after it."""
     cost, draw, earned = ServingCost(step_tokens=STEP_TOKENS), random.Random(5), []
