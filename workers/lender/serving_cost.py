@@ -3,7 +3,7 @@
 Keeps true
 - What is learned is what serving takes alone. Its first step after the guest computed finds the guest's data in the
   caches: how much longer that makes it is learned apart (`after_guest_seconds`), and is the guest's doing. It fades
-  while no guest computes, so that what was taken for the guest's doing, as a busy neighbour's, holds none back for ever.
+  while none computes: what was taken for a guest's doing, as a busy neighbour's may be, holds none back for ever.
 - Steps that only decode and steps with prompt tokens are fitted apart: a decode is bound by reading weights and
   contexts, a prefill by computing.
 - Context lengths are not a term of their own: they grow by a token a step, which the fading fit of the decodes follows;
@@ -18,7 +18,7 @@ PACE = 0.1
 """Share by which `after_guest_seconds` follows what a step took above its prediction: about the last ten count."""
 
 FADES = 0.001
-"""Share of `after_guest_seconds` that each step loses before which no guest computed: half of it in 700."""
+"""Share that what is known of guests loses with each step of serving's before which none computed: half in 700."""
 
 
 class ServingCost:
