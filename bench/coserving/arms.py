@@ -28,6 +28,8 @@ from bench.coserving.clients import Rolled, RolloutOrders
 from bench.coserving.guests import GuestOrders
 from bench.coserving.processes import Client
 from bench.coserving.server import MAX_RUNNING, MODEL_NAME, VOCABULARY, Launch, Lends, Server
+from workers.lender.admission import SLO as SLO_DIAL
+from workers.lender.admission import STRICT as STRICT_DIAL
 from workers.lender.admission import Promise as Lending
 
 CAP = 4
@@ -149,7 +151,7 @@ ARMS = (
     Arm("rollouts", users=False, guests=Requesters(MAX_RUNNING)),
     Arm("priority", launch=PRIORITIES, guests=Requesters(MAX_RUNNING, priority=LATER), guests_alone="rollouts"),
     Arm("cap", guests=Requesters(CAP), guests_alone="rollouts"),
-    Arm("guest", launch=Launch(lends=Lends(dial=0.0)), guests=Guest(TRAJECTORIES), users=False),
+    Arm("guest", launch=Launch(lends=Lends(dial=STRICT_DIAL)), guests=Guest(TRAJECTORIES), users=False),
     Arm(
         "unprotected",
         launch=Launch(lends=Lends(dial=1.0, promises=False)),
@@ -158,7 +160,7 @@ ARMS = (
     ),
     Arm(
         STRICT,
-        launch=Launch(lends=Lends(dial=0.0)),
+        launch=Launch(lends=Lends(dial=STRICT_DIAL)),
         guests=Guest(TRAJECTORIES),
         guests_alone="guest",
         promises=(
@@ -175,15 +177,15 @@ ARMS = (
                 "guest_step_ms",
                 4.0,
                 "min",
-                "serving's time per token",
-                over_figure="tpot_p50_ms",
+                "serving's step: the median time between two tokens that a user gets",
+                over_figure="gap_p50_ms",
                 over=ALONE,
             ),
         ),
     ),
     Arm(
         SLO,
-        launch=Launch(lends=Lends(dial=0.5)),
+        launch=Launch(lends=Lends(dial=SLO_DIAL)),
         guests=Guest(TRAJECTORIES),
         guests_alone="guest",
         promises=(
@@ -197,7 +199,7 @@ ARMS = (
     ),
     Arm(
         "spike",
-        launch=Launch(lends=Lends(dial=0.5)),
+        launch=Launch(lends=Lends(dial=SLO_DIAL)),
         guests=Guest(TRAJECTORIES, spike_seconds=SPIKE_SECONDS),
         guests_alone="guest",
         promises=(
@@ -209,5 +211,5 @@ ARMS = (
 
 SWEEP = tuple(
     Arm(f"dial {dial:g}", launch=Launch(lends=Lends(dial=dial)), guests=Guest(TRAJECTORIES), guests_alone="guest")
-    for dial in (0.1, 0.25, 0.75, 0.9, 1.0)
+    for dial in (0.25, 0.5, 0.75, 1.0)
 )

@@ -60,7 +60,7 @@ class Screen:
             f"version {view.version}",
             f"{view.turns_per_second(now):.0f} turns/s",
             f"{view.settled}{self._of()} trajectories settled",
-            executors_in_words(view.present(now)),
+            executors_in_words(self._watch.facts().executors),
         ]
         if view.solved is not None:
             parts.insert(2, f"solved {view.solved:.0%}")
@@ -98,6 +98,7 @@ class Screen:
         facts = self._watch.facts()
         if self._watch.unanswered_seconds > UNANSWERED_SECONDS:
             away = f"the broker has not answered for {self._watch.unanswered_seconds:.0f} s"
+            away += f" ({self._watch.trouble})" if self._watch.trouble else ""
             return [Finding(Severity.UNWELL, "broker", away)], f"nothing moves: {away}"
         findings = diagnose(facts)
         return findings, headline(facts, findings)

@@ -4,6 +4,7 @@ Keeps true
 - A pure fold. `now` is seconds on the reader's own clock, the moment at which a record came here: who is silent is
   told by that alone.
 - What was on the log before the looking began says how things stand, and is not taken for a sign of life.
+- Time in which nobody looked is nobody's silence.
 - An executor is forgotten when the router would forget it: others were heard for long after its silence began.
 - A policy version is one whose manifest is believed; whoever feeds the view judges that, as every reader does.
 """
@@ -47,7 +48,7 @@ class View:
     """Give it records with the moment at which they came; ask it for what to show."""
 
     began: float
-    """When the looking began."""
+    """When the looking began; later by each absence since."""
     executors: dict[str, Heard] = field(default_factory=dict)
     ends: Counter[Outcome] = field(default_factory=Counter)
     """Settled trajectories."""
@@ -111,6 +112,15 @@ class View:
         (self._live.add if live else self._live.discard)(trajectory_id)
         if fresh:
             self.applied_at = now
+
+    def absent(self, seconds: float) -> None:
+        """Nobody looked for so long until now: what came meanwhile is yet to be taken in."""
+        self.began += seconds
+        self.applied_at += seconds
+        self.settled_at += seconds
+        self.sampled_at += seconds
+        for heard in self.executors.values():
+            heard.at += seconds
 
     def turns_per_second(self, now: float) -> float:
         """Completed turns, over the last seconds."""

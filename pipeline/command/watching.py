@@ -3,6 +3,7 @@
 Keeps true
 - Reading begins where the present state begins: open groups and their outcomes, live trajectories, a minute of
   heartbeats. What lies before the end that the topics had at the start is history: it moves nothing.
+- Facts are as of the last look. A reader that was held up, or its machine, takes its own absence for nobody's silence.
 """
 
 import time
@@ -23,6 +24,9 @@ HEARTBEATS_SECONDS = 60.0
 
 BATCH = 2_000
 """Records taken at once."""
+
+ABSENCE_SECONDS = 0.5
+"""Between two looks: what is longer, besides the time that a look waits for records, was an absence."""
 
 
 class Watch:
@@ -45,6 +49,7 @@ class Watch:
         self._history: dict[Place, int] = {}
         self._behind: set[Place] = set()
         self._assign(settings, whole=whole)
+        self._looked_at = self._answered_at = time.monotonic()
 
     @property
     def caught_up(self) -> bool:
@@ -63,20 +68,25 @@ class Watch:
 
     @property
     def unanswered_seconds(self) -> float:
-        """Since the broker last answered."""
-        return time.monotonic() - self._soundings.answered_at
+        """Since the broker last answered: to a question, or with something new to read."""
+        return self._looked_at - max(self._soundings.answered_at, self._answered_at)
 
     def read(self, seconds: float) -> None:
         """Take in what came, waiting for it so long at most. Raises TopicMissing or BusError."""
-        for item in self._reader.read(BATCH, seconds):
+        found = self._reader.read(BATCH, seconds)
+        now = time.monotonic()
+        self.view.absent(max(0.0, now - self._looked_at - seconds - ABSENCE_SECONDS))
+        self._looked_at = now
+        for item in found:
+            self._answered_at = now
             if isinstance(item, EndOfPartition):
                 self._behind.discard((item.topic, item.partition))
             elif isinstance(item, Envelope):
                 self._take(item)
 
     def facts(self) -> Facts:
-        """What is known at this moment."""
-        now, view, sounding = time.monotonic(), self.view, self.sounding
+        """What was known at the last look."""
+        now, view, sounding = self._looked_at, self.view, self.sounding
         known = sounding or Sounding(at=now)
         workers = known.environment_workers
         return Facts(
@@ -107,7 +117,7 @@ class Watch:
     def _take(self, envelope: Envelope) -> None:
         place = envelope.topic, envelope.partition
         fresh = envelope.offset >= self._history.get(place, 0)
-        now = time.monotonic()
+        now = self._looked_at
         if envelope.topic is PROGRESS:
             self.view.progress(envelope.key, now, live=envelope.record is not None, fresh=fresh)
             return

@@ -31,7 +31,7 @@ def corrupt(dice: random.Random) -> None:
                 sys.stderr.write(f"spoilt version {record.version}, {record.tensor}\n")
         write(writer, topic, record, **more)
 
-    Writer.write = write_or_spoil  # type: ignore[method-assign]
+    Writer.write = write_or_spoil  # type: ignore[method-assign, assignment]
 
 
 def _flipped(chunk: WeightChunk, dice: random.Random) -> WeightChunk:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 from confluent_kafka import KafkaException, TopicPartition
@@ -53,7 +54,7 @@ def test_a_fetch_of_nothing_is_held(cluster: Cluster) -> None:
         told.append(sum(broker["req"].get("Fetch", 0) for broker in brokers))
 
     topic = cluster.topic("quiet")
-    often = {"statistics_interval_ms": 500, "stats_cb": statistics}
+    often: dict[str, Any] = {"statistics_interval_ms": 500, "stats_cb": statistics}
     consumer = cluster.consumer(fetch_wait_max_ms=500, **often)
     consumer.assign([TopicPartition(topic, 0, 0)])
     until(lambda: consumer.poll(0.1) is None and len(told) > 4, what="statistics")

@@ -192,7 +192,13 @@ def lending_server(
     folder: Path, *flags: str, lends: bool = True, promise: Promise = STRICTLY, **sizes: Any
 ) -> Iterator[Server]:
     """With the shipped policy as serving's model and as the guest's; `sizes` are fields of its LendConfig."""
-    small = {"dtype": "bfloat16", "max_turns": 8, "max_model_len": 256, "kv_cache_bytes": 8 << 20, "step_tokens": 64}
+    small: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_turns": 8,
+        "max_model_len": 256,
+        "kv_cache_bytes": 8 << 20,
+        "step_tokens": 64,
+    }
     config = LendConfig(
         model_folder=str(MODEL),
         socket=str(folder / "lend.sock"),

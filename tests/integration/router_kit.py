@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING
 
@@ -74,9 +75,8 @@ class Bus:
         self.writer.flush()
 
     def ask(self, trajectory: str, turn: int = 0, home: int = 1, **fields: object) -> None:
-        asked = request(
-            trajectory, turn, home=home, **{"patience_seconds": 600.0, "requested_at": time.time(), **fields}
-        )  # type: ignore[arg-type]
+        said: dict[str, Any] = {"patience_seconds": 600.0, "requested_at": time.time(), **fields}
+        asked = request(trajectory, turn, home=home, **said)
         self.asked += 1
         self.say(REQUESTED, asked, trajectory, home)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from threading import Event
+from typing import Any
 
 import msgspec
 import pytest
@@ -99,7 +100,8 @@ def test_a_members_new_assignment_is_read_though_it_had_paused_everything(settin
             assignments.append(places)
             return dict.fromkeys(places, 0)
 
-        reader = Reader(settings, name, group="members", member=name, **{"session.timeout.ms": 6000})
+        session: dict[str, Any] = {"session.timeout.ms": 6000}
+        reader = Reader(settings, name, group="members", member=name, **session)
         reader.subscribe([PROMPTS], assigned=assigned, revoked=lambda places: None)
         return reader, assignments
 
@@ -373,14 +375,14 @@ def test_another_thread_commits_what_a_reader_has_read_while_it_reads_on(setting
     put(settings, [encode(PROMPT)])
     done = Event()
 
-    def read_on() -> None:
+    def read_on(reader: Reader) -> None:
         while not done.is_set():
             reader.read(100, 0.2)
 
     with closing(Reader(settings, "test", group="test")) as reader, ThreadPoolExecutor(1) as pool:
         reader.assign({(PROMPTS, 0): 0})
         writer = Writer(settings, "test", transactional_id="test")
-        reading = pool.submit(read_on)
+        reading = pool.submit(read_on, reader)
         try:
             for offset in range(20):
                 writer.begin()

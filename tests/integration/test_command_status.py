@@ -16,7 +16,7 @@ from pipeline.command import screen as screens
 from pipeline.command.diagnosis import Severity, diagnose
 from pipeline.command.options import Common
 from pipeline.command.screen import Screen
-from pipeline.command.soundings import ENVIRONMENT_GROUP, Sounder
+from pipeline.command.soundings import Sounder
 from pipeline.command.status import Unwell, show_status, unseen
 from pipeline.command.watching import Watch
 from schemas.slack import ExecutorState
@@ -25,7 +25,7 @@ from schemas.wire import encode
 from tests.brokers import AnyBroker
 from tests.golden.examples import EXAMPLES
 from tests.integration.log_kit import PARTITIONS, Log
-from topics.catalog import COMPLETED, MANIFESTS, PROMPTS
+from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, MANIFESTS, PROMPTS
 from topics.reader import Reader
 from topics.records import Place, Raw, Spoiled
 from topics.settings import BusSettings
@@ -90,6 +90,16 @@ def test_what_is_open_and_who_waits_is_read_off_the_log(log: Log) -> None:
         new, old = facts.executors
         assert (facts.waiting_for_trainer, new.silent, new.clock_off_seconds < -1e9) == (3, False, True)
         assert facts.applied_seconds < old.silent_seconds
+
+
+def test_a_broker_that_hands_out_records_answers_whatever_becomes_of_questions(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with watch(log.settings) as looking:
+        monkeypatch.setattr(Sounder, "sound", lambda _: None)
+        log.heartbeat(worker="e", **REFUSAL)
+        until(looking, lambda: "e" in looking.view.executors)
+        assert looking.unanswered_seconds <= 0.0
 
 
 def test_versions_of_another_run_or_unsigned_are_none_of_this_one(log: Log) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from bench.coserving.arms import PRIORITIES, Arm, Requesters
 from bench.coserving.pace import first_guess, unloaded
-from bench.coserving.server import VOCABULARY, Server, make_model, serve
+from bench.coserving.server import SERVED, VOCABULARY, Server, make_model, serve
 from bench.coserving.windows import Budgets, Window, figures, guest_tokens, run_window
 from workers.users.requests import Shape, Slice, compress
 from workers.users.traces import BLOCK_TOKENS, Arrival
@@ -26,7 +26,7 @@ BUDGETS = Budgets(ttft=ANY, tpot=ANY)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One that knows priorities can host every arm."""
     folder = tmp_path_factory.mktemp("coserve")
-    with serve(PRIORITIES, make_model(folder / "model"), folder / "server.log") as running:
+    with serve(PRIORITIES, make_model(folder / "model", SERVED), folder / "server.log") as running:
         yield running
 
 

@@ -13,6 +13,7 @@ from vllm.model_executor.layers import utils as layer_utils
 
 from schemas.arrays import pack_logprobs
 from schemas.prompts import Sampling
+from schemas.samples import SampleTurn
 from schemas.turns import VersionSpan
 from tests.integration.engine_rig import (
     BLOCK,
@@ -94,7 +95,7 @@ def test_on_policy_the_trainer_weighs_what_the_engine_drew_at_one(rig: Rig, temp
     rig.swap()
     rng, log_ratios = random.Random(4), list[float]()
     for number in range(12):
-        tokens, turns = contexts_of(rng, rng.randint(5, 40)), []
+        tokens, turns = contexts_of(rng, rng.randint(5, 40)), list[SampleTurn]()
         mask, logprobs = [0] * len(tokens), [0.0] * len(tokens)
         for temperature in temperatures:
             sampling = Sampling(temperature=temperature, max_tokens=rng.randint(2, 30), seed=number)
@@ -134,15 +135,15 @@ MOST_ELEMENTS = 3000
 """Of a piece: fewer than the embedding and most layers have."""
 
 
-class Elements(TorchDispatchMode):
+class Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is read or written, views aside: by torch, and of layers that are packed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen = 0
 
     def pack(self, layer: torch.nn.Module, remove_weight: bool) -> None:
-        self.seen += layer.weight.numel()  # type: ignore[operator, union-attr]
+        self.seen += layer.weight.numel()  # type: ignore[operator]
         REAL_PACK(layer, remove_weight)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -163,4 +163,4 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
     common = expected >= 5
     freedom = int(common.sum())
     statistic = float(((counts - expected)[common] ** 2 / expected[common]).sum())
-    return (statistic - freedom) / (2 * freedom) ** 0.5
+    return (statistic - freedom) / float((2 * freedom) ** 0.5)

@@ -26,8 +26,8 @@ from tests.brokers import EMBEDDED, AnyBroker
 from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router, engine_of, start_executor
 from tests.integration.policies import logprobs_of, new_policy
 from topics.admin import create_topics
+from topics.broker import Broker
 from topics.catalog import DISPATCHED, Partitions
-from topics.embedded import Broker
 from topics.letters import read_letters
 from topics.log import read_topics
 from topics.records import Raw

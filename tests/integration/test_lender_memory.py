@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,12 @@ NEVER = MemoryConfig(quiet_seconds=3600.0)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--kv-cache-memory-bytes", str(SERVING_BYTES), "--max-num-seqs", "64")
-    sizes = {"max_turns": TURNS, "max_model_len": 512, "kv_cache_bytes": GUEST_BYTES, "step_tokens": 256}
+    sizes: dict[str, Any] = {
+        "max_turns": TURNS,
+        "max_model_len": 512,
+        "kv_cache_bytes": GUEST_BYTES,
+        "step_tokens": 256,
+    }
     with lending_server(tmp_path_factory.mktemp("memory"), *flags, memory=NEVER, **sizes) as running:
         yield running
         print(running.log.read_text()[-4000:])
@@ -125,7 +131,7 @@ def begin(beside: Beside, turns: Sequence[Turn], version: int) -> None:
 
 
 def rss(server: Server) -> float:
-    return server.core.memory_info().rss / 2**20
+    return float(server.core.memory_info().rss / 2**20)
 
 
 def test_the_guest_grows_into_what_serving_leaves(server: Server, beside: Beside) -> None:

@@ -73,7 +73,9 @@ def receiving(
     settings: BusSettings, key: Ed25519PrivateKey | None = None, *, run: str = DEFAULT_RUN, **options: object
 ) -> Iterator[WeightReceiver]:
     """`key`: the trainer's."""
-    trust = dataclasses.replace(trust_of(settings, MODEL, WeightsConfig(run=run)), key=key and key.public_key())
+    trust = dataclasses.replace(
+        trust_of(settings, MODEL, WeightsConfig(run=run)), key=None if key is None else key.public_key()
+    )
     receiver = WeightReceiver(settings, trust, **({"shapes": SHAPES} | options))  # type: ignore[arg-type]
     receiver.start()
     try:

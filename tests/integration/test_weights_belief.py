@@ -291,7 +291,7 @@ def test_a_store_that_cannot_be_cleaned_ends_nothing(settings: BusSettings, tmp_
 
 def test_chunks_that_cannot_be_deleted_end_nothing(settings: BusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = BusSettings(settings.bootstrap, "nowhere.", settings.properties, settings.embedded)
-    release = retention.delete_before
+    release = retention.delete_before  # type: ignore[attr-defined]
     monkeypatch.setattr(retention, "delete_before", lambda _, *needed, **options: release(nowhere, *needed, **options))
     with WeightPublisher(settings, MODEL, anchor_every=0) as publisher:
         for version in range(3):
@@ -303,7 +303,7 @@ def test_chunks_that_cannot_be_deleted_end_nothing(settings: BusSettings, monkey
 def test_a_version_at_which_anything_at_all_is_raised_gives_way_to_the_next_best(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = receive.check_manifest
+    check = receive.check_manifest  # type: ignore[attr-defined]
 
     def raises(manifest: WeightManifest, *arguments: object, **options: object) -> None:
         if manifest.version == 3:

@@ -79,7 +79,7 @@ def step(world: World, what: str, *values: object) -> None:
         case "complete", int(which):
             if world.running:
                 world.complete(world.running[which % len(world.running)])
-        case "reject", int(which), (outcome, refusal):
+        case "reject", int(which), (TurnOutcome() as outcome, (Refusal() | None) as refusal):
             if world.running:
                 world.reject(world.running[which % len(world.running)], outcome, refusal)
         case "echo", int(which), bool(completed):

@@ -179,6 +179,17 @@ def test_what_was_on_the_log_before_is_no_sign_of_life() -> None:
     assert not view.present(20.0)
 
 
+def test_time_in_which_nobody_looked_is_nobodys_silence() -> None:
+    view = View(began=0.0)
+    view.take(beat(ttl_seconds=2.0), 10.0)
+    view.progress("g:0", 10.0, live=True)
+    view.absent(30.0)
+    [executor] = view.present(41.0)
+    assert (executor.silent_seconds, 41.0 - view.applied_at) == (1.0, 1.0)
+    [executor] = view.present(42.5)
+    assert executor.silent, "what is not heard once somebody looks again is silent"
+
+
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["live", "ended", "settled"])), max_size=30))
 def test_every_trajectory_of_an_open_group_is_in_a_turn_or_waits_for_the_trainer(
     events: list[tuple[int, str]],

@@ -259,7 +259,7 @@ def test_every_round_has_every_arm_and_begins_with_another() -> None:
 
 
 def test_a_window_that_is_thrown_away_is_run_again_and_told() -> None:
-    arms, told, tries = [Arm("alone"), Arm("cap")], [], iter(["late", "", "", "late", "late", "late", ""])
+    arms, told, tries = [Arm("alone"), Arm("cap")], list[str](), iter(["late", "", "", "late", "late", "late", ""])
 
     def run(arm: Arm, number: int) -> Window:
         return window(arm.name, number, 0.04, thrown=next(tries))

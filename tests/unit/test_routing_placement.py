@@ -156,7 +156,7 @@ def check_cost(scan: Scan, worker: str, ask: Ask, now: float, cost: PlacementCos
     others = {other: seconds for other, seconds in others.items() if seconds < math.inf}
     if others:
         assert cost.passed_over_seconds == min(others.values())
-        assert others[cost.passed_over] == min(others.values())
+        assert cost.passed_over is not None and others[cost.passed_over] == min(others.values())
     else:
         assert cost.passed_over is None
 

@@ -36,11 +36,9 @@ def shared(one: list[int], other: list[int]) -> int:
 
 
 def test_an_azure_trace_gives_moments_and_lengths(tmp_path: Path) -> None:
-    assert read_trace(written(tmp_path, AZURE), first=0, count=3) == [
-        Arrival(at=0.0, prompt_tokens=4808, output_tokens=10),
-        Arrival(at=pytest.approx(0.052), prompt_tokens=3180, output_tokens=8),
-        Arrival(at=pytest.approx(60.052), prompt_tokens=110, output_tokens=27),
-    ]
+    found = read_trace(written(tmp_path, AZURE), first=0, count=3)
+    assert [each.at for each in found] == pytest.approx([0.0, 0.052, 60.052])
+    assert [(each.prompt_tokens, each.output_tokens) for each in found] == [(4808, 10), (3180, 8), (110, 27)]
 
 
 def test_a_slice_begins_at_its_own_first_arrival(tmp_path: Path) -> None:

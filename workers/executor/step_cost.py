@@ -5,6 +5,8 @@ Keeps true
   both terms stay positive, so that every rate derived from it is finite.
 - How wrong it is is known as well: `error` is a fading quantile of |measured - predicted| / predicted, each prediction
   made before its step was seen. About nine steps in ten end within `cautious_seconds`, whatever the fit leaves out.
+- What must end within a bound is planned for the worst: `tokens_within` leaves room for the largest `overshoot` of the
+  last thousand steps or so, so that only what is worse than all of those, or stalls, goes beyond it.
 - A stall is no cost: of a step that took longer than `STALL` times its cautious price, no more than that is learned. A
   cost that has really changed is followed all the same, as the error rises with each such step.
 
@@ -32,6 +34,9 @@ fast."""
 STALL = 2.0
 """Times its cautious price that is learned of a step at most."""
 
+REMEMBERED = 0.999
+"""Share of the largest overshoot that is left of it after a step that was less late."""
+
 LEAST_ERROR, MOST_ERROR = 0.01, 10.0
 """Bounds of `error`."""
 
@@ -46,6 +51,8 @@ class StepCost:
         """Relative, 0.1 is ten percent; it starts high, so that what was never measured is priced with caution."""
         self.observed = 0
         """Steps that were taken in."""
+        self.overshoot = 0.0
+        """How much longer than predicted a step took at most of late, relative; no stall is in it."""
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -53,7 +60,9 @@ class StepCost:
         predicted = self.seconds(tokens)
         missed = abs(seconds - predicted) > self.error * predicted
         if self.known:
-            seconds = min(seconds, STALL * self.cautious_seconds(tokens))
+            stall = STALL * self.cautious_seconds(tokens)
+            self.overshoot = max(REMEMBERED * self.overshoot, 0.0 if seconds > stall else seconds / predicted - 1.0)
+            seconds = min(seconds, stall)
         moved = self.error * math.exp(ERROR_PACE * (USUAL if missed else USUAL - 1.0))
         self.error = min(max(moved, LEAST_ERROR), MOST_ERROR)
         self.observed += 1
@@ -81,9 +90,14 @@ class StepCost:
         """Seconds within which `steps` steps of `tokens` tokens together are expected to end, error included."""
         return (self.base_seconds * steps + self.token_seconds * tokens) * (1.0 + self.error)
 
+    def bounded_seconds(self, tokens: int) -> float:
+        """Seconds within which a step of `tokens` tokens would have ended, had it been the worst of late."""
+        return self.seconds(tokens) * (1.0 + max(self.error, self.overshoot))
+
     def tokens_within(self, seconds: float) -> int:
-        """The most tokens of one step whose `cautious_seconds` are at most `seconds`; 0 where none fit."""
-        return max(0, int((seconds / (1.0 + self.error) - self.base_seconds) / self.token_seconds))
+        """The most tokens of one step whose `bounded_seconds` are at most `seconds`; 0 where none fit."""
+        planned = seconds / (1.0 + max(self.error, self.overshoot))
+        return max(0, int((planned - self.base_seconds) / self.token_seconds))
 
     @property
     def prefill_tokens_per_second(self) -> float:

@@ -9,7 +9,7 @@ Keeps true
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +34,15 @@ class StepScheduler(Scheduler):  # type: ignore[misc]
         output = super().schedule(throttle_prefills)
         self.scheduled_tokens = output.total_num_scheduled_tokens
         return output
+
+
+class TellingCore(EngineCore):  # type: ignore[misc]
+    """vLLM's core. Why a step failed says whoever asked for it: vLLM's own page on it would stand in the log of a
+    server that lends as if serving had failed.
+    """
+
+    def log_error_detail(self, scheduler_output: SchedulerOutput) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class _SeenModules:
@@ -64,7 +73,7 @@ def start_core(config: EngineConfig, place: Place) -> EngineCore:
     try:
         with plain_weights_kept(), llvmlite_unseen():
             vllm_config = EngineArgs(**_arguments(config, place)).create_engine_config()
-            return EngineCore(vllm_config, place.executor, log_stats=False)
+            return TellingCore(vllm_config, place.executor, log_stats=False)
     except Exception as error:  # vLLM answers a model or a setting that it cannot take with any exception at all
         place.release()
         raise EngineStartError(f"vLLM does not start with {config.model_folder}: {_first_line(error)}") from error

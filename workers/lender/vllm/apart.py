@@ -35,7 +35,6 @@ NAMES: tuple[tuple[ModuleType, str], ...] = (
     (torch.accelerator, "empty_cache"),
     (layer_utils, "dispatch_cpu_unquantized_gemm"),
     (dispatcher, "sys"),
-    (core, "dump_engine_exception"),
     (core, "freeze_gc_heap"),
     (core, "init_none_hash"),
     (gpu_worker, "freeze_gc_heap"),
@@ -100,11 +99,8 @@ class Apart:
 
 
 def apart_for_building() -> Apart:
-    """A guest sets no thread counts, freezes no garbage, leaves the root of serving's block hashes as it is, and writes
-    no step that fails into serving's log: who drops it tells why.
-    """
+    """A guest sets no thread counts, freezes no garbage, and leaves the root of serving's block hashes as it is."""
     apart = Apart()
-    apart.set(core, "dump_engine_exception", _nothing)
     apart.set(torch, "set_num_threads", _nothing)
     apart.set(core, "freeze_gc_heap", _nothing)
     apart.set(gpu_worker, "freeze_gc_heap", _nothing)

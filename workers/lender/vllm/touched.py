@@ -139,7 +139,6 @@ TOUCHED = (
     Touched("vllm.v1.worker.workspace", "_manager", "kept apart"),
     Touched("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "wrapped while a guest is built"),
     Touched("vllm.triton_utils.dispatcher", "sys", "swapped while a guest is built"),
-    Touched(CORE, "dump_engine_exception", "swapped while a guest steps"),
     Touched(CORE, "freeze_gc_heap", "swapped while a guest is built"),
     Touched(CORE, "init_none_hash", "swapped while a guest is built"),
     Touched("vllm.v1.worker.gpu_worker", "freeze_gc_heap", "swapped while a guest is built"),
