@@ -204,9 +204,10 @@ class Placement:
         )
 
     @property
-    def takes_seeds(self) -> bool:
-        """Whether some open executor does."""
-        return any(seat.open and seat.beat.seeded for seat in self.seats)
+    def refuses_seeds(self) -> bool:
+        """Whether executors are open, and none of them takes a turn with a seed."""
+        seeded = [seat.beat.seeded for seat in self.seats if seat.open]
+        return bool(seeded) and not any(seeded)
 
     def _cheapest(self, ask: Ask, now: float) -> Choice | None:
         cost = self._cost

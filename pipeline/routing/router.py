@@ -376,7 +376,7 @@ class Router:
         patience = f"{turn.request.patience_seconds:g} s"
         if turn.worker:
             return self._fail(turn, f"{turn.worker}, which has it, was not heard to run it for {patience}", now)
-        if turn.request.sampling.seed is not None and not self.placement.takes_seeds:
+        if turn.request.sampling.seed is not None and self.placement.refuses_seeds:
             return self._fail(turn, "no executor takes turns with a seed", now)
         return self._fail(turn, f"no executor has taken it up in {patience}", now)
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
 from pipeline.command.granting import send_grant
 from pipeline.command.options import Common
@@ -36,6 +37,7 @@ from workers.executor.words import (
     ORDERS,
     Done,
     GiveUp,
+    Lent,
     Order,
     Outbox,
     Park,
@@ -131,6 +133,10 @@ def grants(settings: BusSettings) -> Iterator[Grants]:
     grants.stop()
 
 
+def exported(name: str) -> float | None:
+    return REGISTRY.get_sample_value(name)
+
+
 def grant(settings: BusSettings, *, lend: bool, worker: str = NAME, token_budget: int = 0) -> None:
     embedded = f"broker.embedded={str(settings.embedded).lower()}"
     common = Common(bootstrap_server=settings.bootstrap, namespace=settings.namespace, settings=[embedded])
@@ -179,6 +185,8 @@ def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings
         router.until(lambda: router.beats[-1].state is ExecutorState.READY)
         assert (router.beats[-1].token_budget, router.beats[-1].paused_reason) == (500, "")
 
+        engine.say(lent=Lent(budget_bytes=64, frozen=True))
+        until(lambda: exported("rose_lender_budget_bytes") == 64 and exported("rose_lender_frozen") == 1)
         router.dispatch("held", [3, 4, 5])
         taken = engine.hear(Take)
         began = time.monotonic()
@@ -187,11 +195,12 @@ def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings
         engine.hear(Park)
         assert time.monotonic() - began < 5.0, "a second, on a machine with nothing else to do"
         engine.give_up(taken.name, [7, 8])
-        engine.say(parked="nobody has woken it", version=-1, kv_bytes_total=0)
+        engine.say(parked="nobody has woken it", version=-1, kv_bytes_total=0, lent=None)
         back = router.result("held")
         assert (back.outcome, back.reason, len(back.tokens)) == (TurnOutcome.PREEMPTED, "a grant parked it: night", 8)
         router.until(lambda: router.beats[-1].policy_version == -1)
         assert (router.beats[-1].state, router.beats[-1].token_budget) == (ExecutorState.PAUSED, 0)
+        assert (exported("rose_lender_budget_bytes"), exported("rose_lender_frozen")) == (0, 0)
         router.dispatch("late", [3, 4, 5])
         assert router.result("late").refusal is not None
 

@@ -26,7 +26,7 @@ TAKE_SECONDS = 0.01
 
 
 class PlayedEngine:
-    version = 0
+    version, devices = 0, 1
 
     def __init__(self) -> None:
         self.turns: list[str] = []
@@ -118,6 +118,22 @@ def test_an_executor_of_its_own_takes_them_in_at_once(host: EngineHost, engine: 
     dispatch(wires, 4)
     host.tick()
     assert engine.steps == [4]
+
+
+def test_turns_are_charged_the_time_of_every_device_that_their_steps_ran_on(
+    host: EngineHost, engine: PlayedEngine, wires: Wires
+) -> None:
+    engine.devices = 2
+    dispatch(wires, 2)
+    for _ in range(3):
+        host.tick()
+    while not host.hand_back():
+        pass
+    charged = [
+        done.device_seconds for done in map(REPORTS.decode, Line(wires.reports).read()) if isinstance(done, Done)
+    ]
+    steps = len(engine.steps)
+    assert charged == [pytest.approx(steps * 2 * 0.001 / 2)] * 2
 
 
 def test_what_comes_with_orders_waits_for_its_own_turn(host: EngineHost, engine: PlayedEngine, wires: Wires) -> None:

@@ -4,12 +4,13 @@ import os
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from schemas.prompts import Sampling
 from schemas.turns import VersionSpan
 from workers.executor.line import Line, memory
 from workers.executor.slabs import Laid
-from workers.executor.words import ORDERS, REPORTS, Done, Outbox, Prepare, Serve, Serving, Take, Tick
+from workers.executor.words import ORDERS, REPORTS, Done, Lent, Outbox, Prepare, Serve, Serving, Slack, Take, Tick
 
 
 def test_every_word_is_read_as_it_was_said() -> None:
@@ -47,15 +48,24 @@ def test_what_finds_no_room_is_sent_later_and_in_order(deeds: list[bool]) -> Non
     os.close(descriptor)
 
 
-@given(st.lists(st.sampled_from(["tick", "word", "read"]), max_size=200))
-def test_of_ticks_the_newest_is_kept_and_no_step_is_lost(deeds: list[str]) -> None:
-    descriptor = memory(200, "test")
+def tick(number: int, *, lends: bool) -> Tick:
+    """Of an engine that made two steps since the tick before, or of none."""
+    bare = Tick(number, "cpu", 0, 0, 1, 1, 1, 1.0, 1.0, 2, 0.5)
+    if not lends:
+        return bare
+    slack = Slack(0, 0, None, None, number / 4, 0.1, 0.1, 0.1, {"waiting": 3})
+    return structs.replace(bare, slack=slack, lent=Lent(64, True, 1, 0.25, 2, 3, 0.5))
+
+
+@given(st.lists(st.sampled_from(["tick", "word", "read"]), max_size=200), st.booleans())
+def test_of_ticks_the_newest_is_kept_and_nothing_that_was_counted_is_lost(deeds: list[str], lends: bool) -> None:
+    descriptor = memory(400, "test")
     outbox, line = Outbox(Line(descriptor)), Line(descriptor)
     ticks, words, heard = 0, 0, list[Tick]()
     for deed in [*deeds, *["read"] * (len(deeds) + 1)]:
         if deed == "tick":
             ticks += 1
-            outbox.say(Tick(ticks, "cpu", 0, 0, 1, 1, 1, 1.0, 1.0, 2, 0.5))
+            outbox.say(tick(ticks, lends=lends))
         elif deed == "word":
             words += 1
             outbox.say(Serving(words, 0.0))
@@ -66,4 +76,26 @@ def test_of_ticks_the_newest_is_kept_and_no_step_is_lost(deeds: list[str]) -> No
     assert [tick.version for tick in heard] == sorted({tick.version for tick in heard})
     assert (heard[-1].version if heard else 0) == ticks
     assert (sum(tick.steps for tick in heard), sum(tick.step_seconds for tick in heard)) == (2 * ticks, 0.5 * ticks)
+    told = [each.lent for each in heard if each.lent is not None]
+    lent = ticks if lends else 0
+    assert (sum(each.cuts for each in told), sum(each.preempted for each in told)) == (lent, 2 * lent)
+    assert (sum(each.looks for each in told), sum(each.look_seconds for each in told)) == (3 * lent, 0.5 * lent)
+    slacks = [each.slack for each in heard if each.slack is not None]
+    assert sum(each.held_back["waiting"] for each in slacks) == 3 * lent
+    assert max((each.longest_seconds for each in slacks), default=0.0) == lent / 4
+    os.close(descriptor)
+
+
+def test_cuts_are_told_by_the_tick_of_a_guest_that_is_gone_meanwhile_and_its_budget_is_nothing() -> None:
+    descriptor = memory(300, "test")
+    outbox, line = Outbox(Line(descriptor)), Line(descriptor)
+    words = 0
+    while not len(outbox):
+        outbox.say(Serving(words := words + 1, 0.0))
+    outbox.say(tick(1, lends=True))
+    outbox.say(tick(2, lends=False))
+    assert len(list(line.read())) == words - 1
+    outbox.flush()
+    [_, told] = map(REPORTS.decode, line.read())
+    assert isinstance(told, Tick) and told.lent == Lent(0, False, 1, 0.25, 2, 3, 0.5)
     os.close(descriptor)

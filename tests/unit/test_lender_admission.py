@@ -162,6 +162,41 @@ def test_a_serving_that_is_never_idle_lends_from_nothing_where_it_has_slack(
     assert (answers[0].tokens > 0) is (work is Work.STEP), "a step that has no price yet is of one token, and asked for"
 
 
+@pytest.mark.parametrize("slow", [1.0, 2.5])
+def test_a_guest_of_a_serving_that_is_never_idle_goes_on_after_its_first_step_and_after_slow_ones(slow: float) -> None:
+    """Its steps take more than half of the yield bound, and for a while more than all of it."""
+    subject, draw, now, lent = admission(0.5, ttft=2.0, tpot=0.3), random.Random(1), NOW, [0, 0, 0]
+    for number in range(20_000):
+        part = 0 if number < 2000 else 1 if number < 2500 else 2
+        seconds = 0.03 * draw.uniform(0.97, 1.03)
+        subject.served(prompt_tokens=0, decoding=8, held=8, seconds=seconds)
+        now += seconds
+        wanted = step(subject.guest.cautious_seconds(16))
+        answer = subject.admit(Serving(last_tokens=[now] * 8), wanted, now=now)
+        if answer.hold is None:
+            tokens = min(16, answer.tokens)
+            taken = (slow if part == 1 else 1.0) * (0.01 + 0.0002 * tokens) * draw.uniform(0.97, 1.03)
+            subject.guest.observe(tokens, taken)
+            subject.ran(held=8, seconds=taken)
+            now += taken
+            lent[part] += 1
+    assert lent[0] > 1000 and lent[2] > 10_000
+
+
+def test_a_guest_whose_steps_are_longer_than_the_yield_bound_is_seldom_tried_while_serving_computes() -> None:
+    subject, now, tried = taught(admission(0.5, ttft=2.0, tpot=0.3)), NOW, 0
+    for _ in range(200):
+        subject.guest.observe(1, 0.05)
+    for _ in range(10_000):
+        subject.served(prompt_tokens=0, decoding=8, held=8, seconds=0.03)
+        now += 0.03
+        if subject.admit(Serving(last_tokens=[now] * 8), step(0.05), now=now).hold is None:
+            subject.guest.observe(1, 0.05)
+            subject.ran(held=8, seconds=0.05)
+            tried += 1
+    assert 1 <= tried <= 12
+
+
 @pytest.mark.parametrize(("budgets", "reason"), [({"ttft": 0.03}, Hold.PREFILL), ({"tpot": 0.012}, Hold.DECODE)])
 def test_prompts_that_may_arrive_meanwhile_have_their_price(budgets: dict[str, float], reason: Hold) -> None:
     """Of what is held alone, nothing would be late."""
@@ -235,6 +270,20 @@ def test_what_a_guest_makes_serving_s_next_step_longer_is_the_guest_s(after: flo
     assert subject.serving.decode.seconds(10) == pytest.approx(0.003, rel=0.05)
     assert subject.serving.after_guest_seconds == pytest.approx(after, abs=0.0002)
     assert guests < 1.05 * fixed
+
+
+def test_a_serving_that_was_slow_for_a_while_and_is_never_idle_lends_again() -> None:
+    """Its steps take 30 ms, and twice as long while somebody else has the machine: that is not the guest's doing."""
+    subject, draw, now, lent = taught(admission(0.5, ttft=2.0, tpot=0.3)), random.Random(1), NOW, 0
+    for number in range(10_000):
+        seconds = (0.06 if 2000 <= number < 4000 else 0.03) * draw.uniform(0.97, 1.03)
+        subject.served(prompt_tokens=0, decoding=8, held=8, seconds=seconds)
+        now += seconds
+        if subject.admit(Serving(last_tokens=[now] * 8), step(0.008), now=now).hold is None:
+            subject.ran(held=8, seconds=0.006)
+            now += 0.006
+            lent += number >= 9000
+    assert lent > 900 and subject.serving.after_guest_seconds < 0.002
 
 
 def test_a_stall_of_serving_s_loop_is_no_credit() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from workers.executor.line import Line
 from workers.executor.step_cost import UNKNOWN, StepCost
 from workers.executor.words import NO_LIMIT, REPORTS, Gone, Tick
@@ -16,7 +18,9 @@ from workers.lender.config import LendConfig
 from workers.lender.life import State
 from workers.lender.link import End, knock, listen, welcome
 from workers.lender.pulse import Pulse
-from workers.lender.vllm.guest import Guest
+from workers.lender.vllm.guest import Guest, engine_of
+
+MODEL = Path(__file__).parents[2] / "workers/models/calculator"
 
 
 @contextmanager
@@ -154,3 +158,46 @@ def test_the_memory_of_a_guest_that_nobody_knocks_for_goes_back() -> None:
     assert sharing.looks == 1 and one.busy, "the loop goes on until all is given back"
     one.make_room()
     assert sharing.looks == 2 and not one.busy
+
+
+class NoRoom:
+    """A place that has no memory left at some moment of the building."""
+
+    ranks = 2
+
+    def __init__(self, fails_at: str) -> None:
+        self._fails_at = fails_at
+        self.holds = True
+
+    def fit(self, *_: object) -> Any:
+        self._take("fit")
+        return SimpleNamespace(hold_spare=lambda: self._take("spare"))
+
+    def cache_begins(self, _: object) -> None:
+        return None
+
+    def release(self) -> None:
+        self.holds = False
+
+    def _take(self, what: str) -> None:
+        if what == self._fails_at:
+            raise MemoryError(what)
+
+
+@pytest.mark.parametrize("fails_at", ["fit", "spare"])
+def test_a_guest_whose_building_fails_at_its_end_leaves_no_model_behind(
+    fails_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks would hold it as long as serving lives, and another beside it after the next try."""
+    scheduler = SimpleNamespace(
+        block_size=16,
+        kv_cache_config=SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=64)], num_blocks=4),
+        kv_cache_manager=SimpleNamespace(block_pool=None),
+        shutdown=lambda: None,
+    )
+    core = SimpleNamespace(scheduler=scheduler, structured_output_manager=SimpleNamespace(clear_backend=lambda: None))
+    monkeypatch.setattr("workers.executor.vllm.engine.start_core", lambda *_: core)
+    place: Any = NoRoom(fails_at)
+    with pytest.raises(MemoryError, match=fails_at):
+        engine_of(LendConfig(model_folder=str(MODEL), socket=""), place)
+    assert not place.holds

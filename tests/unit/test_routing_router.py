@@ -86,6 +86,20 @@ def test_where_nobody_takes_seeds_a_turn_that_has_one_ends_with_that_sentence() 
     assert "no executor takes turns with a seed" in one.reason
 
 
+def test_seeds_are_not_to_blame_where_no_executor_is_open() -> None:
+    """One that takes them is there, and parked."""
+    router = Router(CONFIG)
+    paused = heartbeat(0, state=ExecutorState.PAUSED)
+    router.on(paused, 0.0)
+    router.on(request("g0:0", patience_seconds=3.0, sampling=Sampling(max_tokens=10, seed=1)), 0.0)
+    failed = []
+    for tenth in range(1, 60):
+        router.on(paused, tenth / 10)
+        failed += router.tick(tenth / 10)
+    [one] = failed
+    assert isinstance(one, TurnResult) and "no executor has taken it up in 3 s" in one.reason
+
+
 def test_a_turn_that_runs_has_all_the_time_in_the_world() -> None:
     world = World()
     world.beat(0)

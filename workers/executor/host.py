@@ -84,7 +84,7 @@ class EngineHost:
         self._slack, self._lent = slack, lent
         self._cost = cost
         self._share = 0.0
-        """Running sum of seconds a turn."""
+        """Running sum of device-seconds a turn."""
         self._share_before: dict[str, float] = {}
         """By turn, what that sum was when it came."""
         self._preparing: tuple[int, Iterator[None]] | None = None
@@ -244,7 +244,7 @@ class EngineHost:
     def _step(self, most_tokens: int | None) -> None:
         self._stepped = True
         step = self._engine.step(most_tokens)
-        self._share += step.seconds / max(1, len(self._share_before))
+        self._share += self._engine.devices * step.seconds / max(1, len(self._share_before))
         self._steps += 1
         self._step_seconds += step.seconds
         if step.tokens:

@@ -278,6 +278,8 @@ class Executor:
         self._beats.heard(tick)
         if tick.lent is not None:
             metrics.show_lent(tick.lent)
+        elif tick.parked:
+            metrics.show_parked()
 
     @property
     def _most_turns(self) -> int:

@@ -25,7 +25,9 @@ CUT_SECONDS = Counter("rose_lender_cut_seconds_total", "That cuts took between t
 PREEMPTED = Counter("rose_lender_preempted_total", "Turns given up for want of KV memory")
 LOOKS = Counter("rose_lender_looks_total", "Times that the KV memory was shared out anew")
 LOOK_SECONDS = Counter("rose_lender_look_seconds_total", "That those took, cuts among them")
-SERVING_REQUESTS = Gauge("rose_lender_serving_requests", "Requests of serving beside the guest", ["state"])
+SERVING_REQUESTS = Gauge(
+    "rose_lender_serving_requests", "Requests of serving beside the guest; NaN where there is none", ["state"]
+)
 HEADROOM_SECONDS = Gauge(
     "rose_lender_headroom_seconds",
     "Least slack when serving was last looked at; NaN where nothing waits for it",
@@ -62,3 +64,13 @@ def show_lent(lent: Lent) -> None:
     PREEMPTED.inc(lent.preempted)
     LOOKS.inc(lent.looks)
     LOOK_SECONDS.inc(lent.look_seconds)
+
+
+def show_parked() -> None:
+    """There is no guest: it may hold nothing, and its host does not say how serving stands."""
+    LENT_BYTES.set(0)
+    FROZEN.set(False)
+    for state in ("running", "waiting"):
+        SERVING_REQUESTS.labels(state).set(math.nan)
+    for kind in ("prefill", "decode"):
+        HEADROOM_SECONDS.labels(kind).set(math.nan)

@@ -49,6 +49,8 @@ class StepCost:
         self.token_seconds = token_seconds
         self.error = 1.0
         """Relative, 0.1 is ten percent; it starts high, so that what was never measured is priced with caution."""
+        self.observed = 0
+        """Steps that were taken in."""
         self.overshoot = 0.0
         """How much longer than predicted a step took at most of late, relative; no stall is in it."""
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
@@ -63,6 +65,7 @@ class StepCost:
             seconds = min(seconds, stall)
         moved = self.error * math.exp(ERROR_PACE * (USUAL if missed else USUAL - 1.0))
         self.error = min(max(moved, LEAST_ERROR), MOST_ERROR)
+        self.observed += 1
         self._weight = FADING * self._weight + 1.0
         self._x = FADING * self._x + tokens
         self._y = FADING * self._y + seconds
@@ -77,7 +80,7 @@ class StepCost:
     @property
     def known(self) -> bool:
         """Whether a step was seen: until then it is a guess."""
-        return self._weight > 0.0
+        return self.observed > 0
 
     def seconds(self, tokens: int) -> float:
         """Predicted seconds of a step of `tokens` tokens."""

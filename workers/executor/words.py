@@ -3,7 +3,7 @@
 Keeps true: nothing here is a record. Both ends are of one release and one start, so what arrives is believed.
 """
 
-from collections import deque
+from collections import Counter, deque
 
 import msgspec
 
@@ -79,7 +79,7 @@ class Done(Word, frozen=True):
     first_token_at: float
     finished_at: float
     device_seconds: float
-    """The turn's share of the steps that it was in."""
+    """The turn's share of the steps while it was there, on each device that they ran on."""
     reason: str = ""
     """Why the engine's side gave it up, where nobody had ordered that."""
 
@@ -241,7 +241,7 @@ def untouched(name: str, at: float) -> Done:
 
 class Outbox:
     """The sending end: what finds no room on the line is kept, in order, until there is some. Of ticks one is kept, the
-    newest, behind all else: so who reads nothing for long makes nothing grow.
+    newest, behind all else, with what those before it counted: so who reads nothing for long makes nothing grow.
     """
 
     def __init__(self, line: Line) -> None:
@@ -256,10 +256,7 @@ class Outbox:
     def say(self, word: Word) -> None:
         """Never waits."""
         if isinstance(word, Tick):
-            before, self._tick = self._tick, word
-            if before is not None:
-                sums = {"steps": before.steps + word.steps, "step_seconds": before.step_seconds + word.step_seconds}
-                self._tick = msgspec.structs.replace(word, **sums)
+            self._tick = word if self._tick is None else _both(self._tick, word)
         else:
             self._unsent.append(_encode(word))
         self.flush()
@@ -279,3 +276,40 @@ class Outbox:
         except LineFull:
             return False
         return True
+
+
+def _both(before: Tick, tick: Tick) -> Tick:
+    """The newer of two ticks, with what has been since the tick before either."""
+    return msgspec.structs.replace(
+        tick,
+        steps=before.steps + tick.steps,
+        step_seconds=before.step_seconds + tick.step_seconds,
+        slack=_both_slacks(before.slack, tick.slack),
+        lent=_both_lent(before.lent, tick.lent),
+    )
+
+
+def _both_slacks(before: Slack | None, slack: Slack | None) -> Slack | None:
+    if before is None or slack is None:
+        return slack
+    return msgspec.structs.replace(
+        slack,
+        longest_seconds=max(before.longest_seconds, slack.longest_seconds),
+        held_back=dict(Counter(before.held_back) + Counter(slack.held_back)),
+    )
+
+
+def _both_lent(before: Lent | None, lent: Lent | None) -> Lent | None:
+    """Also where the newer tick is of no engine, which lends nothing: the cuts have been."""
+    if before is None:
+        return lent
+    now = lent or Lent()
+    return Lent(
+        now.budget_bytes,
+        now.frozen,
+        cuts=before.cuts + now.cuts,
+        cut_seconds=before.cut_seconds + now.cut_seconds,
+        preempted=before.preempted + now.preempted,
+        looks=before.looks + now.looks,
+        look_seconds=before.look_seconds + now.look_seconds,
+    )

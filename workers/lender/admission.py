@@ -14,7 +14,9 @@ Keeps true
 - What is left over is not chopped up: less than `WORTH` of what the guest wants waits for more, and less than all of
   it where what it wants cannot be done in part.
 - All of a guest's work is admitted alike, also that of building it, and its first step, which has no price yet: a
-  serving that is never idle and has slack lends.
+  serving that is never idle and has slack lends. Of a step of which not even one token fits with its error, one is
+  computed where almost all of the yield bound is left, if it is expected to end within that. Of one that is not, the
+  price fades while it is not tried: it may have been somebody else's doing.
 
 One dial, from 0 to 1, says how many requests serving may come to hold: `1 / (1 - dial)` times what it would alone.
 - 0 is `strict`: as alone. Guests compute only while serving has nothing to do.
@@ -38,7 +40,7 @@ from workers.executor.step_cost import UNKNOWN, StepCost
 from workers.executor.want import Want, Work
 from workers.lender.arrivals import Arrivals
 from workers.lender.occupancy import Occupancy
-from workers.lender.serving_cost import ServingCost
+from workers.lender.serving_cost import FADES, ServingCost
 
 STRICT = 0.0
 """The dial of the strict policy."""
@@ -132,6 +134,10 @@ class Admission:
         self.guest = StepCost(**UNKNOWN)
         self._after_guest = False
         """Whether the guest has computed since serving's latest step."""
+        self._untried = 0
+        """Steps of serving since the guest's latest."""
+        self._observed = 0
+        """Steps of the guest."""
         self._arrivals = Arrivals()
         self._occupancy = Occupancy(dial=promise.dial, longest_seconds=promise.yield_seconds)
 
@@ -142,6 +148,8 @@ class Admission:
     def served(self, *, prompt_tokens: int, decoding: int, held: int, seconds: float) -> None:
         """Serving made a step: `prompt_tokens` of prompts and one token for each of `decoding`, of `held` requests."""
         after, self._after_guest = self._after_guest, False
+        self._untried = self._untried + 1 if self.guest.observed == self._observed else 0
+        self._observed = self.guest.observed
         fixed = self.serving.observe(prompt_tokens=prompt_tokens, decoding=decoding, seconds=seconds, after_guest=after)
         self._occupancy.served(held, fixed)
 
@@ -183,7 +191,12 @@ class Admission:
         if want.work is Work.STEP and not self.guest.known:
             return FULL * most
         wanted = WORTH * min(want.seconds, most)
-        return max(wanted, self.guest.bounded_seconds(1)) if want.work is Work.STEP else wanted
+        if want.work is not Work.STEP:
+            return wanted
+        token = self.guest.bounded_seconds(1)
+        if self.guest.seconds(1) * (1.0 - FADES) ** self._untried <= FULL * most:
+            token = min(token, FULL * most)
+        return max(wanted, token)
 
     def _slack(self, serving: Serving, now: float) -> tuple[float, float, float]:
         """Least S_prf, least S_dec, and the S_prf of prompts that arrive as a guest's step begins; inf where none."""

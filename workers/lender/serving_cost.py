@@ -2,7 +2,8 @@
 
 Keeps true
 - What is learned is what serving takes alone. Its first step after the guest computed finds the guest's data in the
-  caches: how much longer that makes it is learned apart (`after_guest_seconds`), and is the guest's doing.
+  caches: how much longer that makes it is learned apart (`after_guest_seconds`), and is the guest's doing. It fades
+  while none computes: what was taken for a guest's doing, as a busy neighbour's may be, holds none back for ever.
 - Steps that only decode and steps with prompt tokens are fitted apart: a decode is bound by reading weights and
   contexts, a prefill by computing.
 - Context lengths are not a term of their own: they grow by a token a step, which the fading fit of the decodes follows;
@@ -15,6 +16,9 @@ from workers.executor.step_cost import UNKNOWN, StepCost
 
 PACE = 0.1
 """Share by which `after_guest_seconds` follows what a step took above its prediction: about the last ten count."""
+
+FADES = 0.001
+"""Share that what is known of guests loses with each step of serving's before which none computed: half in 700."""
 
 
 class ServingCost:
@@ -39,6 +43,8 @@ class ServingCost:
         if after_guest:
             self._learn_addition(fit, tokens, seconds)
             seconds = max(0.0, seconds - self.after_guest_seconds)
+        else:
+            self.after_guest_seconds *= 1.0 - FADES
         fit.observe(tokens, seconds)
         return min(fit.base_seconds, seconds)
 

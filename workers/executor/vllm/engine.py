@@ -116,9 +116,15 @@ class Engine:
         """That it has begun: between two of them no turn takes or finds a block."""
         self._step_tokens = config.step_tokens
         self._place = place or Here()
+        self.devices = self._place.ranks
+        """That a step takes the time of."""
         self._core = start_core(config, self._place)
         self._scheduler = self._core.scheduler
-        self._weights = self._place.fit(self._core, config.model_folder, self.shapes)
+        try:
+            self._weights = self._place.fit(self._core, config.model_folder, self.shapes)
+        except Exception:  # who asks for an engine again may find the memory of this one
+            self._place.release()
+            raise
         self._swaps = 0
         self._prepared: dict[str, torch.Tensor] | None = None
         """A version that can be served at once."""

@@ -388,5 +388,9 @@ def engine_of(config: LendConfig, place: Place | None = None) -> Engine:
         ),
         place,
     )
-    engine.hold_spare()
+    try:
+        engine.hold_spare()
+    except Exception:  # as where there is no memory for it: what was built is not left behind
+        engine.close()
+        raise
     return engine
