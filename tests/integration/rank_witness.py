@@ -44,7 +44,7 @@ class _Notes:
 
 
 _notes: list[_Notes] = []
-_execute, _all_reduce, _writing = CPUWorker.execute_model, GroupCoordinator.all_reduce, weights._writing
+_execute, _all_reduce, _writing = CPUWorker.execute_model, GroupCoordinator.all_reduce, weights.writing
 
 
 def _execute_noted(worker: Any, scheduled: Any) -> Any:
@@ -80,4 +80,4 @@ def _writing_or_fault(model: Any, version: Mapping[str, Tensor]) -> Iterator[Non
 
 CPUWorker.execute_model = _execute_noted
 GroupCoordinator.all_reduce = _all_reduce_or_fault
-weights._writing = _writing_or_fault
+weights.writing = _writing_or_fault
