@@ -156,11 +156,15 @@ class Reader:
         self._know(topics)
 
         def on_assign(consumer: Consumer, partitions: list[TopicPartition]) -> None:
+            if consumer is not self._consumer:
+                return  # it leaves: another has come in its name
             self._joins_again_at = math.inf
             self._membership = consumer.consumer_group_metadata()
             self._take_on(assigned([self._place(partition) for partition in partitions]))
 
         def on_revoke(consumer: Consumer, partitions: list[TopicPartition]) -> None:
+            if consumer is not self._consumer:
+                return  # as above
             revoked([self._place(partition) for partition in partitions])
             self._assigned = set()
             consumer.unassign()
@@ -279,8 +283,8 @@ class Reader:
     def _come_again(self) -> None:
         assert self._join is not None
         structlog.get_logger("bus").warning("the broker has not answered a join: asking again", seconds=JOIN_SECONDS)
-        Thread(target=self._consumer.close, name="leaves", daemon=True).start()
-        self._consumer = self._connected()
+        former, self._consumer = self._consumer, self._connected()
+        Thread(target=former.close, name="leaves", daemon=True).start()
         self._join()
 
     def _know(self, topics: Iterable[Topic]) -> None:

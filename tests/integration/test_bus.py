@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from threading import Event
 from typing import Any
 
 import msgspec
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import Producer, TopicPartition
 
 from schemas.errors import RecordError
 from schemas.prompts import Prompt
@@ -28,6 +29,7 @@ from topics.letters import buried, read_letters
 from topics.log import await_decided, read_back
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Raw, Spoiled
+from topics.resting import RestingConsumer
 from topics.retention import delete_before
 from topics.settings import BusSettings
 from topics.writer import BEGINNING_BYTES, REASON_CHARACTERS, Writer
@@ -152,6 +154,31 @@ def test_whoever_joins_is_taken_in_however_soon_after_another(settings: BusSetti
             member.read(1, 0.01)
     for member in members:
         member.close()
+
+
+def test_a_member_that_asked_again_hears_nothing_of_what_its_former_self_is_told(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to the first question may come just as the second is asked: then it is told as that consumer leaves,
+    on a thread of its own."""
+    asked: list[tuple[RestingConsumer, dict[str, Any]]] = []
+    told: list[list[Place]] = []
+
+    def assigned(places: list[Place]) -> dict[Place, int]:
+        told.append(places)
+        return {}
+
+    monkeypatch.setattr(RestingConsumer, "subscribe", lambda self, _, **answers: asked.append((self, answers)))
+    with closing(Reader(replace(settings, embedded=True), "late", group="late", member="late")) as reader:
+        reader.subscribe([PROMPTS], assigned=assigned, revoked=told.append)
+        reader._come_again()
+        (former, answers), (present, _) = asked
+        home = TopicPartition(settings.topic(PROMPTS), 0)
+        answers["on_assign"](former, [home])
+        answers["on_revoke"](former, [home])
+        assert told == []
+        answers["on_assign"](present, [home])
+        assert told == [[(PROMPTS, 0)]]
 
 
 def test_a_dead_letter_is_the_message_as_it_came_and_says_where_it_lay(settings: BusSettings, reader: Reader) -> None:

@@ -18,6 +18,7 @@ from workers.lender.config import LendConfig
 from workers.lender.life import State
 from workers.lender.link import End, knock, listen, welcome
 from workers.lender.pulse import Pulse
+from workers.lender.vllm import guest as guests
 from workers.lender.vllm.guest import Guest, engine_of
 
 MODEL = Path(__file__).parents[2] / "workers/models/calculator"
@@ -84,6 +85,23 @@ def test_what_was_poisoned_ends_the_link_of_a_guest_that_is_being_built_and_not_
     assert one._building is building and one._life.state is State.WAKING
     for end in (beside, link, listener):
         end.close()
+
+
+@pytest.mark.parametrize("fails", ["engine_of", "guest_pool"])
+def test_a_build_that_fails_at_its_end_holds_nothing_on_servings_ranks(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def no_room(*_: object) -> None:
+        raise MemoryError
+
+    for part in ("engine_of", "guest_pool"):
+        monkeypatch.setattr(guests, part, no_room if part == fails else lambda *_: None)
+    asked: list[str] = []
+    one: Any = guest(SimpleNamespace(link=None, ended=[]))
+    one._ranks = SimpleNamespace(size=2, ask=asked.append)
+    with pytest.raises(MemoryError):
+        one._built()
+    assert asked == ["release"]
 
 
 class Untold(Exception):

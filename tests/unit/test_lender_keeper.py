@@ -153,23 +153,57 @@ def test_a_guest_that_hangs_ends_its_engine_core_and_serving_that_is_slow_does_n
                 each.wait()
 
 
+def test_time_in_which_a_rank_is_halted_is_not_the_guests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine core waits for it, in the guest's turn."""
+    looks: list[bool] = []
+
+    class Noted(Hang):
+        def looked(self, since: int, *, halted: bool, now: float) -> bool:
+            if since:
+                looks.append(halted)
+            return super().looked(since, halted=halted, now=now)
+
+    monkeypatch.setattr(keepers, "Hang", Noted)
+    ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    ranks[1].send_signal(signal.SIGSTOP)
+    with kept(tmp_path, Beside("exec sleep 600").begin):
+        command = [sys.executable, "-c", CORE, str(tmp_path / "pulse"), "guest", *(str(rank.pid) for rank in ranks)]
+        core = subprocess.Popen(command, cwd=ROOT)
+        until(lambda: len(looks) > 2)
+        assert set(looks) == {True}
+        ranks[1].send_signal(signal.SIGCONT)
+        until(lambda: looks[-1] is False)
+        ranks[1].kill()
+        ranks[1].wait()
+        begun = len(looks)
+        until(lambda: len(looks) > begun + 2)
+        assert looks[-1] is False, "one that is gone is nobody's doing"
+    for each in (core, ranks[0]):
+        each.kill()
+        each.wait()
+
+
 @pytest.mark.parametrize("server", ["killed", "alive"])
 def test_an_engine_core_that_outlives_its_server_ends_with_the_keeper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
 ) -> None:
     monkeypatch.setattr(keepers, "ORPHAN_SECONDS", 0.5)  # it does not leave by itself
     with kept(tmp_path, Beside("exec sleep 600").begin) as pulse:
-        core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving"], cwd=ROOT)
-        until(lambda: pulse.core == core.pid)
+        rank = subprocess.Popen(["sleep", "600"])  # one that hangs
+        command = [sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving", str(rank.pid)]
+        core = subprocess.Popen(command, cwd=ROOT)
+        until(lambda: pulse.core == core.pid and pulse.ranks == [rank.pid])
         time.sleep(2 * keepers.LOOK_SECONDS)  # until the keeper has looked
         if server == "killed":
             monkeypatch.setattr(os, "getppid", lambda: 1)
     if server == "killed":
         assert core.wait(60.0) in (-signal.SIGTERM, -signal.SIGKILL)
+        assert rank.wait(60.0) == -signal.SIGKILL
     else:
-        assert core.poll() is None
-        core.kill()
-        core.wait()
+        for each in (core, rank):
+            assert each.poll() is None
+            each.kill()
+            each.wait()
 
 
 LOOKS = st.tuples(st.integers(0, 3), st.booleans(), st.floats(0.01, 5.0))

@@ -3,7 +3,7 @@
 Keeps true
 - Only the guest's time counts. A loop in which serving takes long, or waits, has given the thread back before.
 - Only time that both sides were awake for counts: between two looks at most `GAP_SECONDS`, and nothing while the
-  engine core is halted. So a machine that slept, or a debugger, ends no server.
+  engine core or a rank that it may wait for is halted. So a machine that slept, or a debugger, ends no server.
 
 Pure; `since` names one hold of the thread, whatever its clock.
 

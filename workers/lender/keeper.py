@@ -8,7 +8,7 @@ Keeps true
   file then says stop: the next life does not lend until somebody has looked at it and removed it. Serving that is slow
   is left alone.
 - It is the server's child and ends with it, after the process beside has said goodbye. An engine core that outlives its
-  server, as when that one is killed, ends then too: it serves nobody, and holds its memory.
+  server, as when that one is killed, ends then too, with its ranks: it serves nobody, and holds its memory.
 
 It looks at one page of memory (`pulse`) and at one file, and imports nothing that could hang itself.
 """
@@ -99,7 +99,7 @@ class Keeper:
             return
         pid, descriptor = self._core
         since = self._pulse.since
-        halted = bool(since) and is_halted(pid)
+        halted = bool(since) and (is_halted(pid) or any(map(is_stopped, self._pulse.ranks)))
         if self._hang.looked(since, halted=halted, now=time.monotonic()):
             self._end(pid, descriptor)
 
@@ -113,13 +113,18 @@ class Keeper:
         except OSError as error:
             self._log.error("the next life may lend: the stop file cannot be written", reason=str(error))
         self._ended = True
-        processes = [descriptor]
-        for rank in self._pulse.ranks:  # one that hangs does not see that the core is gone
-            with suppress(ProcessLookupError):
-                processes.append(os.pidfd_open(rank))
+        processes = [descriptor, *self._open_ranks()]
         _send(processes, STACK_SIGNAL)
         time.sleep(STACK_SECONDS)
         _send(processes, signal.SIGKILL)
+
+    def _open_ranks(self) -> list[int]:
+        """Descriptors of those that are there: one that hangs does not see that the core is gone."""
+        ranks = []
+        for rank in self._pulse.ranks:
+            with suppress(ProcessLookupError):
+                ranks.append(os.pidfd_open(rank))
+        return ranks
 
     def _part(self) -> None:
         if self._beside is None:
@@ -135,16 +140,25 @@ class Keeper:
     def _end_orphan(self) -> None:
         if self._core is None:
             return
-        pid, descriptor = self._core
-        ended = select.poll()
-        ended.register(descriptor, select.POLLIN)
-        if ended.poll(0):
+        pid, core = self._core
+        if _are_gone([core], 0.0):
             return
         self._log.warning("the server is gone: its engine core is ended", core=pid)
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
-            if not ended.poll(1000 * ORPHAN_SECONDS):
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        processes = [core, *self._open_ranks()]
+        _send([core], signal.SIGTERM)  # which ends its ranks
+        if not _are_gone(processes, ORPHAN_SECONDS):
+            _send(processes, signal.SIGKILL)
+
+
+def _are_gone(processes: Sequence[int], seconds: float) -> bool:
+    """Whether all of them have ended, by their descriptors, within so long."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        ended = select.poll()
+        ended.register(process, select.POLLIN)
+        if not ended.poll(1000 * max(0.0, deadline - time.monotonic())):
+            return False
+    return True
 
 
 def _send(processes: Sequence[int], number: int) -> None:
@@ -175,9 +189,18 @@ def says_stop(file: Path) -> bool:
 
 
 def is_halted(pid: int) -> bool:
-    """Whether somebody has stopped the process, as a debugger does, or it is gone."""
+    """Whether somebody has stopped the process, or it is gone."""
+    return _state(pid) in ("", "Z", "X") or is_stopped(pid)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped the process, as a debugger does."""
+    return _state(pid) in ("T", "t")
+
+
+def _state(pid: int) -> str:
+    """As the kernel's letter; empty if there is no such process."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return True
-    return state in ("T", "t", "Z", "X")
+        return ""

@@ -21,7 +21,7 @@ from workers.executor.host import EngineHost
 from workers.executor.line import Line
 from workers.executor.step_cost import StepCost
 from workers.executor.vllm.engine import Engine, EngineConfig
-from workers.executor.vllm.place import Place
+from workers.executor.vllm.place import Here, Place
 from workers.executor.want import Want, Work
 from workers.executor.words import NO_LIMIT, Gone, Outbox, Slack
 from workers.lender.config import LendConfig
@@ -319,10 +319,14 @@ class Guest:
             self._lend()
 
     def _built(self) -> tuple[Engine, Pool]:
-        """On a thread of its own, in pieces."""
-        place = None if self._ranks is None else OnRanks(self._ranks, self._log)
-        engine = engine_of(self._config, place)
-        return engine, guest_pool(engine)
+        """On a thread of its own, in pieces. What fails holds nothing, on no rank."""
+        place: Place = Here() if self._ranks is None else OnRanks(self._ranks, self._log)
+        try:
+            engine = engine_of(self._config, place)
+            return engine, guest_pool(engine)
+        except Exception:
+            place.release()
+            raise
 
     def drop(self, error: Exception) -> None:
         """Let go of the engine for an error, and tell. Raises nothing."""

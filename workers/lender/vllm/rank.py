@@ -3,8 +3,8 @@
 Keeps true
 - Between two calls the process is as its host left it, as in the loop's own (`apart`).
 - Nothing that goes wrong here is raised into the worker: it is the answer to the call.
-- The guest's ranks compute together over a group of their own, never over serving's. One that fails in a step leaves
-  that group, which ends the wait of the others there; none of them steps again.
+- The guest's ranks compute together over a group of their own, never over serving's. One that fails, in a step or in a
+  long call, leaves that group, which ends the wait of the others there; none of them steps again.
 - A rank reads its own share of a version, out of memory that all ranks map, and holds no more than that.
 """
 
@@ -59,6 +59,14 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
 
 
+def _came_of(work: Pieces[Any]) -> tuple[bool, str, Any]:
+    """A long call that is done."""
+    try:
+        return True, "", work.result()
+    except Exception as error:  # noqa: BLE001  as in `call`
+        return True, _told(error), None
+
+
 class Rank:
     """At most one model, beside that of `host`."""
 
@@ -66,7 +74,9 @@ class Rank:
         self._host = host
         self._apart: Apart | None = None
         self._work: Pieces[Any] | None = None
-        """The newest long call."""
+        """The newest long call, until it is done."""
+        self._came: tuple[bool, str, Any] = True, "", None
+        """Of the newest that is done: that it is, what went wrong, and what it returned."""
         self._guest: WorkerWrapperBase | None = None
         self._group: parallel_state.GroupCoordinator | None = None
         self._weights: PolicyWeights | None = None
@@ -91,15 +101,16 @@ class Rank:
 
     def go_on(self, seconds: float) -> tuple[bool, str, Any]:
         """Go on with it for so long; whether it is done, what went wrong, and what it returned."""
-        assert self._apart is not None and self._work is not None
+        assert self._apart is not None
+        if self._work is None:  # another rank is not done yet
+            return self._came
         with self._apart.building():
-            done = self._work.go_on(seconds)
-        if not done:
-            return False, "", None
-        try:
-            return True, "", self._work.result()
-        except Exception as error:  # noqa: BLE001  as in `call`
-            return True, _told(error), None
+            if not self._work.go_on(seconds):
+                return False, "", None
+        self._came, self._work = _came_of(self._work), None
+        if self._came[1]:  # here, where the error's frames hold the group no more
+            self._leave()
+        return self._came
 
     def join(self) -> None:
         """Make the guest's group, with the other ranks."""

@@ -1,0 +1,67 @@
+"""A guest's ranks over their own group, without a server: what becomes of all of them when one fails."""
+
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.integration.lender_kit import SERVING
+from tests.waiting import WAIT_SECONDS
+from topics.broker import free_ports
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+RANKS = 2
+FAILS = 0
+"""The rank that does."""
+
+
+def live(number: int, port: int, told: Connection) -> None:
+    """A rank's process: the guest's group, then a long call amid which one rank fails and the others compute."""
+    os.environ.update(SERVING)
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    from workers.lender.vllm.rank import Rank
+
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(RANKS, number, f"tcp://127.0.0.1:{port}", number, "gloo")
+    host: Any = SimpleNamespace(rpc_rank=number, global_rank=number)
+    rank: Any = Rank(host)
+
+    def until_done(name: str, *arguments: Any) -> str:
+        rank.begin(name, *arguments)
+        while not (came := rank.go_on(0.01))[0]:
+            pass
+        assert rank.go_on(0.01) == came, "the loop asks it again until the last rank is done"
+        return str(came[1])
+
+    def compute(_: object) -> None:
+        if number == FAILS:
+            raise MemoryError("no room")
+        rank._group.all_reduce(torch.ones(1))
+
+    assert until_done("join") == ""
+    rank._guest = SimpleNamespace()
+    told.send(until_done("run", compute, (), {}))
+    told.recv()  # no end of this process ends the others' wait
+
+
+def test_no_rank_waits_in_a_long_call_for_one_that_has_failed() -> None:
+    spawn, [port] = multiprocessing.get_context("spawn"), free_ports(1)
+    pipes = [spawn.Pipe() for _ in range(RANKS)]
+    ranks = [spawn.Process(target=live, args=(number, port, its)) for number, (_, its) in enumerate(pipes)]
+    try:
+        for rank in ranks:
+            rank.start()
+        assert pipes[FAILS][0].poll(WAIT_SECONDS) and pipes[FAILS][0].recv() == "MemoryError: no room"
+        assert pipes[1 - FAILS][0].poll(WAIT_SECONDS), "it waits for a rank that has left"
+        assert pipes[1 - FAILS][0].recv()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
