@@ -1,7 +1,7 @@
 """What lending costs serving: latency, throughput and prefix hits of a vLLM server, alone and beside rollouts.
 
     python -m bench.coserve --trace AzureLLMInferenceTrace_code.csv
-    python -m bench.coserve --trace mooncake_trace.jsonl --prompt-divisor 64 --first 3200
+    python -m bench.coserve --trace mooncake_synthetic_trace.jsonl --prompt-divisor 64 --first 3200
     python -m bench.coserve --trace square:15,1,90
 
 A slice of the trace (`--first`, `--requests`) is compressed in length (`--prompt-divisor`, `--output-divisor`) and in

@@ -213,6 +213,17 @@ def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings
         assert router.beats[-1].policy_version == 3
 
 
+def test_a_guest_that_was_gone_and_is_back_before_anybody_looked_is_told_its_version_anew(
+    settings: BusSettings,
+) -> None:
+    with running(settings, lambda: None) as (engine, router):
+        engine.hear(Prepare)
+        engine.reports.say(msgspec.structs.replace(TICK, parked="its guest is being built"))
+        engine.reports.say(TICK)
+        engine.serve()
+        router.until(lambda: router.serves(3))
+
+
 def test_a_server_that_is_never_idle_gives_its_turns_back_until_it_was(settings: BusSettings) -> None:
     with running(settings, lambda: None) as (engine, router):
         engine.serve()

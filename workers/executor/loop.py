@@ -135,6 +135,8 @@ class Executor:
         self._helper = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-lays")
         self._laid: Future[Prepare] | None = None
         """Of `_next`, while it is copied to where the engine reads it."""
+        self._bereft = False
+        """There was no engine for a while: what it had been given is lost, also where there is one again by now."""
         self._deferred: list[TurnDispatch] = []
         """Taken on while the engine changes to the next version."""
         self._writer = Writer(settings, name)
@@ -239,7 +241,8 @@ class Executor:
         if reason != before:
             self._log.info("takes no turns" if reason else "takes turns", reason=reason)
             self._beat(self._state)
-        if self._tick.parked or self._tick.version < 0 <= self._version:
+        if self._bereft:
+            self._bereft = False
             self._kept = self._next or self._kept
             self._version, self._next, self._laid = -1, None, None
 
@@ -267,6 +270,7 @@ class Executor:
                 self._not_taken(report)
             case Tick():
                 self._tick = report
+                self._bereft |= bool(report.parked) or report.version < 0 <= self._version
                 self._inbox.max_turns = self._most_turns
                 metrics.STEPS.inc(report.steps)
                 metrics.STEP_SECONDS.inc(report.step_seconds)
