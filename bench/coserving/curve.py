@@ -1,11 +1,16 @@
 """What lending gives and what it costs, over the dial: a picture of a run's sweep."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from plotly.subplots import make_subplots
 
+from bench.coserving.arms import ALONE
+from bench.coserving.figures import Summary
 from bench.coserving.results import Standing
+
+TOKENS = "guest_tokens_per_second"
 
 PANELS = {
     "ttft_p99_ms": "TTFT p99 over serving alone",
@@ -14,22 +19,39 @@ PANELS = {
 
 
 def draw(found: Mapping[str, Standing], file: Path) -> None:
-    """Guest tokens a second against how far latencies were stretched, an arm a point; one HTML file."""
-    lending = {name: each for name, each in found.items() if each.ratios and each.value("guest_tokens_per_second") > 0}
+    """Guest tokens a second against how far latencies were stretched, an arm a point and its windows a cross; the line
+    is what a guest makes of the whole engine. One HTML file.
+    """
+    lending = {name: each for name, each in found.items() if each.ratios and each.value(TOKENS) > 0}
+    whole = [each.value(TOKENS) for each in found.values() if not each.requests]
     figure = make_subplots(rows=1, cols=len(PANELS), shared_yaxes=True, horizontal_spacing=0.06)
     for column, (latency, title) in enumerate(PANELS.items(), start=1):
         figure.add_scatter(
             x=[each.ratios[latency].value for each in lending.values()],
-            y=[each.value("guest_tokens_per_second") for each in lending.values()],
+            y=[each.value(TOKENS) for each in lending.values()],
+            error_x=_spread([each.summaries[latency] for each in lending.values()], found[ALONE].value(latency)),
+            error_y=_spread([each.summaries[TOKENS] for each in lending.values()], 1.0),
             text=list(lending),
             mode="markers+text",
-            textposition="middle right",
+            textposition="top right",
             marker={"size": 11, "color": "#3b6fb6"},
             row=1,
             col=column,
         )
         figure.add_vline(x=1.0, line={"color": "#b8c2cc", "dash": "dot"}, row=1, col=column)
+        for most in whole:
+            figure.add_hline(y=most, line={"color": "#c9506b", "dash": "dash"}, row=1, col=column)
         figure.update_xaxes(title_text=title, ticksuffix="x", type="log", row=1, col=column)
     figure.update_yaxes(title_text="guest tokens a second", rangemode="tozero", col=1)
     figure.update_layout(template="plotly_white", showlegend=False, width=1100, height=440, margin={"t": 30})
-    file.write_text(figure.to_html(include_plotlyjs=True))
+    file.write_text(figure.to_html(include_plotlyjs=True, config={"displayModeBar": False}))
+
+
+def _spread(summaries: Sequence[Summary], over: float) -> dict[str, Any]:
+    """From the median to the highest and the lowest window, as a share of `over`."""
+    return {
+        "array": [(each.high - each.median) / over for each in summaries],
+        "arrayminus": [(each.median - each.low) / over for each in summaries],
+        "thickness": 1,
+        "color": "#b8c2cc",
+    }
