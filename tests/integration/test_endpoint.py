@@ -1,6 +1,5 @@
 """A lender by requests, between a real broker and a scripted endpoint."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,7 +171,6 @@ def test_an_endpoint_that_hangs_is_a_silent_executor(router: Router, endpoint: S
     router.publish(new_policy(1, tied=False), 1)
     router.until(lambda: router.serves(1))
     endpoint.hang(True)
-    time.sleep(1.0)  # what it said before is read
     router.until(lambda: not list(router.reader.read(100, TTL_SECONDS)))
     endpoint.hang(False)
     router.until(lambda: router.serves(1))

@@ -19,7 +19,7 @@ from workers.lender.life import State
 from workers.lender.link import End, knock, listen, welcome
 from workers.lender.pulse import Pulse
 from workers.lender.vllm import guest as guests
-from workers.lender.vllm.guest import Guest, engine_of
+from workers.lender.vllm.guest import Guest
 
 MODEL = Path(__file__).parents[2] / "workers/models/calculator"
 
@@ -34,8 +34,8 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def guest(feeder: Any) -> Guest:
-    config = LendConfig(model_folder="", socket="")
+def guest(feeder: Any, model: str = "") -> Guest:
+    config = LendConfig(model_folder=model, socket="")
     unused: Any = None
     return Guest(config, feeder, Pulse(None), StepCost(**UNKNOWN), unused, unused, logging.getLogger("guest"))
 
@@ -216,6 +216,8 @@ def test_a_guest_whose_building_fails_at_its_end_leaves_no_model_behind(
     core = SimpleNamespace(scheduler=scheduler, structured_output_manager=SimpleNamespace(clear_backend=lambda: None))
     monkeypatch.setattr("workers.executor.vllm.engine.start_core", lambda *_: core)
     place: Any = NoRoom(fails_at)
+    monkeypatch.setattr(guests, "Here", lambda: place)
+    one: Any = guest(SimpleNamespace(link=None, ended=[]), model=str(MODEL))
     with pytest.raises(MemoryError, match=fails_at):
-        engine_of(LendConfig(model_folder=str(MODEL), socket=""), place)
+        one._built()
     assert not place.holds

@@ -92,12 +92,16 @@ class StepCost:
 
     def bounded_seconds(self, tokens: int) -> float:
         """Seconds within which a step of `tokens` tokens would have ended, had it been the worst of late."""
-        return self.seconds(tokens) * (1.0 + max(self.error, self.overshoot))
+        return self.seconds(tokens) * self._worst
 
     def tokens_within(self, seconds: float) -> int:
         """The most tokens of one step whose `bounded_seconds` are at most `seconds`; 0 where none fit."""
-        planned = seconds / (1.0 + max(self.error, self.overshoot))
-        return max(0, int((planned - self.base_seconds) / self.token_seconds))
+        return max(0, int((seconds / self._worst - self.base_seconds) / self.token_seconds))
+
+    @property
+    def _worst(self) -> float:
+        """Times its predicted seconds that a step took at most of late, or is expected to."""
+        return 1.0 + max(self.error, self.overshoot)
 
     @property
     def prefill_tokens_per_second(self) -> float:

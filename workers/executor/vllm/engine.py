@@ -120,11 +120,7 @@ class Engine:
         """That a step takes the time of."""
         self._core = start_core(config, self._place)
         self._scheduler = self._core.scheduler
-        try:
-            self._weights = self._place.fit(self._core, config.model_folder, self.shapes)
-        except Exception:  # who asks for an engine again may find the memory of this one
-            self._place.release()
-            raise
+        self._weights = self._place.fit(self._core, config.model_folder, self.shapes)
         self._swaps = 0
         self._prepared: dict[str, torch.Tensor] | None = None
         """A version that can be served at once."""

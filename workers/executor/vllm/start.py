@@ -36,7 +36,7 @@ class StepScheduler(Scheduler):  # type: ignore[misc]
         return output
 
 
-class TellingCore(EngineCore):  # type: ignore[misc]
+class QuietCore(EngineCore):  # type: ignore[misc]
     """vLLM's core. Why a step failed says whoever asked for it: vLLM's own page on it would stand in the log of a
     server that lends as if serving had failed.
     """
@@ -73,7 +73,7 @@ def start_core(config: EngineConfig, place: Place) -> EngineCore:
     try:
         with plain_weights_kept(), llvmlite_unseen():
             vllm_config = EngineArgs(**_arguments(config, place)).create_engine_config()
-            return TellingCore(vllm_config, place.executor, log_stats=False)
+            return QuietCore(vllm_config, place.executor, log_stats=False)
     except Exception as error:  # vLLM answers a model or a setting that it cannot take with any exception at all
         place.release()
         raise EngineStartError(f"vLLM does not start with {config.model_folder}: {_first_line(error)}") from error

@@ -392,9 +392,5 @@ def engine_of(config: LendConfig, place: Place | None = None) -> Engine:
         ),
         place,
     )
-    try:
-        engine.hold_spare()
-    except Exception:  # as where there is no memory for it: what was built is not left behind
-        engine.close()
-        raise
+    engine.hold_spare()
     return engine
