@@ -96,7 +96,9 @@ def worker_process(settings: BusSettings, name: str, config: Mapping[str, Any]) 
             assert process.returncode == 0, f"{process.returncode}: {said}"
     finally:
         kill(process)
-        process.stderr.close()
+        if not process.stderr.closed:
+            print(process.stderr.read(), end="")  # of a test that fails: why the worker ended
+            process.stderr.close()
 
 
 def kill(process: subprocess.Popen[str]) -> None:

@@ -10,6 +10,7 @@ from workers.environments.sweeper import EVERY_SECONDS, SOON_SECONDS, Sweeper
 from workers.environments.troubles import (
     CALM_SECONDS,
     FENCED_SECONDS,
+    FENCED_TIMES,
     LONGEST_BACKOFF_SECONDS,
     MISSING_SECONDS,
     Troubles,
@@ -66,10 +67,17 @@ def test_a_worker_that_is_fenced_again_and_again_has_a_namesake_and_one_that_was
         troubles.met(bus_error(code), 100.0 * now + 13.0, began_at=100.0 * now)
     for now in range(10):
         troubles.met(bus_error(code), 2000 + FENCED_SECONDS * now, began_at=2000 + FENCED_SECONDS * now)
-    troubles.met(bus_error(code), 3000.0, began_at=3000.0)
-    troubles.met(bus_error(code), 3001.0, began_at=3001.0)
+    for second in range(FENCED_TIMES - 1):
+        troubles.met(bus_error(code), 3000.0 + second, began_at=3000.0 + second)
     with pytest.raises(WorkerFenced, match="another environment worker was started as 'w0'"):
-        troubles.met(bus_error(code), 3002.0, began_at=3002.0)
+        troubles.met(bus_error(code), 3010.0, began_at=3010.0)
+
+
+def test_two_that_come_under_its_name_and_go_within_a_minute_do_not_end_a_worker() -> None:
+    """Each was seen to fence twice: its question is asked again while what it found open is aborted."""
+    troubles = Troubles("w0")
+    for at in (0.0, 0.5, 1.0, 1.5):
+        troubles.met(bus_error(KafkaError._FENCED), at, began_at=at)
 
 
 def test_a_sweep_comes_soon_after_a_recovery_and_then_seldom() -> None:
