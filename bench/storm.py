@@ -22,7 +22,8 @@ from typing import Any
 
 from bench.check import Check
 from tests.chaos.storm import MOST_STALL_SECONDS, Report, blow
-from tests.chaos.storm_plan import Shape, draw
+from tests.chaos.storm_plan import draw
+from tests.chaos.storm_shape import Shape
 from topics.apache_kafka import start_cluster
 from topics.embedded import start_broker
 

@@ -19,8 +19,9 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from tests.brokers import flags
 from tests.chaos.stalls import Interval, Stall, excuses, stalls
+from tests.chaos.storm_lines import Line, Sort
 from tests.chaos.storm_log import Log, breaches, read_all, read_log
-from tests.chaos.storm_plan import Act, Line, Plan, Role, Sort, Worker
+from tests.chaos.storm_plan import Act, Plan, Role, Worker
 from tests.chaos.storm_roles import Roles
 from tests.integration.lender_kit import SERVING
 from topics.admin import create_topics
@@ -113,6 +114,12 @@ class Report:
     outcomes: Counter[str] = field(default_factory=Counter)
     stall: Stall | None = None
     """The longest."""
+    left: Counter[int] = field(default_factory=Counter)
+    """The exit statuses of those that were asked to leave."""
+    attempts_at_fault: int = 0
+    """The most at one turn that ended by somebody's fault."""
+    waits: dict[Role, float] = field(default_factory=dict)
+    """Seconds that a turn waited at most for this role."""
     breaches: list[str] = field(default_factory=list)
 
     @property
@@ -126,6 +133,7 @@ class Report:
             f"faults: {_told(self.faults)}; ended by themselves: {_told(self.crashes)}",
             f"outcomes: {_told(self.outcomes)}; {self.letters} dead letters",
             f"{self.repeated} turns repeated, {self.dropped} results dropped, longest stall {self.stall_seconds:.1f} s",
+            "longest waits: " + ", ".join(f"{role.value} {seconds:.1f} s" for role, seconds in self.waits.items()),
             *self.crash_words,
         ]
         if self.breaches:
@@ -165,6 +173,7 @@ def blow(folder: Path, plan: Plan, broker: Cluster | Broker) -> Report:
     report.breaches += [f"{worker} did not leave when it was asked to" for worker in roles.overdue]
     report.breaches += storm.unproduced()
     report.faults, report.crashes, report.crash_words = roles.faults, roles.crashes, roles.crash_words
+    report.left = roles.left
     if isinstance(broker, Cluster):
         broker.await_in_sync(READY_SECONDS)
     _conclude(report, plan, roles, settings)
@@ -192,6 +201,7 @@ def _conclude(report: Report, plan: Plan, roles: Roles, settings: BusSettings) -
     report.repeated = sum(log.dispatches.values()) - len(log.dispatches)
     report.dropped = log.results - log.turns
     report.letters = len(log.letters)
+    report.attempts_at_fault, report.waits = log.faults, log.waits
     report.outcomes = Counter(end for ends in log.outcomes.values() for end in ends)
     ended = max((each.at for each in roles.happenings), default=0.0)
     work = list(work_left(plan, log, until=ended))

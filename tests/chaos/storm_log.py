@@ -10,13 +10,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgpack
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
 from pipeline.accounting.audit import audit_log
-from tests.chaos.storm_plan import Plan, Sort
+from tests.chaos.storm_lines import Sort
+from tests.chaos.storm_plan import Plan, Role
 from topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES
 from topics.settings import BusSettings
 
@@ -123,6 +124,10 @@ def read_by_kcat(settings: BusSettings, topic: str) -> list[tuple[bytes, bytes]]
     return records
 
 
+Turn: TypeAlias = tuple[str, int]
+"""A trajectory and one of its turns."""
+
+
 @dataclass(slots=True)
 class Log:
     """What the law is about, counted."""
@@ -148,6 +153,11 @@ class Log:
     produced_at: dict[str, float] = field(default_factory=dict)
     """When the first line of each mark came."""
 
+    faults: int = 0
+    """The most attempts at one turn that ended by somebody's fault; a silence is one."""
+    waits: dict[Role, float] = field(default_factory=dict)
+    """The longest that a turn waited to be sent to an executor, and its result to be applied, in seconds."""
+
     @property
     def turns(self) -> int:
         """Applied ones."""
@@ -157,7 +167,10 @@ class Log:
 def read_log(settings: BusSettings) -> Log:
     """Read everything back."""
     log = Log()
-    attempts: dict[tuple[str, int], set[int]] = defaultdict(set)
+    attempts: dict[Turn, set[int]] = defaultdict(set)
+    asked_at: dict[Turn, float] = {}
+    sent_at: dict[Turn, float] = {}
+    answered_at: dict[Turn, float] = {}
     name = settings.topic
     topics = (PROMPTS, REQUESTED, DISPATCHED, COMPLETED, SAMPLES, OUTCOMES)
     for found in read_all(settings, [name(topic) for topic in topics]):
@@ -169,13 +182,19 @@ def read_log(settings: BusSettings) -> Log:
         elif found.topic == name(REQUESTED):
             turn = found.record["trajectory_id"], found.record["turn"]
             log.requests[turn] += 1
+            asked_at[turn] = found.at
             if turn[1] > 0:
                 log.applied_at.append(found.at)
         elif found.topic == name(DISPATCHED):
             request = found.record["request"]
-            attempts[request["trajectory_id"], request["turn"]].add(request["attempt"])
+            turn = request["trajectory_id"], request["turn"]
+            attempts[turn].add(request["attempt"])
+            sent_at.setdefault(turn, found.at)
+            log.faults = max(log.faults, found.record.get("failures", 0))
         elif found.topic == name(COMPLETED):
             log.results += 1
+            if found.record["outcome"] == "completed":
+                answered_at.setdefault((found.record["trajectory_id"], found.record["turn"]), found.at)
         elif found.topic == name(SAMPLES):
             trajectory = found.record["trajectory_id"]
             log.samples[trajectory] += 1
@@ -184,6 +203,11 @@ def read_log(settings: BusSettings) -> Log:
             log.applied_at.append(found.at)
         else:
             log.outcomes[found.record["trajectory_id"]].append(found.record["outcome"])
+    applied_at = {(name, turn): asked_at.get((name, turn + 1), log.sampled_at.get(name)) for name, turn in answered_at}
+    log.waits = {
+        Role.ROUTER: max((at - asked_at[turn] for turn, at in sent_at.items()), default=0.0),
+        Role.ENVIRONMENT: max((at - answered_at[turn] for turn, at in applied_at.items() if at), default=0.0),
+    }
     log.dispatches = Counter({turn: len(numbers) for turn, numbers in attempts.items()})
     letters = [f"{name(topic)}.dlq" for topic in topics]
     for found in read_all(settings, letters):

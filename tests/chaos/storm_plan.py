@@ -9,15 +9,15 @@ Keeps true
 Times are seconds since the storm began.
 """
 
-import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import cycle, islice
 from typing import TypeAlias
 
-BLOCKING = "storm_environments:Blocking"
-"""The environment of trajectories that must end as failures of the infrastructure."""
+from tests.chaos.storm_lines import Line, Lines, Sort
+from tests.chaos.storm_shape import Shape
 
 
 class Role(Enum):
@@ -78,55 +78,6 @@ class Deed:
     """It starts beside all others, in nobody's place."""
     part: Part = Part.ALL
     """Of a lender, the process that it is done to."""
-
-
-class Sort(Enum):
-    """What must become of a line."""
-
-    GOOD = "good"
-    REPEATED = "repeated"
-    """The group id is that of a good line before: one of them opens the group, every other is a dead letter."""
-    BAD = "bad"
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One record that kcat produces to the prompts."""
-
-    at: float
-    sort: Sort
-    mark: str
-    """Stands in the value, in no other line, and survives whatever is done to it."""
-    value: bytes
-    key: str | None = None
-    group_id: str = ""
-    group_size: int = 0
-    blocking: bool = False
-    refused: bool = False
-    """It is a prompt, which nobody can carry out: a group that was asked for and ended without a trajectory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """How large a storm is."""
-
-    nodes: int
-    """Of the broker's cluster; 0: a broker that is left alone, and whose clients return by name."""
-    lenders: int = 0
-    rounds: int = 1
-    round_seconds: float = 50.0
-    groups_per_second: float = 1.5
-    group_size: int = 4
-    blocking_groups: int = 2
-
-    @property
-    def seconds(self) -> float:
-        return self.rounds * self.round_seconds
-
-    @property
-    def by_name(self) -> bool:
-        """Who was killed returns under its name; else under a new one where its role allows."""
-        return self.nodes == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +164,12 @@ LENDER_ENDS: tuple[tuple[Act, Part], ...] = (
 """With lenders, one of each of these, in turn, joins each round, and a grant that parks one for a while."""
 PARKED_SECONDS = (2.0, 10.0)
 
+LEAVERS: tuple[Role, ...] = (
+    *(Role.ENVIRONMENT, Role.ROUTER, Role.ENVIRONMENT, Role.EXECUTOR, Role.ENVIRONMENT, Role.ROUTER),
+    *(Role.EXECUTOR, Role.ENVIRONMENT, Role.TRAINER, Role.ENVIRONMENT),
+)
+"""Who is asked to leave, over and over, where nothing else is done; of environment workers most, as they rebalance."""
+
 
 @dataclass(slots=True, eq=False)
 class _Known:
@@ -259,7 +216,7 @@ class _Cast:
             victim.there_from, victim.well_from = at, at + SETTLED_SECONDS[role]
             return
         self._known.remove(victim)
-        if act is Act.LEAVE and role is Role.ENVIRONMENT and not self._shape.by_name:
+        if act is Act.LEAVE and role is Role.ENVIRONMENT and not self._shape.by_name and not self._shape.leaves:
             return  # others take its homes
         at += self._dice.uniform(*(NODE_AWAY_SECONDS if role is Role.NODE else AWAY_SECONDS))
         replacement = self._replacement(worker)
@@ -294,117 +251,35 @@ class _Cast:
         return Worker(role, number)
 
 
+_Fault: TypeAlias = tuple[Act, Role, Part]
+
+
+def _leaves(shape: Shape) -> list[_Fault]:
+    leavers = [*islice(cycle(LEAVERS), shape.leaves - shape.lenders), *[Role.LENDER] * shape.lenders]
+    return [(Act.LEAVE, role, Part.ALL) for role in leavers]
+
+
+def _faults(shape: Shape, turn: int) -> list[_Fault]:
+    faults = [(act, role, Part.ALL) for act, role in (*ROUND, LATER[turn % len(LATER)])]
+    if shape.nodes:
+        faults.append((Act.KILL, Role.NODE, Part.ALL))
+    if shape.lenders:
+        own = (LENDER_STAYS[turn % len(LENDER_STAYS)], LENDER_ENDS[turn % len(LENDER_ENDS)], (Act.PARK, Part.ALL))
+        faults += [(act, Role.LENDER, part) for act, part in own]
+    return faults
+
+
 def draw(seed: int, shape: Shape) -> Plan:
     """The plan of this seed."""
     dice = random.Random(f"storm {seed}")
     cast = _Cast(shape, dice)
     deeds: list[Deed] = []
     for number in range(shape.rounds):
-        turn = seed + number
-        deck = [(act, role, Part.ALL) for act, role in (*ROUND, LATER[turn % len(LATER)])]
-        if shape.nodes:
-            deck.append((Act.KILL, Role.NODE, Part.ALL))
-        if shape.lenders:
-            faults = (
-                LENDER_STAYS[turn % len(LENDER_STAYS)],
-                LENDER_ENDS[turn % len(LENDER_ENDS)],
-                (Act.PARK, Part.ALL),
-            )
-            deck += [(act, Role.LENDER, part) for act, part in faults]
+        deck = _leaves(shape) if shape.leaves else _faults(shape, seed + number)
         dice.shuffle(deck)
         spacing = shape.round_seconds / len(deck)
         for place, (act, role, part) in enumerate(deck):
             at = number * shape.round_seconds + (place + dice.random()) * spacing
             deeds += cast.deeds(at, act, role, part)
-    lines = sorted(_Lines(dice, shape).drawn(), key=lambda line: line.at)
+    lines = sorted(Lines(dice, shape).drawn(), key=lambda line: line.at)
     return Plan(seed, shape, cast.first, tuple(sorted(deeds, key=lambda deed: deed.at)), tuple(lines))
-
-
-class _Lines:
-    """Prompts good and bad."""
-
-    def __init__(self, dice: random.Random, shape: Shape) -> None:
-        self._dice = dice
-        self._shape = shape
-        self._marks = 0
-
-    def drawn(self) -> Iterator[Line]:
-        """All lines, in no order."""
-        seconds = self._shape.seconds
-        good = [self._good(number) for number in range(round(seconds * self._shape.groups_per_second))]
-        good += [self._good(len(good) + number, blocking=True) for number in range(self._shape.blocking_groups)]
-        yield from good
-        for number in range(BAD_LINES * self._shape.rounds):
-            yield self._bad(number)
-            yield self._repeated(self._dice.choice(good))
-
-    def _good(self, number: int, *, blocking: bool = False) -> Line:
-        dice, group_id = self._dice, f"group-{number}"
-        size = 2 if blocking else self._shape.group_size
-        at = max(0.0, dice.uniform(-0.2, 1.0)) * self._shape.seconds  # a sixth of them wait when the storm begins
-        mark = self._mark()
-        environment = BLOCKING if blocking else "calculator"
-        value = self._prompt(mark, group_id, size, environment)
-        key = group_id if dice.random() < 0.7 else None
-        return Line(at, Sort.GOOD, mark, value, key, group_id, size, blocking)
-
-    def _repeated(self, line: Line) -> Line:
-        mark = self._mark()
-        key = self._dice.choice((line.group_id, None, f"another-{mark}"))
-        at = min(line.at + self._dice.uniform(0.1, self._shape.seconds), self._shape.seconds)
-        value = line.value.replace(line.mark.encode(), mark.encode())
-        return Line(at, Sort.REPEATED, mark, value, key, line.group_id, line.group_size, line.blocking)
-
-    def _bad(self, number: int) -> Line:
-        mark = self._mark()
-        spoil = (*_NO_PROMPTS, *_REFUSED)[number % BAD_LINES]
-        value = spoil(self._prompt(mark, f"bad-{number}", 2, "calculator"), mark)
-        at = self._dice.uniform(0.0, self._shape.seconds)
-        key = self._dice.choice((None, f"bad-{number}", "k" * 127))
-        return Line(at, Sort.BAD, mark, value, key, refused=spoil in _REFUSED)
-
-    def _prompt(self, mark: str, group_id: str, size: int, environment: str) -> bytes:
-        prompt: dict[str, object] = {
-            "group_id": group_id,
-            "group_size": size,
-            "environment": environment,
-            "seed": self._dice.randrange(2**31),
-            "note": mark,
-        }
-        if environment == "calculator":
-            prompt["arguments"] = {"min_operands": 2, "max_operands": 5}
-        return json.dumps(prompt).encode()
-
-    def _mark(self) -> str:
-        self._marks += 1
-        return f"mark-{self._marks}."
-
-
-def _with(prompt: bytes, **fields: object) -> bytes:
-    return json.dumps(json.loads(prompt) | fields).encode()
-
-
-_FLOATS = b"[" + b"1.5, " * 170_000 + b"1.5]"
-"""850 KB of JSON, 1.5 MB of MessagePack."""
-
-_Spoil: TypeAlias = Callable[[bytes, str], bytes]
-"""Makes a bad line of a good prompt and its mark."""
-
-_NO_PROMPTS: tuple[_Spoil, ...] = (
-    lambda prompt, mark: b"this is no JSON " + mark.encode(),
-    lambda prompt, mark: prompt[:-1],
-    lambda prompt, mark: b"\xff\xfe" + prompt,
-    lambda prompt, mark: json.dumps([mark]).encode(),
-    lambda prompt, mark: _with(prompt, group_size="eight"),
-    lambda prompt, mark: _with(prompt, group_size=0),
-    lambda prompt, mark: _with(prompt, seed=2**64),
-    lambda prompt, mark: _with(prompt, group_id=f"{mark:x<127}"),
-    lambda prompt, mark: _with(prompt, group_id="a group/with a slash"),
-)
-_REFUSED: tuple[_Spoil, ...] = (
-    lambda prompt, mark: _with(prompt, environment="nobody_has_this:Environment"),
-    lambda prompt, mark: _with(prompt, arguments={"max_operands": 2**70}),
-    lambda prompt, mark: _with(prompt, arguments={"unknown": "?"}).replace(b'"?"', _FLOATS),
-)
-BAD_LINES = len(_NO_PROMPTS) + len(_REFUSED)
-"""Of each round, and as many repeated prompts: every kind of badness is there."""

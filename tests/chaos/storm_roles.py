@@ -91,6 +91,8 @@ class Roles:
         """What they said last."""
         self.overdue: list[Worker] = []
         """Those that did not leave when they were asked to, and were killed."""
+        self.left: Counter[int] = Counter()
+        """The exit statuses of those that were asked to."""
         self.complete = False
         """The trainer has ended by itself, and well."""
 
@@ -117,9 +119,10 @@ class Roles:
         for present in list(self._present.values()):
             self._look_at(present, now)
         for present in list(self._leaving):
-            if present.process.poll() is not None:
+            if (status := present.process.poll()) is not None:
                 self._leaving.remove(present)
-                self._note(Change.ENDED, present.worker, present.number, status=present.process.poll())
+                self.left[status] += 1
+                self._note(Change.ENDED, present.worker, present.number, status=status)
             elif present.asked_at is not None and now > present.asked_at + LEAVE_SECONDS:
                 self.overdue.append(present.worker)
                 present.process.send_signal(signal.SIGKILL)

@@ -19,8 +19,10 @@ from tests.chaos.stalls import (
     stalls,
     union,
 )
+from tests.chaos.storm_lines import Sort
 from tests.chaos.storm_log import MARK
-from tests.chaos.storm_plan import FIRST, ROUND, Act, Deed, Part, Plan, Role, Shape, Sort, draw
+from tests.chaos.storm_plan import FIRST, ROUND, Act, Deed, Part, Plan, Role, draw
+from tests.chaos.storm_shape import Shape
 
 SHAPES = st.builds(Shape, nodes=st.sampled_from([0, 3]), lenders=st.integers(0, 2), rounds=st.integers(1, 3))
 
@@ -86,6 +88,15 @@ def test_a_worker_is_done_things_to_only_while_it_is_there(plan: Plan) -> None:
     assert not frozen
     for role in FIRST:
         assert any(worker.role is role for worker in running)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_workers_leave_nothing_else_is_done(seed: int) -> None:
+    shape = Shape(nodes=3, lenders=1, leaves=30, round_seconds=180.0)
+    deeds = draw(seed, shape).deeds
+    assert {deed.act for deed in deeds} == {Act.LEAVE, Act.START}
+    left = [deed.worker.role for deed in deeds if deed.act is Act.LEAVE]
+    assert len(left) == 30 and set(left) == {*FIRST, Role.LENDER}
 
 
 @of_any_plan
