@@ -5,8 +5,8 @@ Keeps true
   both terms stay positive, so that every rate derived from it is finite.
 - How wrong it is is known as well: `error` is a fading quantile of |measured - predicted| / predicted, each prediction
   made before its step was seen. About nine steps in ten end within `cautious_seconds`, whatever the fit leaves out.
-- What must end within a bound is planned for worse than the worst: `tokens_within` leaves room for the largest
-  `overshoot` of the last two thousand steps or so and half as much again, so that little but stalls goes beyond it.
+- What must end within a bound is planned for the worst: `tokens_within` leaves room for the largest `overshoot` of the
+  last thousand steps or so, so that only what is worse than all of those, or stalls, goes beyond it.
 - A stall is no cost: of a step that took longer than `STALL` times its cautious price, no more than that is learned. A
   cost that has really changed is followed all the same, as the error rises with each such step.
 
@@ -34,14 +34,8 @@ fast."""
 STALL = 2.0
 """Times its cautious price that is learned of a step at most."""
 
-REMEMBERED = 0.9995
+REMEMBERED = 0.999
 """Share of the largest overshoot that is left of it after a step that was less late."""
-
-MOST_OVERSHOOT = 1.0
-"""What is later than that says that the fit is wrong, which it mends by itself."""
-
-HEADROOM = 1.5
-"""Times the largest overshoot of late that is planned for: what is to come is as likely as not worse than what was."""
 
 LEAST_ERROR, MOST_ERROR = 0.01, 10.0
 """Bounds of `error`."""
@@ -67,8 +61,7 @@ class StepCost:
         missed = abs(seconds - predicted) > self.error * predicted
         if self.known:
             stall = STALL * self.cautious_seconds(tokens)
-            late = min(seconds / predicted - 1.0, MOST_OVERSHOOT) if seconds <= stall else 0.0
-            self.overshoot = max(REMEMBERED * self.overshoot, late)
+            self.overshoot = max(REMEMBERED * self.overshoot, 0.0 if seconds > stall else seconds / predicted - 1.0)
             seconds = min(seconds, stall)
         moved = self.error * math.exp(ERROR_PACE * (USUAL if missed else USUAL - 1.0))
         self.error = min(max(moved, LEAST_ERROR), MOST_ERROR)
@@ -98,7 +91,7 @@ class StepCost:
         return (self.base_seconds * steps + self.token_seconds * tokens) * (1.0 + self.error)
 
     def bounded_seconds(self, tokens: int) -> float:
-        """Seconds within which a step of `tokens` tokens ends, unless it is far worse than the worst of late."""
+        """Seconds within which a step of `tokens` tokens would have ended, had it been the worst of late."""
         return self.seconds(tokens) * self._worst
 
     def tokens_within(self, seconds: float) -> int:
@@ -107,8 +100,8 @@ class StepCost:
 
     @property
     def _worst(self) -> float:
-        """Times its predicted seconds that a step is planned for."""
-        return 1.0 + max(self.error, HEADROOM * self.overshoot)
+        """Times its predicted seconds that a step took at most of late, or is expected to."""
+        return 1.0 + max(self.error, self.overshoot)
 
     @property
     def prefill_tokens_per_second(self) -> float:
