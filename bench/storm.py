@@ -3,6 +3,8 @@
     python -m bench.storm --seeds 20                      on the embedded broker
     KAFKA_HOME=... python -m bench.storm --seeds 20       on three nodes of Apache Kafka, which are killed too
 
+    KAFKA_HOME=... python -m bench.storm --leaves 30      thirty workers are asked to leave, and nothing else is done
+
 What a storm is stands in `tests/chaos/storm_plan.py`; among the executors is a server that lends. `--json FILE` writes
 one object with `checks` and every storm's figures. Journal and logs of a storm that is not clean are kept. Exit status
 1 if one is not clean.
@@ -23,7 +25,7 @@ from typing import Any
 from bench.check import Check
 from tests.chaos.storm import MOST_STALL_SECONDS, Report, blow
 from tests.chaos.storm_plan import draw
-from tests.chaos.storm_shape import Shape
+from tests.chaos.storm_shape import Shape, leaving
 from topics.apache_kafka import start_cluster
 from topics.embedded import start_broker
 
@@ -31,13 +33,12 @@ NODES = 3
 LENDERS = 1
 
 
-def storm(seed: int, rounds: int) -> Report:
+def storm(seed: int, shape: Shape) -> Report:
     """One storm on a broker of its own; its folder is kept when it is not clean."""
-    home = os.environ.get("KAFKA_HOME")
     folder = Path(tempfile.mkdtemp(prefix=f"rose-storm-{seed}-"))
-    shape = Shape(nodes=NODES if home else 0, lenders=LENDERS, rounds=rounds)
     data = folder / "broker"
-    with start_cluster(data, kafka_home=Path(home), nodes=NODES) if home else start_broker(data) as broker:
+    cluster = start_cluster(data, kafka_home=Path(os.environ["KAFKA_HOME"]), nodes=NODES) if shape.nodes else None
+    with cluster or start_broker(data) as broker:
         report = blow(folder / "roles", draw(seed, shape), broker)
     if report.breaches:
         shutil.rmtree(data)
@@ -67,6 +68,7 @@ def figures_of(report: Report) -> dict[str, Any]:
         **{name: dict(count) for name, count in counts.items()},
         "trajectories": report.trajectories,
         "longest_stall_seconds": report.stall_seconds,
+        "longest_waits_seconds": {role.value: seconds for role, seconds in report.waits.items()},
         "breaches": report.breaches,
     }
 
@@ -91,13 +93,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="storms, one after another")
     parser.add_argument("--first", type=int, default=None, metavar="SEED", help="the first seed; drawn if not given")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="rounds of faults in each storm")
+    parser.add_argument(
+        "--leaves", type=int, default=0, metavar="N", help="ask so many workers to leave, and that alone"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write checks and figures to this file")
     arguments = parser.parse_args()
+    nodes = NODES if "KAFKA_HOME" in os.environ else 0
+    if arguments.leaves and not nodes:
+        parser.error("--leaves needs Apache Kafka: set KAFKA_HOME")
+    shape = (
+        leaving(arguments.leaves) if arguments.leaves else Shape(nodes=nodes, lenders=LENDERS, rounds=arguments.rounds)
+    )
     first = random.SystemRandom().randrange(2**20) if arguments.first is None else arguments.first
     reports = []
     for seed in range(first, first + arguments.seeds):
         print(f"seed {seed}", flush=True)
-        reports.append(storm(seed, arguments.rounds))
+        reports.append(storm(seed, shape))
         print(reports[-1], flush=True)
     show(reports)
     if arguments.json:

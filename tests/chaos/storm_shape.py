@@ -26,3 +26,10 @@ class Shape:
     def by_name(self) -> bool:
         """Who was killed returns under its name; else under a new one where its role allows."""
         return self.nodes == 0
+
+
+def leaving(leaves: int) -> Shape:
+    """On three nodes, with a lender: so many workers are asked to leave, one in six seconds."""
+    return Shape(
+        nodes=3, lenders=1, leaves=leaves, round_seconds=6.0 * leaves, groups_per_second=0.7, blocking_groups=0
+    )

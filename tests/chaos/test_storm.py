@@ -16,7 +16,7 @@ from tests.brokers import EMBEDDED, KAFKA, start, start_nodes
 from tests.chaos.stalls import SESSION_SECONDS
 from tests.chaos.storm import blow
 from tests.chaos.storm_plan import draw
-from tests.chaos.storm_shape import Shape
+from tests.chaos.storm_shape import Shape, leaving
 
 # Any number, but the same one in all processes of pytest-xdist, which must collect the same tests.
 FRESH_SEED = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).randrange(2**20)
@@ -58,9 +58,8 @@ def test_after_a_long_storm_the_law_holds_and_nothing_stalled(seed: int, tmp_pat
 def test_thirty_that_are_asked_to_leave_are_gone_in_time_and_no_turn_waits_for_a_session(tmp_path: Path) -> None:
     """At random moments, while others join: of routers, environment workers, executors, a trainer and a lender."""
     print(f"ROSE_CHAOS_SEED={FIRST_SEED}")
-    shape = Shape(nodes=3, lenders=1, leaves=30, round_seconds=180.0, groups_per_second=0.7, blocking_groups=0)
     with start_nodes(tmp_path / "broker") as broker:
-        report = blow(tmp_path / "roles", draw(FIRST_SEED, shape), broker)
+        report = blow(tmp_path / "roles", draw(FIRST_SEED, leaving(30)), broker)
     print(report)
     assert not report.breaches and not report.crashes, str(report)
     assert report.left.keys() == {0} and report.left[0] >= 30, report.left

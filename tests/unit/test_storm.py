@@ -22,7 +22,7 @@ from tests.chaos.stalls import (
 from tests.chaos.storm_lines import Sort
 from tests.chaos.storm_log import MARK
 from tests.chaos.storm_plan import FIRST, ROUND, Act, Deed, Part, Plan, Role, draw
-from tests.chaos.storm_shape import Shape
+from tests.chaos.storm_shape import Shape, leaving
 
 SHAPES = st.builds(Shape, nodes=st.sampled_from([0, 3]), lenders=st.integers(0, 2), rounds=st.integers(1, 3))
 
@@ -92,8 +92,7 @@ def test_a_worker_is_done_things_to_only_while_it_is_there(plan: Plan) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_where_workers_leave_nothing_else_is_done(seed: int) -> None:
-    shape = Shape(nodes=3, lenders=1, leaves=30, round_seconds=180.0)
-    deeds = draw(seed, shape).deeds
+    deeds = draw(seed, leaving(30)).deeds
     assert {deed.act for deed in deeds} == {Act.LEAVE, Act.START}
     left = [deed.worker.role for deed in deeds if deed.act is Act.LEAVE]
     assert len(left) == 30 and set(left) == {*FIRST, Role.LENDER}
