@@ -68,17 +68,19 @@ class Watch:
 
     @property
     def unanswered_seconds(self) -> float:
-        """Since the broker last answered: to a question, or with something new to read."""
+        """Since the broker last answered, to a question or with something new to read; absences do not count."""
         return self._looked_at - max(self._soundings.answered_at, self._answered_at)
 
     def read(self, seconds: float) -> None:
         """Take in what came, waiting for it so long at most. Raises TopicMissing or BusError."""
         found = self._reader.read(BATCH, seconds)
         now = time.monotonic()
-        self.view.absent(max(0.0, now - self._looked_at - seconds - ABSENCE_SECONDS))
+        absence = max(0.0, now - self._looked_at - seconds - ABSENCE_SECONDS)
+        self.view.absent(absence)
+        answered_at = max(self._answered_at, self._soundings.answered_at)
+        self._answered_at = now if found else min(now, answered_at + absence)
         self._looked_at = now
         for item in found:
-            self._answered_at = now
             if isinstance(item, EndOfPartition):
                 self._behind.discard((item.topic, item.partition))
             elif isinstance(item, Envelope):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
 from pipeline.command import screen as screens
+from pipeline.command import watching
 from pipeline.command.diagnosis import Severity, diagnose
 from pipeline.command.options import Common
 from pipeline.command.screen import Screen
@@ -100,6 +102,19 @@ def test_a_broker_that_hands_out_records_answers_whatever_becomes_of_questions(
         log.heartbeat(worker="e", **REFUSAL)
         until(looking, lambda: "e" in looking.view.executors)
         assert looking.unanswered_seconds <= 0.0
+
+
+def test_a_broker_is_not_away_because_nobody_looked(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the looking process was stopped: its questions were, too."""
+    with watch(log.settings) as looking:
+        monkeypatch.setattr(Sounder, "sound", lambda _: None)
+        monkeypatch.setattr(looking._reader, "read", lambda *_: [])
+        looking.read(0.0)
+        skipped = time.monotonic() + 60.0
+        monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: skipped, time=time.time))
+        looking.read(0.0)
+        assert looking.unanswered_seconds < screens.UNANSWERED_SECONDS
+        monkeypatch.setattr(watching, "time", time)
 
 
 def test_versions_of_another_run_or_unsigned_are_none_of_this_one(log: Log) -> None:

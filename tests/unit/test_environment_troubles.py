@@ -1,5 +1,7 @@
 """What a worker makes of trouble, when it is ended from outside, and when it sweeps."""
 
+import heapq
+
 import pytest
 from confluent_kafka import KafkaError
 
@@ -68,9 +70,9 @@ def test_a_worker_that_is_fenced_again_and_again_has_a_namesake_and_one_that_was
     for now in range(10):
         troubles.met(bus_error(code), 2000 + FENCED_SECONDS * now, began_at=2000 + FENCED_SECONDS * now)
     for second in range(FENCED_TIMES - 1):
-        troubles.met(bus_error(code), 3000.0 + second, began_at=3000.0 + second)
+        troubles.met(bus_error(code), 4000.0 + second, began_at=4000.0 + second)
     with pytest.raises(WorkerFenced, match="another environment worker was started as 'w0'"):
-        troubles.met(bus_error(code), 3010.0, began_at=3010.0)
+        troubles.met(bus_error(code), 4010.0, began_at=4010.0)
 
 
 def test_two_that_come_under_its_name_and_go_within_a_minute_do_not_end_a_worker() -> None:
@@ -78,6 +80,24 @@ def test_two_that_come_under_its_name_and_go_within_a_minute_do_not_end_a_worker
     troubles = Troubles("w0")
     for at in (0.0, 0.5, 1.0, 1.5):
         troubles.met(bus_error(KafkaError._FENCED), at, began_at=at)
+
+
+@pytest.mark.parametrize("recovers_in", [0.5, 20.0])
+def test_of_two_that_live_under_one_name_one_is_told_however_long_they_recover(recovers_in: float) -> None:
+    """Each takes the name when it recovers, and hears at its next transaction that the other has taken it."""
+    troubles, owner = {name: Troubles("w0") for name in ("first", "second")}, "first"
+    due = [(0.0, "first", "writes"), (1.0, "second", "recovers")]
+    with pytest.raises(WorkerFenced):
+        while due[0][0] < FENCED_SECONDS:
+            now, name, does = heapq.heappop(due)
+            if does == "recovers":
+                owner = name
+                heapq.heappush(due, (now + recovers_in, name, "writes"))
+            elif owner == name:
+                heapq.heappush(due, (now + 0.1, name, "writes"))
+            else:
+                wait = troubles[name].met(bus_error(KafkaError._FENCED), now, began_at=now)
+                heapq.heappush(due, (now + wait, name, "recovers"))
 
 
 def test_a_sweep_comes_soon_after_a_recovery_and_then_seldom() -> None:

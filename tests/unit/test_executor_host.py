@@ -16,7 +16,7 @@ from workers.executor.step_cost import UNKNOWN, StepCost
 from workers.executor.vllm.types import Finished
 from workers.executor.want import Work
 from workers.executor.wires import Wires
-from workers.executor.words import REPORTS, Done, Outbox, Prepare, Take
+from workers.executor.words import ABORTED, REPORTS, Done, Outbox, Prepare, Take
 
 SLOW_SECONDS = 0.05
 """Of a piece of preparing that met something."""
@@ -112,6 +112,18 @@ def test_turns_that_come_at_once_are_taken_in_over_several_ticks_of_a_guest(
     assert engine.steps == [], "nor was there a step beside them"
     host.tick(64, 3 * TAKE_SECONDS)
     assert engine.steps == [12]
+
+
+def test_a_turn_that_was_meant_for_the_guest_before_goes_back_untouched_and_nobody_is_to_blame(
+    host: EngineHost, engine: PlayedEngine, wires: Wires
+) -> None:
+    """Who gave it was stopped while that one was parked and another was built, which serves nothing yet."""
+    engine.version = -1
+    dispatch(wires, 1)
+    host.tick()
+    [done, _] = map(REPORTS.decode, Line(wires.reports).read())
+    assert isinstance(done, Done) and (done.name, done.finish_reason, done.tokens) == ("turn 0", ABORTED, b"")
+    assert done.reason == "version -1 serves, not 0" and engine.turns == []
 
 
 def test_an_executor_of_its_own_takes_them_in_at_once(host: EngineHost, engine: PlayedEngine, wires: Wires) -> None:

@@ -27,11 +27,13 @@ from pathlib import Path
 from workers.lender.pulse import Pulse
 
 def core(page, does):
-    Pulse.of_core(page)
+    pulse = Pulse.of_core(page)
     if does in ("dies", "is cleared away"):
         os.kill(os.getpid(), signal.SIGKILL)
-    if does == "leaves":
-        Pulse.leave(page)
+    if does == "leaves last":
+        os.remove(page)
+    if does.startswith("leaves"):
+        pulse.leave()
         return
     time.sleep(600)
 
@@ -54,13 +56,20 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("does", "status", "left_with"),
-    [("dies", 0, CORE_LOST), ("is cleared away", 0, CORE_LOST), ("leaves", 0, 0), ("serves", 0, 0), ("dies", 1, 1)],
+    [
+        ("dies", 0, CORE_LOST),
+        ("is cleared away", 0, CORE_LOST),
+        ("leaves", 0, 0),
+        ("leaves last", 0, 0),
+        ("serves", 0, 0),
+        ("dies", 1, 1),
+    ],
 )
 def test_a_server_whose_core_was_lost_says_so_and_any_other_leaves_as_vllm_does(
     tmp_path: Path, does: str, status: int, left_with: int
 ) -> None:
     """`serves`: until it is asked to stop, when it ends its core itself. `is cleared away`: it dies, and is sent a
-    signal once its server hears of that, as by vLLM.
+    signal once its server hears of that, as by vLLM. `leaves last`: the keeper has left, and taken the page along.
     """
     (tmp_path / "played.py").write_text(SERVER)
     page = tmp_path / "pulse"

@@ -27,9 +27,10 @@ MISSING_SECONDS = 30.0
 """A topic that was there may be out of sight for so long, while its leaders move."""
 
 FENCED_TIMES = 6
-FENCED_SECONDS = 60.0
+FENCED_SECONDS = 120.0
 """Fenced so often within so long, without having been away itself: another worker lives under this name. One that comes
-and goes fences twice: it asks again while what it found open is aborted, and by then a successor may have begun."""
+and goes fences twice: it asks again while what it found open is aborted, and by then a successor may have begun. Two
+that live fence each other once in a recovery, which may take a while."""
 
 FENCED = (KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED)
 

@@ -210,6 +210,10 @@ class EngineHost:
                 self._serve(order.version)
 
     def _take(self, order: Take) -> None:
+        if order.version != self._engine.version:  # who gave it had not heard that the guest is another
+            reason = f"version {self._engine.version} serves, not {order.version}"
+            self._reports.say(untouched(order.name, time.time(), reason))
+            return
         try:
             context = unpack_tokens(order.context)
             self._engine.add(order.name, context, order.sampling, policy_version=order.version)

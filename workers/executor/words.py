@@ -222,8 +222,8 @@ REPORTS = msgspec.msgpack.Decoder(Report)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def untouched(name: str, at: float) -> Done:
-    """Of a turn that left, at this unix time, before anything was computed of it."""
+def untouched(name: str, at: float, reason: str = "") -> Done:
+    """Of a turn that left, at this unix time and for this reason, before anything was computed of it."""
     return Done(
         name=name,
         tokens=b"",
@@ -236,6 +236,7 @@ def untouched(name: str, at: float) -> Done:
         first_token_at=0.0,
         finished_at=at,
         device_seconds=0.0,
+        reason=reason,
     )
 
 

@@ -13,7 +13,6 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
@@ -66,12 +65,9 @@ class Pulse:
         pulse._words[CORE] = os.getpid()
         return pulse
 
-    @staticmethod
-    def leave(path: str) -> None:
-        """The engine core whose page this is ends as it was asked to. Where there is none, nobody wants to know."""
-        if path:
-            with suppress(OSError):
-                Pulse(Path(path))._words[CORE] = 0
+    def leave(self) -> None:
+        """The engine core ends as it was asked to, whoever has left and taken the file along."""
+        self._words[CORE] = 0
 
     def has_ranks(self, processes: Sequence[int]) -> None:
         """Besides the engine core, serving computes in these. Raises UsageError."""

@@ -30,10 +30,12 @@ def register_lender(configuration: str) -> None:
 
     @wraps(run_busy_loop)
     def run_lending(core: Any) -> None:
-        config: LendConfig | None = None
+        pulse: Pulse | None = None
         try:
             config = read_config(Path(configuration))
-            _attach(core, config)
+            _check(core, config)
+            pulse = Pulse.of_core(config.pulse)
+            _attach(core, config, pulse)
         except UsageError as refusal:
             LOG.error("rose: this server does not lend: %s", refusal)
         except Exception:  # serving begins whatever is wrong here
@@ -41,28 +43,31 @@ def register_lender(configuration: str) -> None:
         try:
             run_busy_loop(core)
         except SystemExit:  # how the loop ends when it is asked to
-            if config is not None:
-                Pulse.leave(config.pulse)
+            if pulse is not None:
+                pulse.leave()
             raise
 
     EngineCoreProc.run_busy_loop = run_lending
 
 
-def _attach(core: Any, config: LendConfig) -> None:
-    """Raises UsageError."""
+def _check(core: Any, config: LendConfig) -> None:
+    """Raises UsageError where no guest may be."""
     from workers.lender.vllm.refusals import why_not
     from workers.lender.vllm.touched import moved
 
     if reason := moved() or (not config.observe and why_not(core)):
         raise UsageError(reason)
+
+
+def _attach(core: Any, config: LendConfig, pulse: Pulse) -> None:
+    """Raises UsageError."""
     if config.observe:
         from workers.lender.vllm.observing import observe
 
-        Pulse.of_core(config.pulse)
         observe(core, config, LOG)
         LOG.info("rose: this server is observed, and lends nothing")
         return
     from workers.lender.vllm.turns import lend
 
-    lend(core, config, LOG)
+    lend(core, config, pulse, LOG)
     LOG.info("rose: this server lends to who knocks at %s", config.socket)

@@ -113,7 +113,7 @@ class Turns:
         )
 
 
-def lend(core: Any, config: LendConfig, log: Logger) -> None:
+def lend(core: Any, config: LendConfig, pulse: Pulse, log: Logger) -> None:
     """Give a guest its turns in the loop of `core`, an EngineCoreProc. Raises UsageError."""
     process_input_queue, process_engine_step = core._process_input_queue, core._process_engine_step
 
@@ -121,7 +121,7 @@ def lend(core: Any, config: LendConfig, log: Logger) -> None:
         core.process_input_queue_block = False  # first: the loop may be about to sleep
         core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
 
-    size, pulse = core.vllm_config.parallel_config.world_size, Pulse.of_core(config.pulse)
+    size = core.vllm_config.parallel_config.world_size
     ranks = Ranks(core.model_executor, size) if size > 1 else None
     if ranks is not None:
         pulse.has_ranks(ranks.processes(watched=bool(config.pulse)))
