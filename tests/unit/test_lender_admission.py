@@ -81,7 +81,7 @@ def test_an_idle_serving_always_admits_one_bounded_step(
     answer = subject.admit(Serving(), step(wanted), now=NOW)
     assert answer.hold is None and answer.tokens >= 1
     assert answer.seconds == subject.promise.yield_seconds
-    assert answer.tokens == 1 or subject.guest.bounded_seconds(answer.tokens) <= answer.seconds + EXACT
+    assert answer.tokens == 1 or subject.guest.cautious_seconds(answer.tokens) <= answer.seconds + EXACT
 
 
 @given(histories, moments, st.floats(0, 0.1), st.booleans())
@@ -109,7 +109,7 @@ def test_a_step_that_is_admitted_makes_no_predicted_deadline_late(
         assert (answer.seconds, answer.tokens) == (0.0, 0)
         return
     assert not serving.waiting and not serving.queued
-    assert answer.tokens == 1 or subject.guest.bounded_seconds(answer.tokens) <= answer.seconds + EXACT
+    assert answer.tokens == 1 or subject.guest.cautious_seconds(answer.tokens) <= answer.seconds + EXACT
     if not serving.held:
         return
     ends, decoding, cost = NOW + answer.seconds, len(serving.last_tokens), subject.serving
