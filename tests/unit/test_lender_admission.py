@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schemas.errors import UsageError
 from workers.executor.step_cost import StepCost
 from workers.executor.want import Want, Work
-from workers.lender.admission import SLO, STRICT, WORTH, Admission, Hold, Promise, Serving
+from workers.lender.admission import SLO, STRICT, WORTH, Admission, Answer, Hold, Promise, Serving
 from workers.lender.arrivals import Arrivals
 from workers.lender.occupancy import Occupancy
 from workers.lender.serving_cost import ServingCost
@@ -160,6 +160,21 @@ def test_a_serving_that_is_never_idle_lends_from_nothing_where_it_has_slack(
         answers.append(subject.admit(moment, Want(work, wanted), now=NOW))
     assert [answer.hold for answer in answers] == [None, Hold.OCCUPANCY, Hold.WAITING]
     assert (answers[0].tokens > 0) is (work is Work.STEP), "a step that has no price yet is of one token, and asked for"
+
+
+@pytest.mark.parametrize("work", [Work.STEP, Work.PIECE])
+def test_a_serving_that_is_never_idle_and_whose_budget_is_shorter_than_the_yield_bound_lends_what_slack_it_has(
+    work: Work,
+) -> None:
+    subject, now, answers = admission(0.5, tpot=0.018), NOW, list[Answer]()
+    for _ in range(1000):
+        subject.served(prompt_tokens=0, decoding=4, held=4, seconds=0.003)
+        now += 0.003
+        answers.append(subject.admit(Serving(last_tokens=[now] * 4), Want(work, 0.02), now=now))
+        if answers[-1].hold is None:
+            subject.ran(held=4, seconds=0.01)
+    lent = [answer.seconds for answer in answers if answer.hold is None]
+    assert lent and max(lent) < 0.018 - 0.003
 
 
 @pytest.mark.parametrize("slow", [1.0, 2.5])
