@@ -287,6 +287,17 @@ def test_what_a_guest_makes_serving_s_next_step_longer_is_the_guest_s(after: flo
     assert guests < 1.05 * fixed
 
 
+def test_a_serving_that_is_never_idle_lends_again_after_its_process_was_halted_amid_a_guest_s_step() -> None:
+    subject, now, steps = taught(admission()), NOW, 0
+    subject.ran(held=8, seconds=600.0)
+    while steps < 20_000:
+        subject.served(prompt_tokens=0, decoding=8, held=8, seconds=0.002)
+        now, steps = now + 0.002, steps + 1
+        if subject.admit(Serving(last_tokens=[now] * 8), step(0.005), now=now).hold is None:
+            break
+    assert 1000 < steps < 10_000, "a second of it is paid for, as a guest's own long step would be"
+
+
 def test_a_serving_that_was_slow_for_a_while_and_is_never_idle_lends_again() -> None:
     """Its steps take 30 ms, and twice as long while somebody else has the machine: that is not the guest's doing."""
     subject, draw, now, lent = taught(admission(0.5, ttft=2.0, tpot=0.3)), random.Random(1), NOW, 0
