@@ -215,17 +215,17 @@ def main() -> None:
             measured = measure(arguments, Path(folder))
     except RoseError as error:
         sys.exit(str(error))
-    if arguments.plot:
-        draw(measured["arms"], Path(arguments.plot))
     text = msgspec.json.format(msgspec.json.encode(measured), indent=2).decode()
     if arguments.json == "-":
         print(text)
-        return
-    if arguments.json:
+    elif arguments.json:
         Path(arguments.json).write_text(text + "\n")
-    pace, seconds = measured["pace"], measured["window_seconds"]
-    print(f"{arguments.trace} at {pace:.3g} times its pace: {arguments.requests} requests in {seconds:.0f} s")
-    show(measured["arms"], measured["peers"], measured["checks"], measured["worst"])
+    if arguments.plot:
+        draw(measured["arms"], Path(arguments.plot))
+    if arguments.json != "-":
+        pace, seconds = measured["pace"], measured["window_seconds"]
+        print(f"{arguments.trace} at {pace:.3g} times its pace: {arguments.requests} requests in {seconds:.0f} s")
+        show(measured["arms"], measured["peers"], measured["checks"], measured["worst"])
 
 
 if __name__ == "__main__":

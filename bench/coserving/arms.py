@@ -19,7 +19,7 @@ With `--sweep` the guest at other dials as well (SWEEP).
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
@@ -139,6 +139,9 @@ TRAJECTORIES = 16
 
 STRICT, SLO = "strict", "slo"
 
+FAILED = Promise("failed", "failed_worst", 0, "max", "users' requests of the window with the most")
+"""A failed request has no latency, so that no percentile shows it."""
+
 ARMS = (
     Arm(
         ALONE,
@@ -164,6 +167,7 @@ ARMS = (
         guests=Guest(TRAJECTORIES),
         guests_alone="guest",
         promises=(
+            FAILED,
             Promise("ttft", "ttft_p99_ms_ratio", 1.10, "max", "serving alone"),
             Promise("tpot", "tpot_p99_ms_ratio", 1.05, "max", "serving alone"),
             Promise("yield", "guest_longest_ms_worst", 1000 * YIELD_SECONDS, "max", "one bounded step"),
@@ -189,6 +193,7 @@ ARMS = (
         guests=Guest(TRAJECTORIES),
         guests_alone="guest",
         promises=(
+            replace(FAILED, check="slo_failed"),
             Promise("slo_ttft", "ttft_p99_ms_ratio", 1.10, "max", "serving alone"),
             Promise("slo_ttft_missed", "ttft_attainment", 0.005, "max", "less than serving alone", below=ALONE),
             Promise("slo_tpot_missed", "tpot_attainment", 0.005, "max", "less than serving alone", below=ALONE),
@@ -203,6 +208,7 @@ ARMS = (
         guests=Guest(TRAJECTORIES, spike_seconds=SPIKE_SECONDS),
         guests_alone="guest",
         promises=(
+            replace(FAILED, check="spike_failed"),
             Promise("spike_ttft_missed", "ttft_attainment", 0.005, "max", "less than serving alone", below=ALONE),
             Promise("spike_tpot_missed", "tpot_attainment", 0.005, "max", "less than serving alone", below=ALONE),
         ),

@@ -20,16 +20,17 @@ PANELS = {
 
 def draw(found: Mapping[str, Standing], file: Path) -> None:
     """Guest tokens a second against how far latencies were stretched, an arm a point and its windows a cross; the line
-    is what a guest makes of the whole engine. One HTML file.
+    is what a guest makes of the whole engine. One HTML file; without points where serving alone has no window.
     """
     lending = {name: each for name, each in found.items() if each.ratios and each.value(TOKENS) > 0}
     whole = [each.value(TOKENS) for each in found.values() if not each.requests]
     figure = make_subplots(rows=1, cols=len(PANELS), shared_yaxes=True, horizontal_spacing=0.06)
     for column, (latency, title) in enumerate(PANELS.items(), start=1):
+        over = found[ALONE].value(latency) if lending else 1.0
         figure.add_scatter(
             x=[each.ratios[latency].value for each in lending.values()],
             y=[each.value(TOKENS) for each in lending.values()],
-            error_x=_spread([each.summaries[latency] for each in lending.values()], found[ALONE].value(latency)),
+            error_x=_spread([each.summaries[latency] for each in lending.values()], over),
             error_y=_spread([each.summaries[TOKENS] for each in lending.values()], 1.0),
             text=list(lending),
             mode="markers+text",

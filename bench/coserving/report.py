@@ -59,6 +59,7 @@ def show(
 def _figures(found: Mapping[str, Standing]) -> Table:
     table = Table("", *found, title="median of the windows, lowest to highest")
     table.add_row("windows", *(str(standing.windows) for standing in found.values()))
+    table.add_row("thrown away", *(str(standing.thrown) for standing in found.values()))
     for figure, name in FIGURES.items():
         table.add_row(name, *(_range(figure, standing.summaries[figure]) for standing in found.values()))
     table.add_row("harvest", *(_number(standing.harvest, "{:.2f}") for standing in found.values()))

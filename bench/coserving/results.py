@@ -42,8 +42,11 @@ class Standing:
 
     arm: str
     windows: int
+    """That count."""
+    thrown: int
+    """That do not."""
     requests: int
-    """In all windows together."""
+    """In all windows that count together."""
     summaries: Mapping[str, Summary]
     ratios: Mapping[str, Ratio]
     pooled_ttft_p99_ms: float
@@ -71,6 +74,7 @@ def standings(arms: Sequence[Arm], windows: Sequence[Window], budgets: Budgets) 
         arm.name: Standing(
             arm=arm.name,
             windows=len(counted[arm.name]),
+            thrown=sum(bool(each.thrown) for each in windows if each.arm == arm.name),
             requests=sum(len(window.answers) for window in counted[arm.name]),
             summaries=medians[arm.name],
             ratios=_ratios(arm, medians),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bench.coserve import in_rotation, run_rounds
 from bench.coserving.arms import ALONE, ARMS, Arm, Promise
 from bench.coserving.clients import Rolled
+from bench.coserving.curve import draw
 from bench.coserving.figures import attainment, covered, harvest, latency, percentile, ratio, summary
 from bench.coserving.pace import LEAST, MOST, PaceError, search
 from bench.coserving.results import checks, peers, standings, worst
@@ -167,6 +168,24 @@ def test_a_failed_request_is_in_no_latency() -> None:
     assert found["ttft_attainment"] == pytest.approx(10 / 11)
 
 
+def test_a_failed_request_is_a_promise_broken_though_no_percentile_shows_it() -> None:
+    alone, strict = window("alone", 0, 0.04), window("strict", 0, 0.04)
+    failing = replace(strict, answers=[*strict.answers, answer(109.5, 60.0, error="gone")])
+    arms = [arm for arm in ARMS if arm.name in ("alone", "strict")]
+    found = {check.name: check for check in checks(arms, standings(arms, [alone, strict, failing], BUDGETS))}
+    assert found["ttft"].met and found["tpot"].met
+    assert found["failed"].value == 1 and not found["failed"].met
+
+
+@pytest.mark.parametrize("arms", [("guest",), ("alone", "guest", "strict")])
+def test_a_picture_is_drawn_of_whatever_was_measured(arms: tuple[str, ...], tmp_path: Path) -> None:
+    alone = replace(window("guest", 0, 0.04, guests=70), answers=[])
+    windows = [window("alone", 0, 0.04), alone, window("strict", 0, 0.05, guests=60)]
+    chosen = [arm for arm in ARMS if arm.name in arms]
+    draw(standings(chosen, windows, BUDGETS), tmp_path / "curve.html")
+    assert ('"text":["strict"]' in (tmp_path / "curve.html").read_text()) is ("strict" in arms)
+
+
 def test_a_window_without_users_has_guests_alone() -> None:
     some = window("rollouts", 0, 0.04, guests=50)
     found = figures(Window("rollouts", 0, 100.0, 10.0, [], [], some.rolled, some.server), BUDGETS)
@@ -220,7 +239,7 @@ def run_of(again: float) -> list[Window]:
 def test_standings_compare_with_alone_and_leave_out_what_was_thrown_away() -> None:
     found = standings(ARMS, run_of(1.3), BUDGETS)
     assert set(found) == {"alone", "again", "rollouts", "cap"}
-    assert found["alone"].windows == 3
+    assert (found["alone"].windows, found["alone"].thrown, found["cap"].thrown) == (3, 1, 0)
     assert found["alone"].value("ttft_p99_ms") == pytest.approx(40)
     assert not found["alone"].ratios
     assert found["cap"].value("ttft_p99_ms_ratio") == pytest.approx(1.25)

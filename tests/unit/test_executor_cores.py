@@ -1,5 +1,7 @@
 """The executor's pure cores: what it takes on, and what it believes a step costs."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,6 +126,46 @@ def test_every_rate_stays_finite_and_positive(steps: list[tuple[int, float]]) ->
         cost.observe(tokens, seconds)
         assert 0 < cost.prefill_tokens_per_second < 1e9
         assert 0 < cost.decode_tokens_per_second(0) < 1e9
+
+
+@pytest.mark.parametrize("sizes", [(15, 16), (1, 2), (16,) * 19 + (15,)])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_token_costs_is_remembered_while_an_engine_decodes_alone(sizes: tuple[int, ...], seed: int) -> None:
+    """Steps of like size tell it from noise alone: then the next prompt would be let whole into one step."""
+    draw, cost, bound = random.Random(seed), StepCost(base_seconds=0.01, token_seconds=0.0001), 0.02
+
+    def taken(tokens: int) -> float:
+        return (0.008 + 0.0003 * tokens) * (1.0 + draw.expovariate(20))
+
+    for tokens in [1, 4, 16, 64] * 2:
+        cost.observe(tokens, taken(tokens))
+    for _ in range(2000):
+        tokens = draw.choice(sizes)
+        cost.observe(tokens, taken(tokens))
+        assert 0.008 + 0.0003 * cost.tokens_within(bound) < bound
+
+
+def test_an_engine_that_nothing_larger_was_seen_of_grows_its_steps_by_and_by() -> None:
+    cost = StepCost(base_seconds=0.01, token_seconds=0.0001)
+    for taken in (0.00301, 0.003, 0.00299):
+        cost.observe(10, taken)
+    assert cost.tokens_within(10.0) == 40
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_processor_that_is_taken_away_now_and_then_leaves_an_engine_steps_that_are_worth_their_fixed_cost(
+    seed: int,
+) -> None:
+    """One step in fifty waits for it. With no more than a token in each, as many were late and hardly one was made."""
+    draw, cost, bound = random.Random(seed), StepCost(base_seconds=0.01, token_seconds=0.0001), 0.02
+    made, now = 0, 0.0
+    for _ in range(5000):
+        tokens = max(1, min(16, cost.tokens_within(bound)))
+        away = draw.uniform(0.003, 0.012) if draw.random() < 0.02 else 0.0
+        taken = (0.008 + 0.0003 * tokens) * (1.0 + draw.expovariate(20)) + away
+        cost.observe(tokens, taken)
+        made, now = made + tokens, now + taken
+    assert made / now > 0.4 * 16 / (0.008 + 0.0003 * 16)
 
 
 def test_heartbeats_are_numbered_list_what_is_held_and_count_each_cut_once() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schemas.errors import UsageError
 from workers.executor.step_cost import StepCost
 from workers.executor.want import Want, Work
-from workers.lender.admission import SLO, STRICT, WORTH, Admission, Hold, Promise, Serving
+from workers.lender.admission import SLO, STRICT, WORTH, Admission, Answer, Hold, Promise, Serving
 from workers.lender.arrivals import Arrivals
 from workers.lender.occupancy import Occupancy
 from workers.lender.serving_cost import ServingCost
@@ -81,7 +81,7 @@ def test_an_idle_serving_always_admits_one_bounded_step(
     answer = subject.admit(Serving(), step(wanted), now=NOW)
     assert answer.hold is None and answer.tokens >= 1
     assert answer.seconds == subject.promise.yield_seconds
-    assert answer.tokens == 1 or subject.guest.bounded_seconds(answer.tokens) <= answer.seconds + EXACT
+    assert answer.tokens == 1 or subject.guest.cautious_seconds(answer.tokens) <= answer.seconds + EXACT
 
 
 @given(histories, moments, st.floats(0, 0.1), st.booleans())
@@ -109,7 +109,7 @@ def test_a_step_that_is_admitted_makes_no_predicted_deadline_late(
         assert (answer.seconds, answer.tokens) == (0.0, 0)
         return
     assert not serving.waiting and not serving.queued
-    assert answer.tokens == 1 or subject.guest.bounded_seconds(answer.tokens) <= answer.seconds + EXACT
+    assert answer.tokens == 1 or subject.guest.cautious_seconds(answer.tokens) <= answer.seconds + EXACT
     if not serving.held:
         return
     ends, decoding, cost = NOW + answer.seconds, len(serving.last_tokens), subject.serving
@@ -160,6 +160,21 @@ def test_a_serving_that_is_never_idle_lends_from_nothing_where_it_has_slack(
         answers.append(subject.admit(moment, Want(work, wanted), now=NOW))
     assert [answer.hold for answer in answers] == [None, Hold.OCCUPANCY, Hold.WAITING]
     assert (answers[0].tokens > 0) is (work is Work.STEP), "a step that has no price yet is of one token, and asked for"
+
+
+@pytest.mark.parametrize("work", [Work.STEP, Work.PIECE])
+def test_a_serving_that_is_never_idle_and_whose_budget_is_shorter_than_the_yield_bound_lends_what_slack_it_has(
+    work: Work,
+) -> None:
+    subject, now, answers = admission(0.5, tpot=0.018), NOW, list[Answer]()
+    for _ in range(1000):
+        subject.served(prompt_tokens=0, decoding=4, held=4, seconds=0.003)
+        now += 0.003
+        answers.append(subject.admit(Serving(last_tokens=[now] * 4), Want(work, 0.02), now=now))
+        if answers[-1].hold is None:
+            subject.ran(held=4, seconds=0.01)
+    lent = [answer.seconds for answer in answers if answer.hold is None]
+    assert lent and max(lent) < 0.018 - 0.003
 
 
 @pytest.mark.parametrize("slow", [1.0, 2.5])
@@ -270,6 +285,17 @@ def test_what_a_guest_makes_serving_s_next_step_longer_is_the_guest_s(after: flo
     assert subject.serving.decode.seconds(10) == pytest.approx(0.003, rel=0.05)
     assert subject.serving.after_guest_seconds == pytest.approx(after, abs=0.0002)
     assert guests < 1.05 * fixed
+
+
+def test_a_serving_that_is_never_idle_lends_again_after_its_process_was_halted_amid_a_guest_s_step() -> None:
+    subject, now, steps = taught(admission()), NOW, 0
+    subject.ran(held=8, seconds=600.0)
+    while steps < 20_000:
+        subject.served(prompt_tokens=0, decoding=8, held=8, seconds=0.002)
+        now, steps = now + 0.002, steps + 1
+        if subject.admit(Serving(last_tokens=[now] * 8), step(0.005), now=now).hold is None:
+            break
+    assert 1000 < steps < 10_000, "a second of it is paid for, as a guest's own long step would be"
 
 
 def test_a_serving_that_was_slow_for_a_while_and_is_never_idle_lends_again() -> None:

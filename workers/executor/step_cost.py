@@ -3,10 +3,13 @@
 Keeps true
 - The estimate is `base + per_token * tokens` seconds, fitted by least squares over an exponentially fading past, and
   both terms stay positive, so that every rate derived from it is finite.
+- Of what a token adds a step has forgotten only as much as it tells. An engine that decodes makes steps of like size,
+  whose differences are noise: what larger ones told of a token is kept until the next prompt comes.
 - How wrong it is is known as well: `error` is a fading quantile of |measured - predicted| / predicted, each prediction
   made before its step was seen. About nine steps in ten end within `cautious_seconds`, whatever the fit leaves out.
 - What must end within a bound is planned for the worst: `tokens_within` leaves room for the largest `overshoot` of the
-  last thousand steps or so, so that only what is worse than all of those, or stalls, goes beyond it.
+  last thousand steps or so, so that only what is worse than all of those, or stalls, goes beyond it. But a step of
+  little more than its fixed cost would be late as often, and for nothing: `WORTH` says what it computes all the same.
 - A stall is no cost: of a step that took longer than `STALL` times its cautious price, no more than that is learned. A
   cost that has really changed is followed all the same, as the error rises with each such step.
 
@@ -20,6 +23,13 @@ UNKNOWN = {"base_seconds": 0.01, "token_seconds": 0.0001}
 
 FADING = 0.98
 """Weight that a step keeps with each step after it: about the last 50 count."""
+
+SLOPE_FADING = 0.998
+"""The same of what is known of a token, at most, where steps tell nothing about it: half of it is left after 350."""
+
+GROWTH = 4
+"""Times as many tokens as in the largest step of late that a step is planned for at most: no price is known far beyond
+what was seen."""
 
 LEAST_SECONDS = 1e-7
 """Floor under both terms: no engine is infinitely fast."""
@@ -37,6 +47,13 @@ STALL = 2.0
 REMEMBERED = 0.999
 """Share of the largest overshoot that is left of it after a step that was less late."""
 
+MOST_OVERSHOOT = 1.0
+"""What is later than that says that the fit is wrong, which it mends by itself."""
+
+WORTH = 0.5
+"""A step computes tokens for this share of its fixed cost whatever was late, or for this share of the time that the
+bound leaves above that, its error included, if that is less."""
+
 LEAST_ERROR, MOST_ERROR = 0.01, 10.0
 """Bounds of `error`."""
 
@@ -53,7 +70,13 @@ class StepCost:
         """Steps that were taken in."""
         self.overshoot = 0.0
         """How much longer than predicted a step took at most of late, relative; no stall is in it."""
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._weight = self._tokens = self._seconds = 0.0
+        """Of the last steps: how many count, and their means."""
+        self._spread = self._covered = 0.0
+        """Of distances from the means of their time, the sums of tokens squared and of tokens times seconds. A step has
+        both fade by as much as it adds to the first."""
+        self._largest = 0.0
+        """Tokens of the largest step, fading."""
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Take in one step that computed `tokens` tokens (prefill and decode together)."""
@@ -61,21 +84,29 @@ class StepCost:
         missed = abs(seconds - predicted) > self.error * predicted
         if self.known:
             stall = STALL * self.cautious_seconds(tokens)
-            self.overshoot = max(REMEMBERED * self.overshoot, 0.0 if seconds > stall else seconds / predicted - 1.0)
+            late = min(seconds / predicted - 1.0, MOST_OVERSHOOT) if seconds <= stall else 0.0
+            self.overshoot = max(REMEMBERED * self.overshoot, late)
             seconds = min(seconds, stall)
         moved = self.error * math.exp(ERROR_PACE * (USUAL if missed else USUAL - 1.0))
         self.error = min(max(moved, LEAST_ERROR), MOST_ERROR)
         self.observed += 1
-        self._weight = FADING * self._weight + 1.0
-        self._x = FADING * self._x + tokens
-        self._y = FADING * self._y + seconds
-        self._xx = FADING * self._xx + tokens * tokens
-        self._xy = FADING * self._xy + tokens * seconds
-        spread = self._weight * self._xx - self._x * self._x
-        if spread > 1e-6 * self._xx * self._weight:  # steps of one size alone say nothing about the slope
-            slope = (self._weight * self._xy - self._x * self._y) / spread
-            self.token_seconds = max(slope, LEAST_SECONDS)
-        self.base_seconds = max((self._y - self.token_seconds * self._x) / self._weight, LEAST_SECONDS)
+        self._fit(tokens, seconds)
+
+    def _fit(self, tokens: int, seconds: float) -> None:
+        before = FADING * self._weight
+        self._weight = before + 1.0
+        more, longer = tokens - self._tokens, seconds - self._seconds
+        self._tokens += more / self._weight
+        self._seconds += longer / self._weight
+        told = before / self._weight * more * more
+        share = told * self._weight / self._spread if self._spread else 1.0
+        fading = min(max(FADING, 1.0 - (1.0 - FADING) * share), SLOPE_FADING)
+        self._spread = fading * self._spread + told
+        self._covered = fading * self._covered + before / self._weight * more * longer
+        self._largest = max(FADING * self._largest, tokens)
+        if self._spread > 1e-6 * self._tokens * self._tokens:  # steps of one size alone say nothing about the slope
+            self.token_seconds = max(self._covered / self._spread, LEAST_SECONDS)
+        self.base_seconds = max(self._seconds - self.token_seconds * self._tokens, LEAST_SECONDS)
 
     @property
     def known(self) -> bool:
@@ -95,12 +126,17 @@ class StepCost:
         return self.seconds(tokens) * self._worst
 
     def tokens_within(self, seconds: float) -> int:
-        """The most tokens of one step whose `bounded_seconds` are at most `seconds`; 0 where none fit."""
-        return max(0, int((seconds / self._worst - self.base_seconds) / self.token_seconds))
+        """The most tokens of one step whose `bounded_seconds` are at most `seconds`, but for what `WORTH` and `GROWTH`
+        say; 0 where none fit.
+        """
+        bounded = seconds / self._worst - self.base_seconds
+        worth = WORTH * min(self.base_seconds, seconds / (1.0 + self.error) - self.base_seconds)
+        tokens = max(0, int(max(bounded, worth) / self.token_seconds))
+        return min(tokens, int(GROWTH * self._largest)) if self.known else tokens
 
     @property
     def _worst(self) -> float:
-        """Times its predicted seconds that a step took at most of late, or is expected to."""
+        """Times its predicted seconds that a step is planned for."""
         return 1.0 + max(self.error, self.overshoot)
 
     @property

@@ -52,7 +52,8 @@ WORTH = 0.5
 """Share of what a guest wants, or of a bounded step if that is less, for which its step's fixed cost is paid."""
 
 FULL = 0.9
-"""Share of the yield bound that is left for what wants all of it: more hardly ever is."""
+"""Share of the yield bound that is left for what wants all of it, or of the slack where that never comes to as much:
+more hardly ever is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,7 @@ class Admission:
     def admit(self, serving: Serving, want: Want, *, now: float) -> Answer:
         """May the guest compute now?"""
         bound, held = self.promise.yield_seconds, serving.held
-        prefill, decode, newcomer = self._slack(serving, now)
+        prefill, decode, newcomer, most = self._slack(serving, now)
         hold: Hold | None = None
         if serving.queued or serving.waiting:
             seconds, hold = 0.0, Hold.WAITING
@@ -172,7 +173,7 @@ class Admission:
             limits = ((earned, Hold.OCCUPANCY), (min(prefill, newcomer), Hold.PREFILL), (decode, Hold.DECODE))
             seconds, tightest = min(limits, key=lambda limit: limit[0])
             seconds = min(seconds - self.serving.after_guest_seconds, bound)
-            if seconds <= 0.0 or seconds < self._least(want):
+            if seconds <= 0.0 or seconds < self._least(want, min(most, bound) - self.serving.after_guest_seconds):
                 seconds, hold = 0.0, tightest
         step = not held or want.work is Work.STEP
         return Answer(
@@ -183,9 +184,8 @@ class Admission:
             decode_headroom=decode if serving.last_tokens else None,
         )
 
-    def _least(self, want: Want) -> float:
-        """Seconds for which it is worth to begin while serving computes."""
-        most = self.promise.yield_seconds - self.serving.after_guest_seconds
+    def _least(self, want: Want, most: float) -> float:
+        """Seconds for which it is worth to begin while serving computes, of which `most` may ever be left."""
         if want.work is Work.PIECE:
             return min(want.seconds, FULL * most)
         if want.work is Work.STEP and not self.guest.known:
@@ -198,8 +198,10 @@ class Admission:
             token = min(token, FULL * most)
         return max(wanted, token)
 
-    def _slack(self, serving: Serving, now: float) -> tuple[float, float, float]:
-        """Least S_prf, least S_dec, and the S_prf of prompts that arrive as a guest's step begins; inf where none."""
+    def _slack(self, serving: Serving, now: float) -> tuple[float, float, float, float]:
+        """Least S_prf, least S_dec, and the S_prf of prompts that arrive as a guest's step begins; inf where none. And
+        the most that the last two can come to while serving holds as much.
+        """
         decoding, left = len(serving.last_tokens), 0
         prefill = decode = math.inf
         for arrived, tokens in serving.prefills:
@@ -208,7 +210,8 @@ class Admission:
             prefill = min(prefill, due - now - self.serving.prefill_seconds(left, decoding))
         left += self._arrivals.within(self.promise.yield_seconds, now)
         newcomer = self.promise.ttft_seconds - self.serving.prefill_seconds(left, decoding)
+        most = newcomer
         if serving.last_tokens:
-            due = min(serving.last_tokens) + self.promise.tpot_seconds
-            decode = due - now - self.serving.step_seconds(left, decoding)
-        return prefill, decode, newcomer
+            most = self.promise.tpot_seconds - self.serving.step_seconds(left, decoding)
+            decode = min(serving.last_tokens) - now + most
+        return prefill, decode, newcomer, min(most, newcomer)

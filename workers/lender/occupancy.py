@@ -11,6 +11,8 @@ Keeps true
 - The part for each token earns nothing: it is work that must be done at any batch, and near saturation to add to it
   would grow the batch without end. Earned so, stays, and with them what serving holds, reach on average at most
   `1 / (1 - dial)` of alone, at any load below saturation: held = rate x steps x (fixed / (1 - dial) + token x held).
+- A guest's step that took more than `HALTED` longest ones was halted, as by a debugger or a machine that froze: what is
+  beyond that was nobody's doing, and is not paid for.
 - dial 0 earns nothing: guests run only while serving holds no request. dial 1 has no guard.
 
 Units: seconds, and requests x seconds for what is earned. Pure, and without time.
@@ -19,6 +21,9 @@ Example (dial 0.5, longest 20 ms): 10 serving steps of 2 ms, 1.5 ms of them fixe
 """
 
 import math
+
+HALTED = 50.0
+"""Times the longest guest step: a second, as steps are."""
 
 
 class Occupancy:
@@ -38,7 +43,7 @@ class Occupancy:
     def spend(self, held: int, seconds: float) -> None:
         """A guest computed for `seconds` while serving held `held` requests."""
         if self._share < math.inf:
-            self._earned -= held * seconds
+            self._earned -= held * min(seconds, HALTED * self._longest_seconds)
 
     def seconds(self, held: int) -> float:
         """What a guest may take now that serving holds `held` requests, above 0."""
