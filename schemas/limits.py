@@ -39,6 +39,12 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 Version = Annotated[int, Meta(ge=-1, le=2**53)]
 """A policy version; -1 means that none has been proven yet."""
 
+Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
+"""Unix seconds, before the year 10,000: a number that every clock and calendar takes."""
+
+Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
+"""A span of time. Whoever adds some up or divides by them meets no infinity, and nothing that is no number."""
+
 Tokens = Annotated[bytes, Meta(max_length=4 * CONTEXT_TOKENS, description="Token ids, packed as little-endian uint32.")]
 
 Logprobs = Annotated[
