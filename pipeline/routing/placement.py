@@ -252,8 +252,11 @@ class Placement:
         seat = self.seats[index]
         seat.held_turns += turns
         seat.held_tokens += room_tokens
-        # An empty seat owes nothing: what sums of floats leave over must not add up.
+        # An empty seat owes nothing: what sums of floats leave over must not add up, and what an executor said of its
+        # own rates once is not held against it for ever.
         seat.held_new_tokens = seat.held_new_tokens + new_tokens if seat.held_turns else 0.0
+        if not seat.held_turns:
+            self._prefill_free_at[index] = 0.0
         self._refresh(index)
 
     def _refresh(self, index: int) -> None:

@@ -63,6 +63,8 @@ class Scan:
     def release(self, worker: str) -> tuple[int, float]:
         tokens, new_tokens = self.held[worker].pop()
         self.owed[worker] = self.owed[worker] - new_tokens if self.held[worker] else 0.0
+        if not self.held[worker]:
+            self.prefill_free_at[worker] = 0.0
         return tokens, new_tokens
 
 
@@ -201,3 +203,17 @@ def test_a_frozen_lender_is_gone_back_to_and_filled_only_where_there_is_no_other
     assert only is not None and only.worker == "w0"
     placement.offer(heartbeat(0, frozen=True, token_budget=100), open=True, lag_versions=0)
     assert placement.choose(Ask(100, 5.0, 110, "warm", (("w0", 99),)), 0.0) is None, "what it offers is what it takes"
+
+
+def test_what_an_executor_once_said_of_its_rates_is_not_held_against_it_for_ever() -> None:
+    placement = Placement()
+    slow = Hardware(prefill_tokens_per_second=1e-3, decode_tokens_per_second=1e-3)
+    ask = Ask(context_tokens=100, new_tokens=1.0, room_tokens=110, tie_key="a")
+    placement.offer(heartbeat(0, hardware=slow), open=True, lag_versions=0)
+    choice = placement.choose(ask, 0.0)
+    assert choice is not None
+    placement.take(choice, ask, 0.0)
+    placement.offer(heartbeat(0), open=True, lag_versions=0)
+    placement.release("w0", ask.room_tokens, ask.new_tokens)
+    choice = placement.choose(ask, 1.0)
+    assert choice is not None and choice.cost.wait_seconds == 0.0
