@@ -17,7 +17,7 @@ from pipeline.routing.router import Router
 from pipeline.routing.skew import Skews
 from schemas.arrays import pack_tokens
 from schemas.capacity import CapacityGrant
-from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
+from schemas.environments import EnvSnapshot, Group, GroupState, TrajectoryProgress
 from schemas.errors import RecordError, UsageError
 from schemas.prompts import Prompt
 from schemas.record import Record
@@ -33,6 +33,7 @@ from topics.catalog import RECORD_TOPICS, Topic
 from topics.records import Envelope, Spoiled
 from workers.environments.home import Fate, Home
 from workers.environments.opening import refusal_of
+from workers.environments.outbox import group_of
 from workers.environments.steps import advance, failed
 from workers.environments.trajectory import Verdict, begin, problem_of, settled_sampling
 from workers.executor.answers import Start, ended, refused
@@ -123,7 +124,7 @@ class House:
         assert decision is not None
         if decision.fate is Fate.OPEN and not refusal_of(decision.opens, RULES, self.check):
             prompt = settled_sampling(decision.opens, RULES.sampling)
-            encode(Group(**GROUP, group_id=prompt.group_id, group_size=prompt.group_size, prompt=prompt))
+            encode(group_of(prompt, GroupState.OPEN, offset=0, outcomes_from=0, now=1.0))
         self.home.decisions.clear()
         self.home.unsettled.clear()
 
@@ -152,7 +153,7 @@ class House:
         if flaw_of(dispatch, homes=8):
             return
         own = Inbox(dispatch.incarnation, max_turns=4, token_budget=200_000)
-        answer = own.offer(dispatch, 3)
+        answer = own.offer(dispatch, 3, offset=9)
         start = Start("executor-0", WorkerClass.SERVING, dispatch.incarnation)
         if answer.verdict is InboxVerdict.REFUSE:
             encode(refused(start, dispatch, answer.reason, answer.refusal, now=2.0))
@@ -189,7 +190,6 @@ class House:
             list(told(fold_lives(name, self.found)))
 
 
-GROUP = {"state": "open", "offset": 0, "changed_at": 1.0}
 DONE = Done(
     name="g-1:3/2/1",
     tokens=pack_tokens([9, 7]),

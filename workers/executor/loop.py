@@ -195,12 +195,12 @@ class Executor:
                 if flaw := flaw_of(item.record, homes=self._homes):
                     self._writer.dead_letter(item, flaw)
                 else:
-                    self._consider(item.record)
+                    self._consider(item.record, item.offset)
             elif isinstance(item, Envelope) and item.key == CLAIM_KEY:
                 self._inbox.claimed(item.offset)
 
-    def _consider(self, dispatch: TurnDispatch) -> None:
-        answer = self._inbox.offer(dispatch, self._version)
+    def _consider(self, dispatch: TurnDispatch, offset: int) -> None:
+        answer = self._inbox.offer(dispatch, self._version, offset=offset)
         if answer.verdict is Verdict.DROP:
             metrics.TURNS.labels(f"dropped_{answer.reason}").inc()
         elif answer.verdict is Verdict.REFUSE:
