@@ -5,9 +5,11 @@ than what a broker of ours takes.
 """
 
 import random
+import socket
 import struct
 from collections.abc import Callable
 from typing import Any
+from urllib.request import urlopen
 
 import msgspec
 
@@ -182,3 +184,18 @@ class Stranger:
             return msgspec.msgpack.encode(plain)
         except (TypeError, ValueError, RecursionError, OverflowError):
             return b"\xc1"
+
+
+def pester(port: int, seed: int, count: int) -> None:
+    """So many requests that are none to where metrics are served, and then one that is answered."""
+    draw = random.Random(seed)
+    beginnings = [b"", b"GET ", b"GET /metrics HTTP/1.1\r\n", b"POST / HTTP/9.9\r\nContent-Length: 99999999999\r\n\r\n"]
+    beginnings += [b"GET /" + b"a" * 70_000, b"\x16\x03\x01\x02\x00", b"GET /metrics?name[]=%ff HTTP/1.0\r\n\r\n"]
+    for _ in range(count):
+        with socket.create_connection(("127.0.0.1", port), 10) as line:
+            try:
+                line.sendall(draw.choice(beginnings) + draw.randbytes(draw.choice([0, 3, 200, 5_000])))
+            except OSError:  # it has hung up: that is its right
+                continue
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        assert answer.status == 200 and b"rose_" in answer.read()

@@ -10,6 +10,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from pipeline.accounting.ledger import Ledger
+from pipeline.command.processes import serve_metrics
+from pipeline.command.view import View
 from pipeline.replay.life import Found, fold_lives, keep
 from pipeline.replay.text import told
 from pipeline.report.history import fold_history
@@ -27,8 +29,9 @@ from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
 from schemas.weights import WeightChunk, WeightManifest
 from schemas.wire import decode, encode
 from tests.golden.examples import PROMPT
-from tests.strangers import Stranger
+from tests.strangers import Stranger, pester
 from tests.unit.trajectory_world import RULES, stepped
+from topics.broker import free_ports
 from topics.catalog import RECORD_TOPICS, Topic
 from topics.records import Envelope, Spoiled
 from workers.environments.home import Fate, Home
@@ -77,6 +80,7 @@ class House:
         self.trust = Trust("policy", "team.:demo", Ed25519PrivateKey.generate().public_key())
         self.lineage, self.ledger, self.found = Lineage(), Ledger(), Found()
         self.history: list[Record] = []
+        self.view = View(began=0.0)
 
     def take(self, item: Envelope | Spoiled) -> None:
         self.now += 0.05
@@ -88,6 +92,7 @@ class House:
         assert encode(decode(type(record), encode(record))) == encode(record)
         self.history.append(record)
         keep(self.found, [record])
+        self.view.take(record, self.now, wall=self.now)
         match record:
             case TurnRequest():
                 self.route(self.router.requested(msgspec.structs.replace(record, home=0), self.now))
@@ -185,6 +190,7 @@ class House:
     def tell(self) -> None:
         """What looks at a log afterwards takes all of it."""
         self.ledger.audit()
+        self.view.present(self.now)
         fold_history(self.history)
         for name in ("g-1:3", "g-1:0"):
             list(told(fold_lives(name, self.found)))
@@ -218,3 +224,9 @@ def test_no_core_fails_by_what_strangers_write(seed: int) -> None:
                 error.add_note(f"{topic.name}: {item}")
                 raise
     house.tell()
+
+
+def test_requests_that_are_none_leave_the_metrics_to_those_that_are() -> None:
+    (port,) = free_ports(1)
+    serve_metrics("127.0.0.1", port)
+    pester(port, seed=0, count=60)
