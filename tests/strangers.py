@@ -1,7 +1,6 @@
 """Messages of strangers: what somebody may write who has the right to write to one topic, and nothing else.
 
-Keeps true: a seed gives the same messages. Each is damaged, odd, forged or good in a way of its own; none is larger
-than what a broker of ours takes.
+Keeps true: a seed gives the same messages. Each is damaged, odd, forged or good in a way of its own.
 """
 
 import random
@@ -27,8 +26,8 @@ TEXTS = ["", "g-1", "g-2", "g-1:3", "g-1:0", "g-1:4096", "executor-0", CLAIM_KEY
 DEEP = 200
 """How deep what is nested goes."""
 
-BOMB_BYTES = 700_000
-"""Of zeros: a compressed batch takes a thousandth of it."""
+BOMBS = tuple(byte * (16 << 20) for byte in (b"\0", b"\x91", b"{"))
+"""Much out of little: a broker takes by the size that travels, which compressed is a thousandth of this."""
 
 
 class Stranger:
@@ -78,8 +77,8 @@ class Stranger:
         return (own, *(pair for pair in odd if pair[0] != SCHEMA_HEADER or self.draw.random() < 0.1))
 
     def bomb(self) -> Raw:
-        """Much out of little: zeros, to be sent compressed."""
-        return Raw(b"bomb", self.draw.choice([b"\0", b"\x91", b"{"]) * BOMB_BYTES)
+        """One of BOMBS, to be sent compressed."""
+        return Raw(b"bomb", self.draw.choice(BOMBS))
 
     def _plain_of(self, topic: Topic) -> Any:
         assert topic.record is not None
