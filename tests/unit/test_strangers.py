@@ -28,7 +28,7 @@ from schemas.slack import SlackHeartbeat, WorkerClass
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
 from schemas.weights import WeightChunk, WeightManifest
 from schemas.wire import decode, encode
-from tests.golden.examples import PROMPT
+from tests.golden.examples import EXAMPLES, PROMPT
 from tests.strangers import Stranger, pester
 from tests.unit.trajectory_world import RULES, stepped
 from topics.broker import free_ports
@@ -84,6 +84,7 @@ class House:
 
     def take(self, item: Envelope | Spoiled) -> None:
         self.now += 0.05
+        self.route(self.router.heard(BEAT, self.now))
         record = item.record if isinstance(item, Envelope) else None
         if isinstance(record, Prompt) or (item.topic.record is Prompt):
             self.prompt(item)
@@ -196,6 +197,8 @@ class House:
             list(told(fold_lives(name, self.found)))
 
 
+BEAT = next(example for example in EXAMPLES if isinstance(example, SlackHeartbeat))
+"""Of an executor that is well: what strangers ask for is dispatched."""
 DONE = Done(
     name="g-1:3/2/1",
     tokens=pack_tokens([9, 7]),
