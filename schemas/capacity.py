@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from schemas.limits import Count, Id, Text
+from schemas.limits import Count, Id, Moment, Text
 from schemas.record import Record
 
 
@@ -16,6 +16,6 @@ class CapacityGrant(Record, frozen=True, kw_only=True):
     """Of its KV cache that turns may hold; 0 sets no limit."""
     token_budget: Count
     """Context and new tokens that turns may hold; 0 sets no limit."""
-    granted_at: float
+    granted_at: Moment
     """Unix seconds of whoever granted it."""
     reason: Text = ""

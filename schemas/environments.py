@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import GROUP_SIZE, RECORD_BYTES, TURNS, Count, Digest, GroupId, Id
+from schemas.limits import GROUP_SIZE, RECORD_BYTES, TURNS, Count, Digest, GroupId, Id, Moment, Seconds
 from schemas.prompts import Prompt
 from schemas.record import Record
 from schemas.turns import Turn
@@ -37,7 +37,7 @@ class Group(Record, frozen=True, kw_only=True):
     """While it is open."""
     outcomes_from: Count = 0
     """Every outcome of its trajectories lies at or after this offset."""
-    changed_at: float
+    changed_at: Moment
     """Unix seconds."""
 
 
@@ -62,9 +62,9 @@ class Applied(msgspec.Struct, frozen=True, array_like=True):
     """Of its result, in the home's results."""
     observed: Annotated[int, Meta(ge=0, le=2**32)]
     """Tokens of the observation that followed."""
-    applied_at: float
+    applied_at: Moment
     """Unix seconds; the environment worker took the result in."""
-    environment_seconds: float
+    environment_seconds: Seconds
     """Spent in the environment's own step."""
     reward: float
     """Sum over the steps so far."""

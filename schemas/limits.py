@@ -39,17 +39,28 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 Version = Annotated[int, Meta(ge=-1, le=2**53)]
 """A policy version; -1 means that none has been proven yet."""
 
-Tokens = Annotated[bytes, Meta(max_length=4 * CONTEXT_TOKENS)]
-"""Token ids, packed as little-endian u32."""
+Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
+"""Unix seconds, before the year 10,000: a number that every clock and calendar takes."""
 
-Logprobs = Annotated[bytes, Meta(max_length=4 * CONTEXT_TOKENS)]
-"""Natural logarithms of probabilities, packed as little-endian f32."""
+Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
+"""A span of time. Whoever adds some up or divides by them meets no infinity, and nothing that is no number."""
 
-Mask = Annotated[bytes, Meta(max_length=CONTEXT_TOKENS)]
-"""One byte a token, 0 or 1."""
+Tokens = Annotated[bytes, Meta(max_length=4 * CONTEXT_TOKENS, description="Token ids, packed as little-endian uint32.")]
+
+Logprobs = Annotated[
+    bytes,
+    Meta(
+        max_length=4 * CONTEXT_TOKENS,
+        description="Natural logarithms of probabilities, packed as little-endian IEEE 754 float32.",
+    ),
+]
+
+Mask = Annotated[bytes, Meta(max_length=CONTEXT_TOKENS, description="One byte a token, 0 or 1.")]
 
 Text = Annotated[str, Meta(max_length=4_096)]
 """A reason or note for people."""
 
-Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
-"""16 bytes of BLAKE3 in records of weights, of BLAKE2b elsewhere."""
+Digest = Annotated[
+    bytes,
+    Meta(min_length=16, max_length=16, description="16 bytes: BLAKE3 in records of weights, BLAKE2b elsewhere."),
+]

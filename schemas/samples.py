@@ -15,6 +15,8 @@ from schemas.limits import (
     Id,
     Logprobs,
     Mask,
+    Moment,
+    Seconds,
     Seed,
     Text,
     Tokens,
@@ -39,7 +41,7 @@ class SampleTurn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     cached_tokens: Count
     """Of the context, by the attempt that ended the turn."""
     times: TurnTimes
-    environment_seconds: float
+    environment_seconds: Seconds
     """Spent in the environment's own step."""
 
 
@@ -72,7 +74,7 @@ class Sample(Record, frozen=True, kw_only=True):
     info: dict[str, Any] = {}
     """The environment's own remarks at the end."""
     device_seconds: DeviceSeconds = {}
-    completed_at: float
+    completed_at: Moment
 
     @property
     def oldest_version(self) -> int:
@@ -104,4 +106,4 @@ class SampleOutcome(Record, frozen=True, kw_only=True):
     policy_version: Version
     """The trainer's version at that moment."""
     reason: Text = ""
-    recorded_at: float
+    recorded_at: Moment

@@ -6,11 +6,15 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import Count, Id, Text, Version
+from schemas.limits import Count, Id, Moment, Seconds, Text, Version
 from schemas.record import Record
 
 HELD = 4_096
 """Turns that an executor may hold at once."""
+
+
+Rate = Annotated[float, Meta(ge=1e-3, le=1e12)]
+"""Tokens a second: what divides by it stays finite."""
 
 
 class WorkerClass(Enum):
@@ -31,8 +35,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """Rates as the executor measures them on itself."""
 
     device: Annotated[str, Meta(max_length=128)] = "cpu"
-    prefill_tokens_per_second: Annotated[float, Meta(gt=0)]
-    decode_tokens_per_second: Annotated[float, Meta(gt=0)]
+    prefill_tokens_per_second: Rate
+    decode_tokens_per_second: Rate
     """Of one sequence at the present batch."""
 
 
@@ -65,9 +69,9 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     """Turns that it will hold at once, running and waiting."""
     token_budget: Count
     """Context and new tokens that rollouts may hold in its KV cache at this moment."""
-    prefill_headroom_seconds: float | None = None
+    prefill_headroom_seconds: Seconds | None = None
     """Least S_prf over serving's waiting requests (ROSE, dual-SLO admission); None without a serving tenant."""
-    decode_headroom_seconds: float | None = None
+    decode_headroom_seconds: Seconds | None = None
     ttl_seconds: Annotated[float, Meta(gt=0, le=60)]
     holds: Annotated[bytes, Meta(max_length=8 * HELD)] = b""
     """`held_hash` of every turn that it has taken on and not answered, packed as little-endian u64. With STOPPING: of
@@ -75,9 +79,9 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     refused_version: Version = -1
     """The newest policy version that it does not take; -1 if there is none."""
     refused_reason: Text = ""
-    sent_at: float
+    sent_at: Moment
     """Unix seconds of its own clock: compared with nobody's, but to tell a clock that is wrong."""
-    swap_seconds: float = 0.0
+    swap_seconds: Seconds = 0.0
     """The engine's pause at its latest weight swap."""
     paused_reason: Text = ""
     """Why it takes no new turns, where it does not."""

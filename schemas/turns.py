@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Meta
 
 from schemas.arrays import ITEM_BYTES, count, unpack_logprobs
-from schemas.limits import SPANS, TURNS, Count, GroupId, Id, Logprobs, Text, Tokens, Version
+from schemas.limits import SPANS, TURNS, Count, GroupId, Id, Logprobs, Moment, Seconds, Text, Tokens, Version
 from schemas.prompts import Sampling
 from schemas.record import Record
 
@@ -21,7 +21,10 @@ Turn = Annotated[int, Meta(ge=0, lt=TURNS)]
 Attempt = Annotated[int, Meta(ge=0, lt=2**16)]
 
 
-DeviceSeconds = Annotated[dict[Annotated[str, Meta(max_length=32)], float], Meta(max_length=8)]
+CLASSES = 8
+"""Worker classes that a record tells apart."""
+
+DeviceSeconds = Annotated[dict[Annotated[str, Meta(max_length=32)], Seconds], Meta(max_length=CLASSES)]
 """By worker class."""
 
 
@@ -54,9 +57,9 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     context: Tokens
     """All tokens so far: observations and sampled tokens alike."""
     sampling: Sampling
-    requested_at: float
+    requested_at: Moment
     """Unix seconds, of the environment worker's clock."""
-    patience_seconds: Annotated[float, Meta(gt=0)]
+    patience_seconds: Annotated[float, Meta(gt=0, le=1e12)]
     """The router fails the turn once it has waited for so long and no executor has taken it up."""
 
     @property
@@ -103,16 +106,16 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 class PlacementCost(msgspec.Struct, frozen=True, kw_only=True):
     """Why a worker was chosen: the terms of its cost, and the best that was passed over."""
 
-    wait_seconds: float
-    prefill_seconds: float
-    decode_seconds: float
-    risk_seconds: float = 0.0
+    wait_seconds: Seconds
+    prefill_seconds: Seconds
+    decode_seconds: Seconds
+    risk_seconds: Seconds = 0.0
     """The price of staleness and of a lender that may take its slack back."""
     cached_tokens: Count = 0
     """Tokens of the context that the router believes to be in the worker's prefix cache."""
     passed_over: Id | None = None
     """The second best worker, if there was one."""
-    passed_over_seconds: float = 0.0
+    passed_over_seconds: Seconds = 0.0
 
 
 CLAIM_KEY = "router"
@@ -139,9 +142,9 @@ class TurnDispatch(Record, frozen=True, kw_only=True):
     """Offset of the router's claim in this inbox: once a newer one is there, this is of a router that was replaced."""
     failures: Attempt = 0
     """Attempts that ended by somebody's fault; refusals for lack of room and preemptions are nobody's."""
-    dispatched_at: float
+    dispatched_at: Moment
     cost: PlacementCost
-    queued_at: float = 0.0
+    queued_at: Moment = 0.0
     """Unix seconds; since when this attempt has waited in the router."""
     begun: Part | None = None
     """What attempts before this one sampled: the turn goes on from there."""
@@ -171,17 +174,17 @@ class Refusal(Enum):
 class TurnTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """When a turn passed each station, in unix seconds; 0 where it never came by."""
 
-    requested_at: float = 0.0
-    queued_at: float = 0.0
+    requested_at: Moment = 0.0
+    queued_at: Moment = 0.0
     """The router took it in: until `dispatched_at` it waits for an executor with room."""
-    dispatched_at: float = 0.0
-    received_at: float = 0.0
+    dispatched_at: Moment = 0.0
+    received_at: Moment = 0.0
     """The executor took it from its inbox."""
-    scheduled_at: float = 0.0
+    scheduled_at: Moment = 0.0
     """The engine began its prefill."""
-    first_token_at: float = 0.0
-    finished_at: float = 0.0
-    applied_at: float = 0.0
+    first_token_at: Moment = 0.0
+    finished_at: Moment = 0.0
+    applied_at: Moment = 0.0
     """The environment worker took the result in."""
 
 

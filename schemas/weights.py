@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import RECORD_BYTES, Count, Digest, Id, Version
+from schemas.limits import RECORD_BYTES, Count, Digest, Id, Moment, Version
 from schemas.record import Record
 from schemas.turns import Partition
 
@@ -126,7 +126,7 @@ class WeightManifest(Record, frozen=True, kw_only=True):
     """Partitions of the chunks topic, and the lowest offset that it needs of each."""
     payload_bytes: Count = 0
     """Of the chunks of all slices."""
-    published_at: float
+    published_at: Moment
 
     @property
     def order(self) -> Order:

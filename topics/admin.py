@@ -107,7 +107,7 @@ def create_topics(settings: BusSettings, partitions: Partitions, *, replication_
             settings.topic(topic),
             num_partitions=partitions.of(topic.spread),
             replication_factor=replication_factor,
-            config=_wanted(topic),
+            config=wanted_settings(topic),
         )
         for topic in CATALOG
         if settings.topic(topic) not in there
@@ -164,13 +164,13 @@ def drift(settings: BusSettings, partitions: Partitions) -> list[Drift]:
         if wanted != has:
             found.append(Drift(name, "partitions", wanted=str(wanted), found=str(has)))
     for topic, config in _configs(client, settings, present).items():
-        for setting, value in _wanted(topic).items():
+        for setting, value in wanted_settings(topic).items():
             if not _same(value, config.get(setting)):
                 found.append(Drift(settings.topic(topic), setting, wanted=value, found=config.get(setting, "not set")))
     return found
 
 
-def _wanted(topic: Topic) -> dict[str, str]:
+def wanted_settings(topic: Topic) -> dict[str, str]:
     return {**topic.config, "max.message.bytes": str(MAX_MESSAGE_BYTES if topic.record else LETTER_BYTES)}
 
 
@@ -196,7 +196,7 @@ def _configs(client: AdminClient, settings: BusSettings, topics: Sequence[Topic]
             entries = future.result()
         except KafkaException as error:
             raise BusError(f"describing topic {resource.name}", error.args[0]) from error
-        configs[topic] = {key: entries[key].value for key in _wanted(topic) if key in entries}
+        configs[topic] = {key: entries[key].value for key in wanted_settings(topic) if key in entries}
     return configs
 
 

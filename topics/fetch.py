@@ -155,12 +155,23 @@ class Find(Generic[Name]):
 
     def __iter__(self) -> Iterator[tuple[Name, Envelope]]:
         """Ends early when `stopped`. Raises TopicMissing, BusError or FetchStalled."""
-        begins = {place: self._reader.watermarks(place)[0] for place in self._wanted}
+        ends = {place: self._reader.watermarks(place) for place in self._wanted}
+        begins = {place: low for place, (low, _) in ends.items()}
+        for place, (_, end) in ends.items():
+            self._leave_out_what_never_was(place, end)
         try:
             while self._wanted and not self._stopped():
                 yield from self._read_on(begins)
         finally:
             self._reader.assign({})
+
+    def _leave_out_what_never_was(self, place: Place, end: int) -> None:
+        """To read from behind the end of a partition is to read it from its beginning, again and again."""
+        names = self._wanted[place]
+        for name in [name for name, hint in names.items() if hint >= end]:
+            del names[name]
+        if not names:
+            del self._wanted[place]
 
     def _read_on(self, begins: Mapping[Place, int]) -> Iterator[tuple[Name, Envelope]]:
         """From the first hint of each partition, until every partition has a gap to jump or is done."""

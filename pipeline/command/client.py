@@ -1,13 +1,13 @@
 """The commands that talk to the log and nothing else: topics, prompts, watch, audit, report."""
 
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from pipeline.clock import told as moment
 from pipeline.command.broker import log_of
 from pipeline.command.config import Config, load
 from pipeline.command.options import Common
@@ -111,7 +111,7 @@ def audit_run(common: Common) -> None:
         found = inspect_log(settings)
     audit, terms = found.audit, found.audit.trajectories()
     if found.since is not None:
-        _say(f"looked at the log from {datetime.fromtimestamp(found.since, UTC):%Y-%m-%d %H:%M:%S} UTC on")
+        _say(f"looked at the log from {moment(found.since)} on")
     right = " + ".join(f"{count} {name.replace('_', ' ')}" for name, count in terms.items() if name != "requested")
     _say(f"{terms['requested']} requested = {right}")
     where = audit.in_flight

@@ -5,21 +5,27 @@ import inspect
 import textwrap
 from functools import cache
 
+BASES = ("builtins", "enum", "msgspec")
+"""Packages of what classes are made of: nothing of ours is declared there."""
+
 
 @cache
 def field_sentences(declared_by: type) -> dict[str, str]:
-    """For every field of a class, the string that follows its declaration, on one line."""
+    """For every field or member of a class, the string that follows its declaration, on one line."""
     sentences: dict[str, str] = {}
-    for ancestor in reversed(declared_by.__mro__[:-1]):
+    for ancestor in reversed([each for each in declared_by.__mro__ if each.__module__.partition(".")[0] not in BASES]):
         body = ast.parse(textwrap.dedent(inspect.getsource(ancestor))).body[0]
         assert isinstance(body, ast.ClassDef)
         for declaration, follower in zip(body.body, body.body[1:], strict=False):
+            match declaration:
+                case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                    pass
+                case _:
+                    continue
             if (
-                isinstance(declaration, ast.AnnAssign)
-                and isinstance(declaration.target, ast.Name)
-                and isinstance(follower, ast.Expr)
+                isinstance(follower, ast.Expr)
                 and isinstance(follower.value, ast.Constant)
                 and isinstance(follower.value.value, str)
             ):
-                sentences[declaration.target.id] = " ".join(inspect.cleandoc(follower.value.value).split())
+                sentences[name] = " ".join(inspect.cleandoc(follower.value.value).split())
     return sentences

@@ -9,12 +9,12 @@ Keeps true
 
 import sys
 from contextlib import closing, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pipeline.clock import told as moment
 from pipeline.command.broker import log_of
 from pipeline.command.config import Config, load
 from pipeline.command.options import Common
@@ -49,8 +49,8 @@ def list_letters(common: Common, topic: str | None) -> None:
         letters = read_burials(settings, *_topics(topic))
     for letter in letters:
         key = (letter.key or b"").decode(errors="replace")
-        again = f"  (sent back {_moment(letter.sent_back_at)})" if letter.sent_back_at is not None else ""
-        _say(f"{letter.place}  {_moment(letter.buried_at)}  {_line(letter.reason)}  key {key or '-'}{again}")
+        again = f"  (sent back {moment(letter.sent_back_at)})" if letter.sent_back_at is not None else ""
+        _say(f"{letter.place}  {moment(letter.buried_at)}  {_line(letter.reason)}  key {key or '-'}{again}")
     _say(f"{len(letters)} dead letters{f' of {topic}' if topic else ''}")
 
 
@@ -61,9 +61,9 @@ def show_letter(common: Common, place: str) -> None:
         letter = _find(settings, place)
     value = letter.raw.value
     _say(f"place    {letter.place}")
-    _say(f"buried   {_moment(letter.buried_at)}")
+    _say(f"buried   {moment(letter.buried_at)}")
     if letter.sent_back_at is not None:
-        _say(f"sent     back to its topic {_moment(letter.sent_back_at)}")
+        _say(f"sent     back to its topic {moment(letter.sent_back_at)}")
     _say(f"because  {letter.reason}")
     _say(f"key      {_bytes(letter.raw.key)}")
     for name, held in letter.raw.headers:
@@ -82,7 +82,7 @@ def retry_letter(
         if letter.partition == NOWHERE:
             raise UsageError(f"{place} does not say where its message lay, so nothing can note that it was sent back")
         if letter.sent_back_at is not None and not again:
-            raise UsageError(f"{place} was sent back {_moment(letter.sent_back_at)}: --again sends it once more")
+            raise UsageError(f"{place} was sent back {moment(letter.sent_back_at)}: --again sends it once more")
         raw = mended(letter, edit, changes or [])
         record, partition = _checked(letter, raw), letter.partition
         if isinstance(record, Prompt):
@@ -224,13 +224,6 @@ def _bytes(held: bytes | None) -> str:
 
 def _line(reason: str) -> str:
     return " ".join(reason.split())
-
-
-def _moment(unix_seconds: float) -> str:
-    try:
-        return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError, OSError):  # anybody may have stamped it
-        return f"{unix_seconds:.0f} s after 1970"
 
 
 def _say(line: str) -> None:

@@ -312,6 +312,23 @@ def topics_check(common: Common) -> None:
     check(common)
 
 
+@topics.command("asyncapi")
+@with_common
+def topics_asyncapi(common: Common) -> None:
+    """AsyncAPI of all topics and records, for this namespace and these partitions."""
+    from pipeline.command.contracts import print_asyncapi
+
+    print_asyncapi(common)
+
+
+@topics.command("prompt-schema")
+def topics_prompt_schema() -> None:
+    """JSON Schema of a prompt as JSON."""
+    from pipeline.command.contracts import print_prompt_schema
+
+    print_prompt_schema()
+
+
 Place = Annotated[str, typer.Argument(metavar="PLACE", help="TOPIC/PARTITION/OFFSET, as `rose letters list` has it.")]
 
 

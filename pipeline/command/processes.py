@@ -25,6 +25,13 @@ def configure_logging() -> None:
     )
 
 
+WAITING_REQUESTS = 128
+"""At where metrics are served; one more has to knock again."""
+
+REQUEST_SECONDS = 10
+"""How long a request for metrics may take to be said."""
+
+
 def stop_on_signals() -> Event:
     """An event that SIGTERM or the first Ctrl-C sets; a second Ctrl-C ends the process at once."""
     stop = Event()
@@ -46,6 +53,13 @@ def serve_metrics(host: str, port: int) -> None:
         from schemas.errors import UsageError
 
         try:
-            start_http_server(port, addr=host)
+            server, _ = start_http_server(port, addr=host)
         except OSError as error:
             raise UsageError(f"metrics cannot be served on {host}:{port} ({error.strerror}): choose another") from None
+        server.socket.listen(WAITING_REQUESTS)
+        server.handle_error = _hung_up  # type: ignore[method-assign]
+        server.RequestHandlerClass.timeout = REQUEST_SECONDS  # type: ignore[attr-defined]
+
+
+def _hung_up(request: object, client_address: object) -> None:
+    """Whoever asked has hung up, or never asked: nothing to tell the log of."""

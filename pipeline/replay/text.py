@@ -4,11 +4,11 @@ Keeps true: without a tokenizer it says how many tokens there were, and guesses 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
 
+from pipeline.clock import told as moment
 from pipeline.replay.legs import legs_of
 from pipeline.replay.life import Attempt, Life, LifeTurn, Lives
-from schemas.arrays import count, unpack_logprobs, unpack_tokens
+from schemas.arrays import ITEM_BYTES, count, unpack_logprobs, unpack_tokens
 from schemas.samples import Sample, SampleTurn
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes, VersionSpan
 
@@ -26,7 +26,7 @@ def told(lives: Lives, decode: Decode | None = None) -> Iterator[str]:
             f"at most {prompt.max_turns} turns{f', arguments {prompt.arguments}' if prompt.arguments else ''}"
         )
     if lives.since is not None:
-        yield f"  looked     at the log from {_moment(lives.since)} on"
+        yield f"  looked     at the log from {moment(lives.since)} on"
     if not lives.lives:
         yield "  no turn has been asked for yet"
     for number, life in enumerate(lives.lives, 1):
@@ -72,7 +72,7 @@ def _applied(applied: SampleTurn) -> Iterator[str]:
 
 
 def _request(request: TurnRequest, seen: int, decode: Decode | None) -> Iterator[str]:
-    new = unpack_tokens(request.context)[seen:]
+    new = unpack_tokens(_whole(request.context))[seen:]
     tokens = f"{count(request.context)} tokens, {len(new)} of them new"
     yield f"  asked      {_clock(request.requested_at)}, context of {tokens}"
     if decode is not None:
@@ -116,20 +116,25 @@ def _result(result: TurnResult, decode: Decode | None, *, timed: bool) -> Iterat
     if result.context_tokens:
         yield f"    cache    {result.cached_tokens} of {result.context_tokens} context tokens"
     if result.tokens:
-        mean = float(unpack_logprobs(result.logprobs).mean())
-        yield f"    policy   {_versions(result.spans)}, mean logprob {mean:.3f}"
+        logprobs = unpack_logprobs(_whole(result.logprobs))
+        mean = f", mean logprob {float(logprobs.mean()):.3f}" if len(logprobs) else ""
+        yield f"    policy   {_versions(result.spans)}{mean}"
         if decode is not None:
-            yield f"  writes     {_quoted(decode(unpack_tokens(result.tokens)))}"
+            yield f"  writes     {_quoted(decode(unpack_tokens(_whole(result.tokens))))}"
 
 
 def _sample(sample: Sample) -> str:
     if sample.failure:
         return f"sample       failed: {sample.failure}; no reward"
     return (
-        f"sample       reward {sample.reward:g}, {'solved' if sample.success else 'not solved'}, "
+        f"sample       {_reward(sample)}, {'solved' if sample.success else 'not solved'}, "
         f"{len(sample.turns)} turns, {count(sample.tokens)} tokens, {_versions(sample.spans)}"
         f"{f', {sample.info}' if sample.info else ''}"
     )
+
+
+def _reward(sample: Sample) -> str:
+    return "no reward" if sample.reward is None else f"reward {sample.reward:g}"
 
 
 def _outcomes(lives: Lives) -> Iterator[str]:
@@ -162,12 +167,13 @@ def _versions(spans: Sequence[VersionSpan]) -> str:
     return f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}"
 
 
+def _whole(packed: bytes) -> bytes:
+    """Without the part of an element at its end: what was written by whom is told, sound or not."""
+    return packed[: ITEM_BYTES * count(packed)]
+
+
 def _clock(unix_seconds: float) -> str:
-    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%H:%M:%S.%f")[:-3]
-
-
-def _moment(unix_seconds: float) -> str:
-    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return moment(unix_seconds, "%H:%M:%S.%f")[:-3]
 
 
 def _ms(seconds: float) -> str:

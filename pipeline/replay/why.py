@@ -8,8 +8,8 @@ Pure. Example
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 
+from pipeline.clock import told as moment
 from schemas.environments import Group, GroupState, TrajectoryProgress
 from schemas.prompts import trajectory_id
 from schemas.samples import Outcome, Sample, SampleOutcome
@@ -137,7 +137,8 @@ def _ended(facts: TrajectoryFacts) -> str:
 
 
 def _sampled(group: GroupFacts, sample: Sample) -> str:
-    end = f"failed ({sample.failure})" if sample.failure else f"is finished with reward {sample.reward:g}"
+    reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
+    end = f"failed ({sample.failure})" if sample.failure else f"is finished with {reward}"
     others = group.live - {sample.trajectory_id}
     missing = {trajectory_id(group.group_id, index) for index in range(group.size)} - group.sampled - others
     missing -= {outcome.trajectory_id for outcome in group.settled}
@@ -191,4 +192,4 @@ def _named(names: Iterable[str]) -> str:
 
 
 def _clock(unix_seconds: float) -> str:
-    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%H:%M:%S UTC")
+    return moment(unix_seconds, "%H:%M:%S UTC")

@@ -140,7 +140,8 @@ class Custody:
                     self._liveness.executors[dispatch.worker].ghosts[execution] = Execution(
                         trajectory_id, turn.request.turn, dispatch.request.attempt, turn.room_tokens, 0.0, charged=False
                     )
-            turn.failures, turn.request = newest.failures, newest.request
+            turn.failures = newest.failures  # of its request the log has the original: what is dispatched is a copy
+            turn.request = msgspec.structs.replace(turn.request, attempt=newest.request.attempt)
             if newest.begun is not None:
                 turn.keep(newest.begun)
             self._waiting.remove(turn)

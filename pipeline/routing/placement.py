@@ -42,6 +42,9 @@ DISPLACEMENT = 0.5
 FROZEN_DISPLACEMENT = 1.0
 """The same on a frozen lender: what loses its prefix there is computed again."""
 
+LONGEST_WAIT_SECONDS = 1e9
+"""For an executor's prefill, as far as it is counted: what is slower than that has gone wrong in telling its rates."""
+
 CLOSED = -1
 """Room of an executor that may be sent nothing."""
 
@@ -161,7 +164,8 @@ class Placement:
     def take(self, choice: Choice, ask: Ask, now: float) -> None:
         """Charge a turn to the executor that was chosen for it."""
         index = self.index[choice.worker]
-        self._prefill_free_at[index] = max(float(self._prefill_free_at[index]), now) + choice.cost.prefill_seconds
+        free_at = max(float(self._prefill_free_at[index]), now) + choice.cost.prefill_seconds
+        self._prefill_free_at[index] = min(free_at, now + LONGEST_WAIT_SECONDS)
         self.hold(choice.worker, ask.room_tokens, ask.new_tokens)
 
     def hold(self, worker: str, room_tokens: int, new_tokens: float) -> None:
@@ -252,8 +256,11 @@ class Placement:
         seat = self.seats[index]
         seat.held_turns += turns
         seat.held_tokens += room_tokens
-        # An empty seat owes nothing: what sums of floats leave over must not add up.
+        # An empty seat owes nothing: what sums of floats leave over must not add up, and what an executor said of its
+        # own rates once is not held against it for ever.
         seat.held_new_tokens = seat.held_new_tokens + new_tokens if seat.held_turns else 0.0
+        if not seat.held_turns:
+            self._prefill_free_at[index] = 0.0
         self._refresh(index)
 
     def _refresh(self, index: int) -> None:

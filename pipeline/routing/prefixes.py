@@ -72,7 +72,7 @@ class Prefixes:
 
         The last token of a context is never counted: an engine computes it in any case.
         """
-        most = context_tokens - 1
+        most = max(0, context_tokens - 1)
         known = self._trajectories.get(request.trajectory_id)
         if known is not None and known.prefix is not None and _valid(known.prefix, executors.get(known.worker)):
             return ((known.worker, min(known.prefix.tokens, most)),)

@@ -60,7 +60,7 @@ def valid(envelopes: Iterable[Envelope]) -> Iterator[TurnDispatch]:
         if record is None and envelope.key == CLAIM_KEY:
             newest[slot] = envelope.offset
         elif isinstance(record, TurnDispatch) and record.claim >= newest.get(slot, 0):
-            newest[slot] = record.claim
+            newest[slot] = min(record.claim, envelope.offset)  # as executors count it
             yield record
 
 

@@ -44,6 +44,8 @@ def around(least: float | None, most: float | None) -> list[int]:
 def drawn(kind: inspect.Type) -> st.SearchStrategy[Any]:
     """Values of a type and values that only look like it."""
     match kind:
+        case inspect.Metadata():
+            return drawn(kind.type)
         case inspect.IntType():
             return st.sampled_from(
                 around(kind.ge if kind.gt is None else kind.gt, kind.le if kind.lt is None else kind.lt)

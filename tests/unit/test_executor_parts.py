@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.arrays import count, pack_logprobs, pack_tokens
-from schemas.turns import Part, TurnDispatch, VersionSpan
+from schemas.limits import SPANS
+from schemas.turns import CLASSES, Part, TurnDispatch, VersionSpan
 from schemas.wire import decode, encode
 from tests.unit.routing_world import dispatched, request
-from workers.executor.parts import context_of, joined, sampling_of
+from workers.executor.parts import context_of, flaw_of, joined, sampling_of
 
 TOKENS = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.floats(-20, 0, width=32), st.integers(0, 5)), max_size=40)
 """Each with its logprob and, sorted, the version that sampled it."""
@@ -76,3 +77,23 @@ def test_device_seconds_add_up_by_class() -> None:
 def test_a_part_whose_spans_do_not_cover_it_is_told(end: int) -> None:
     part = part_of([(1, -1.0, 3)])
     assert msgspec.structs.replace(part, spans=(VersionSpan(0, end, 3),)).flaw
+
+
+def test_what_could_not_be_answered_is_told_before_it_is_taken_on() -> None:
+    asked = dispatched(request("g0:0", max_tokens=SPANS + 1))
+    assert not flaw_of(asked, homes=1)
+    assert "home 7" in flaw_of(dispatched(request("g0:0", home=7)), homes=7)
+    one, many = part_of([(1, -1.0, 3)]), part_of([(1, -1.0, version) for version in range(SPANS)])
+    classes = {f"class-{number}": 1.0 for number in range(CLASSES)}
+    for begun, told in (
+        (one, ""),
+        (msgspec.structs.replace(one, logprobs=b""), "malformed"),
+        (msgspec.structs.replace(one, device_seconds=classes), "8 worker classes"),
+        (many, "2048 spans"),
+    ):
+        dispatch = msgspec.structs.replace(asked, begun=begun)
+        flaw = flaw_of(dispatch, homes=1)
+        assert told in flaw if told else not flaw
+        if not flaw:
+            whole = joined(dispatch.begun, part_of([(1, -1.0, 4)], {"serving": 1.0}))
+            assert encode(msgspec.structs.replace(dispatch, begun=whole))

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.clock import told as moment
 from pipeline.replay.legs import legs_of
 from pipeline.replay.life import Found, fold_lives, keep
 from pipeline.replay.text import told
@@ -203,3 +204,15 @@ def test_an_open_group_is_told_by_its_trajectories() -> None:
         "is open: 1 of its 4 trajectories are settled (1 trained), 1 under way (g-1:3), 1 wait for the others"
     )
     assert why_group(group(GroupState.SETTLED, settled=(OUTCOME,))) == "is settled: 1 trained"
+
+
+def test_a_result_of_half_a_token_and_a_sample_without_reward_or_reason_are_told_all_the_same() -> None:
+    halved = replace(RESULT, tokens=RESULT.tokens[:-1], logprobs=b"\xff" * 5)
+    text = "\n".join(told(fold_lives(NAME, found(PROMPT, REQUEST, halved, replace(SAMPLE, reward=None))), repr))
+    assert "1 tokens by stop" in text and "no reward" in text and "(9)" not in text and "[9]" in text
+    assert "version 4\n" in "\n".join(told(fold_lives(NAME, found(REQUEST, replace(RESULT, logprobs=b""))))) + "\n"
+
+
+@pytest.mark.parametrize("stamp", [float("nan"), float("inf"), -1e300, 2.0**62, -1.0])
+def test_a_moment_that_no_calendar_has_is_told_as_a_number(stamp: float) -> None:
+    assert "UTC" in moment(stamp) or moment(stamp).endswith("s after 1970")

@@ -2,6 +2,7 @@
 
 from pipeline.routing.router import Router
 from schemas.slack import ExecutorState
+from schemas.turns import TurnDispatch
 from tests.unit.routing_steps import started, step
 from tests.unit.routing_world import CONFIG, World, heartbeat, request
 
@@ -88,3 +89,11 @@ def test_a_turn_that_ends_while_it_is_set_aside_is_not_held() -> None:
         router.tick(now)
         assert len(router.waiting) == len(router.waiting.aside) <= 10
     assert router.counters.failed >= 90
+
+
+def test_of_a_context_of_nothing_nothing_is_cached() -> None:
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    router.on(request("g0:0"), 0.0)
+    (dispatch,) = router.on(request("g0:1", context=0), 0.0)
+    assert isinstance(dispatch, TurnDispatch) and dispatch.cost.cached_tokens == 0

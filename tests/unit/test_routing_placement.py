@@ -4,6 +4,7 @@ import hashlib
 import math
 from typing import Any
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +17,11 @@ from pipeline.routing.placement import (
     Placement,
     lanes,
 )
-from schemas.slack import Hardware, SlackHeartbeat, Tenant
+from schemas.limits import CONTEXT_TOKENS
+from schemas.slack import HELD, Hardware, SlackHeartbeat, Tenant
 from schemas.turns import PlacementCost
-from tests.unit.routing_world import heartbeat
+from schemas.wire import encode
+from tests.unit.routing_world import dispatched, heartbeat, request
 
 MASK = 2**64 - 1
 
@@ -63,6 +66,8 @@ class Scan:
     def release(self, worker: str) -> tuple[int, float]:
         tokens, new_tokens = self.held[worker].pop()
         self.owed[worker] = self.owed[worker] - new_tokens if self.held[worker] else 0.0
+        if not self.held[worker]:
+            self.prefill_free_at[worker] = 0.0
         return tokens, new_tokens
 
 
@@ -201,3 +206,33 @@ def test_a_frozen_lender_is_gone_back_to_and_filled_only_where_there_is_no_other
     assert only is not None and only.worker == "w0"
     placement.offer(heartbeat(0, frozen=True, token_budget=100), open=True, lag_versions=0)
     assert placement.choose(Ask(100, 5.0, 110, "warm", (("w0", 99),)), 0.0) is None, "what it offers is what it takes"
+
+
+def test_what_an_executor_once_said_of_its_rates_is_not_held_against_it_for_ever() -> None:
+    placement = Placement()
+    slow = Hardware(prefill_tokens_per_second=1e-3, decode_tokens_per_second=1e-3)
+    ask = Ask(context_tokens=100, new_tokens=1.0, room_tokens=110, tie_key="a")
+    placement.offer(heartbeat(0, hardware=slow), open=True, lag_versions=0)
+    choice = placement.choose(ask, 0.0)
+    assert choice is not None
+    placement.take(choice, ask, 0.0)
+    placement.offer(heartbeat(0), open=True, lag_versions=0)
+    placement.release("w0", ask.room_tokens, ask.new_tokens)
+    choice = placement.choose(ask, 1.0)
+    assert choice is not None and choice.cost.wait_seconds == 0.0
+
+
+def test_however_slow_an_executor_says_it_is_its_costs_can_be_written() -> None:
+    placement = Placement()
+    slow = Hardware(prefill_tokens_per_second=1e-3, decode_tokens_per_second=1e-3)
+    placement.offer(heartbeat(0, hardware=slow, max_turns=HELD, token_budget=2**53), open=True, lag_versions=4)
+    ask = Ask(context_tokens=CONTEXT_TOKENS, new_tokens=65_536.0, room_tokens=2 * CONTEXT_TOKENS, tie_key="a")
+    choice = placement.choose(ask, 0.0)
+    assert choice is not None
+    for number in range(5 * HELD):
+        if number >= HELD - 1:
+            placement.release("w0", ask.room_tokens, ask.new_tokens)
+        placement.take(choice, ask, 0.0)
+    choice = placement.choose(ask, 0.0)
+    assert choice is not None
+    assert encode(msgspec.structs.replace(dispatched(request("g0:0")), cost=choice.cost))

@@ -1,5 +1,6 @@
 """Leases, attempts, patience and restarts of the router's core, each in one small history."""
 
+import msgspec
 import pytest
 
 from pipeline.routing.custody import LEASE_SECONDS
@@ -252,6 +253,16 @@ def test_failures_are_remembered_over_a_restart() -> None:
     refused = result(dispatched(asked), TurnOutcome.REFUSED, refusal=Refusal.ENGINE)
     (failed,) = restored.on(refused, 1.0)
     assert isinstance(failed, TurnResult) and failed.outcome is TurnOutcome.FAILED
+
+
+def test_a_restored_turn_is_as_it_was_asked_for_whatever_a_dispatch_says_of_it() -> None:
+    asked = request("g0:0", home=1, patience_seconds=60.0)
+    forged = msgspec.structs.replace(asked, home=2**31 - 1, context=b"", attempt=3, patience_seconds=1e9)
+    restored = Router(CONFIG)
+    restored.restore([asked], [dispatched(forged)], [], lambda: 0.0)
+    (failed,) = restored.on(request("g1:0"), 1.0) or restored.tick(61.0)
+    assert isinstance(failed, TurnResult)
+    assert (failed.home, failed.attempt, failed.context_tokens) == (1, 3, 20)
 
 
 def test_a_restored_turn_of_a_silent_executor_is_issued_again() -> None:

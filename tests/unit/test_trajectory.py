@@ -272,3 +272,13 @@ def test_a_record_that_is_not_what_was_written_breaks_a_trajectory_but_never_ben
         return
     trajectories, cannot, _ = recovery.finish(RULES.max_context_tokens)
     assert name not in trajectories and [lost.trajectory_id for lost in cannot] == [name]
+
+
+def test_a_group_that_does_not_say_how_it_is_sampled_breaks_its_trajectories_and_nobody_else() -> None:
+    life = Life()
+    life.open(0)
+    recovery = life.recovered()
+    unsaid = msgspec.structs.replace(recovery.home.unsettled["g"].prompt, sampling=None)
+    recovery.home.unsettled["g"].prompt = unsaid
+    trajectories, lost, _ = recovery.finish(RULES.max_context_tokens)
+    assert not trajectories and ["how it is sampled" in each.reason for each in lost] == [True]

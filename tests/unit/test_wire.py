@@ -123,3 +123,10 @@ def test_every_process_derives_the_same_trace() -> None:
 def test_an_unpacked_array_cannot_be_written_through() -> None:
     with pytest.raises(ValueError, match="read-only"):
         unpack_logprobs(pack_logprobs([1.0]))[0] = np.float32(2.0)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e18])
+def test_no_moment_is_read_that_no_clock_could_say(seconds: float) -> None:
+    raw = msgpack.unpackb(encode(REQUEST)) | {"requested_at": seconds}
+    with pytest.raises(RecordError, match="requested_at"):
+        decode(TurnRequest, msgpack.packb(raw))

@@ -89,7 +89,7 @@ def _begin(reader: Reader, recovery: Recovery, place: Place, committed: dict[Pla
     if offset is not None:
         return offset
     low, end = reader.watermarks(place)
-    return recovery.prompts_from(low) if place[0] is PROMPTS else recovery.results_from(low, end)
+    return min(end, recovery.prompts_from(low) if place[0] is PROMPTS else recovery.results_from(low, end))
 
 
 def _letters(settings: BusSettings, places: Sequence[Place]) -> dict[int, list[tuple[str, int]]]:

@@ -187,7 +187,7 @@ class EnvironmentWorker:
         """Read the outcomes of the groups that are open, to the present end."""
         low, end = self._outcomes.watermarks((OUTCOMES, 0))
         begin = outcomes_from(self._homes.values())
-        self._outcomes_next = end if begin is None else max(low, begin)
+        self._outcomes_next = end if begin is None else min(max(low, begin), end)
         self._outcomes.assign({(OUTCOMES, 0): self._outcomes_next})
         while not self._settle(self._outcomes.read(BATCH, IDLE_SECONDS)):
             self._meanwhile()

@@ -85,12 +85,15 @@ class Inbox:
         """A router has claimed this inbox."""
         self.claim = max(self.claim, claim)
 
-    def offer(self, dispatch: TurnDispatch, policy_version: int) -> Answer:
-        """Decide on a dispatch; TAKE holds it until `release`."""
+    def offer(self, dispatch: TurnDispatch, policy_version: int, *, offset: int) -> Answer:
+        """Decide on a dispatch that lies at this offset; TAKE holds it until `release`.
+
+        No claim lies behind what is dispatched under it: one that says so, whoever wrote it, claims no more than that.
+        """
         request = dispatch.request
         if dispatch.claim < self.claim:
             return Answer(Verdict.DROP, "claim")
-        self.claimed(dispatch.claim)
+        self.claimed(min(dispatch.claim, offset))
         if dispatch.incarnation != self.incarnation:
             return Answer(Verdict.DROP, "incarnation")
         if request.key in self._held:

@@ -41,7 +41,7 @@ from workers.executor.gate import Gate, Granted
 from workers.executor.heartbeats import Heartbeats
 from workers.executor.inbox import Inbox, Verdict
 from workers.executor.link import EngineLink
-from workers.executor.parts import context_of, sampling_of
+from workers.executor.parts import context_of, flaw_of, sampling_of
 from workers.executor.vllm.types import EngineBroken
 from workers.executor.words import (
     ABORTED,
@@ -141,6 +141,7 @@ class Executor:
         """Taken on while the engine changes to the next version."""
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name, group="executor")
+        self._homes = self._reader.partitions(COMPLETED)
         self._start = Start(name, worker_class, self._begin())
         self._beats = Heartbeats(self._start, config.slot)
         self._inbox = Inbox(self._start.incarnation, max_turns=self._most_turns, token_budget=0)
@@ -191,12 +192,15 @@ class Executor:
             if isinstance(item, Spoiled):
                 self._writer.dead_letter(item, item.reason)
             elif isinstance(item, Envelope) and isinstance(item.record, TurnDispatch):
-                self._consider(item.record)
+                if flaw := flaw_of(item.record, homes=self._homes):
+                    self._writer.dead_letter(item, flaw)
+                else:
+                    self._consider(item.record, item.offset)
             elif isinstance(item, Envelope) and item.key == CLAIM_KEY:
                 self._inbox.claimed(item.offset)
 
-    def _consider(self, dispatch: TurnDispatch) -> None:
-        answer = self._inbox.offer(dispatch, self._version)
+    def _consider(self, dispatch: TurnDispatch, offset: int) -> None:
+        answer = self._inbox.offer(dispatch, self._version, offset=offset)
         if answer.verdict is Verdict.DROP:
             metrics.TURNS.labels(f"dropped_{answer.reason}").inc()
         elif answer.verdict is Verdict.REFUSE:

@@ -4,6 +4,7 @@ Keeps true
 - A turn sampled in parts is, in tokens, logprobs, spans and device-seconds, what it is sampled in one.
 - What was sampled is context to the engine that goes on: it is prefilled, or found in cache, and never drawn again.
 - `max_tokens` counts the whole turn.
+- What is taken on can be answered: nothing that a dispatch carries makes a result that its readers would refuse.
 
 Pure. Example: a turn of 10 context tokens and max_tokens 8, of which 3 were sampled
     context 13 tokens, max_tokens 5; the engine samples 5 under version 4
@@ -13,8 +14,9 @@ Pure. Example: a turn of 10 context tokens and max_tokens 8, of which 3 were sam
 import msgspec
 
 from schemas.arrays import count
+from schemas.limits import SPANS
 from schemas.prompts import Sampling
-from schemas.turns import Part, TurnDispatch, VersionSpan
+from schemas.turns import CLASSES, Part, TurnDispatch, VersionSpan
 
 
 def context_of(dispatch: TurnDispatch) -> bytes:
@@ -29,6 +31,20 @@ def sampling_of(dispatch: TurnDispatch) -> Sampling:
     if begun is None:
         return sampling
     return msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - count(begun.tokens))
+
+
+def flaw_of(dispatch: TurnDispatch, *, homes: int) -> str:
+    """Why this dispatch cannot be answered, where there are so many homes; empty when it can."""
+    if dispatch.request.home >= homes:
+        return f"its answer is awaited in home {dispatch.request.home}, and there are {homes}"
+    begun = dispatch.begun
+    if begun is None:
+        return ""
+    if begun.flaw:
+        return f"what it is to go on from is malformed: {begun.flaw}"
+    if len(begun.spans) >= SPANS or len(begun.device_seconds) >= CLASSES:
+        return f"what it is to go on from has {len(begun.spans)} spans of {len(begun.device_seconds)} worker classes"
+    return ""
 
 
 def joined(begun: Part | None, rest: Part) -> Part:

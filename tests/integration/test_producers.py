@@ -1,0 +1,102 @@
+"""What docs/producers.md shows does what it says: its snippets are taken out of the document and run as they stand."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from schemas.homes import home_of
+from schemas.prompts import Prompt
+from schemas.wire import SCHEMA_HEADER, decode
+from tests import brokers as kinds
+from tests.brokers import AnyBroker
+from tests.integration.environment_kit import PARTITIONS, letters
+from tests.integration.scripted_executors import ScriptedExecutors, worker_process
+from topics.admin import create_topics
+from topics.catalog import PROMPTS
+from topics.messages import read_keyed, whole
+from topics.settings import BusSettings
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "producers.md").read_text()
+SNIPPETS = re.findall(r"^```(\w+)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+KCAT, JAVA, DEAD_LETTERS = (text for language, text in SNIPPETS if language == "sh")
+(SUBMIT,) = (text for language, text in SNIPPETS if language == "java")
+(READ,) = (text for language, text in SNIPPETS if language == "python")
+GROUPS = {"kcat-1", "kcat-2", "java-1", "java-2", "java-3"}
+SECONDS = 120.0
+
+
+def said_by(command: list[str], settings: BusSettings, folder: Path) -> str:
+    """What a snippet prints, once it has ended well."""
+    surroundings = {**os.environ, "BOOTSTRAP": settings.bootstrap, "NAMESPACE": settings.namespace}
+    done = subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def shell(snippet: str) -> list[str]:
+    for program in ("kcat", "java"):
+        if snippet.startswith(program) and shutil.which(program) is None:
+            pytest.skip(f"{program} is not there")
+    return ["bash", "-euc", snippet]
+
+
+def submit(settings: BusSettings, folder: Path) -> None:
+    """Run the snippets that write prompts. Skips the test where kcat, Java or Kafka's client is not there."""
+    kinds.home_of(kinds.KAFKA)
+    (folder / "Submit.java").write_text(SUBMIT)
+    said_by(shell(KCAT), settings, folder)
+    assert said_by(shell(JAVA), settings, folder).count("stored at") == 3
+
+
+@pytest.mark.slow
+def test_prompts_of_kcat_and_of_java_are_prompts_and_lie_at_home(
+    brokers: Callable[[str], AnyBroker], namespace: str, tmp_path: Path
+) -> None:
+    kinds.home_of(kinds.KAFKA)
+    settings = brokers(kinds.KAFKA).settings(namespace)
+    create_topics(settings, PARTITIONS)
+    submit(settings, tmp_path)
+    found = list(read_keyed(settings, whole(settings, [PROMPTS])))
+    assert {each.key for each in found} == GROUPS | {"kcat-3"}
+    for each in found:
+        assert each.partition == home_of(each.key, PARTITIONS.home)
+        assert each.raw.header(SCHEMA_HEADER) == Prompt.SCHEMA.encode()
+        if each.key in GROUPS:
+            assert decode(Prompt, each.raw.value or b"", each.raw.headers).group_id == each.key
+    kinds.clear(brokers(kinds.KAFKA), namespace)
+
+
+@pytest.mark.long
+def test_they_are_run_and_a_bad_one_is_told_and_what_became_of_them_can_be_read(
+    brokers: Callable[[str], AnyBroker], namespace: str, model: str, tmp_path: Path
+) -> None:
+    kinds.home_of(kinds.KAFKA)
+    executors = ScriptedExecutors(brokers(kinds.KAFKA).settings(namespace), PARTITIONS)
+    settings = executors.settings
+    submit(settings, tmp_path)
+    with worker_process(settings, "w0", {"model_folder": model}):
+        executors.pump_until(lambda: len(executors.samples) == 2 * len(GROUPS), what="samples of all groups")
+        executors.pump_until(lambda: len(letters(settings)) == 1, what="a dead letter")
+    executors.pump()
+    executors.close()
+    dead = said_by(shell(DEAD_LETTERS), settings, tmp_path)
+    assert '"kcat-3"' in dead and "exception=not a prompt/2" in dead and "key=kcat-3" in dead
+    lines = [line.split() for line in said_by([sys.executable, "-c", READ], settings, tmp_path).splitlines()]
+    samples = {line[0]: line[1:] for line in lines if len(line) == 4}
+    outcomes = {line[0]: line[1] for line in lines if len(line) == 2}
+    assert samples.keys() == outcomes.keys() == {f"{group}:{index}" for group in GROUPS for index in range(2)}
+    for name, (sample,) in executors.samples.items():
+        reward, tokens, sampled = samples[name]
+        assert (float(reward), int(tokens), int(sampled)) == (
+            sample.reward,
+            len(sample.tokens) // 4,
+            sum(sample.loss_mask),
+        )
+    assert set(outcomes.values()) == {"trained"}
+    kinds.clear(brokers(kinds.KAFKA), namespace)

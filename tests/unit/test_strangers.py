@@ -1,0 +1,235 @@
+"""Whatever a stranger writes to a topic is a record or a RecordError, and no core that takes the record fails.
+
+The loops around the cores are tried in `tests/chaos/test_strangers.py`. Seeds are in the names of the tests.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from pipeline.accounting.ledger import Ledger
+from pipeline.command.processes import serve_metrics
+from pipeline.command.view import View
+from pipeline.replay.life import Found, fold_lives, keep
+from pipeline.replay.text import told
+from pipeline.report.history import fold_history
+from pipeline.routing.router import Router
+from pipeline.routing.skew import Skews
+from schemas.arrays import pack_tokens
+from schemas.capacity import CapacityGrant
+from schemas.environments import EnvSnapshot, Group, GroupState, TrajectoryProgress
+from schemas.errors import RecordError, UsageError
+from schemas.prompts import Prompt
+from schemas.record import Record
+from schemas.samples import Sample, SampleOutcome
+from schemas.slack import SlackHeartbeat, WorkerClass
+from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult
+from schemas.weights import WeightChunk, WeightManifest
+from schemas.wire import decode, encode
+from tests.golden.examples import EXAMPLES, PROMPT
+from tests.strangers import Stranger, pester
+from tests.unit.trajectory_world import RULES, stepped
+from topics.broker import free_ports
+from topics.catalog import RECORD_TOPICS, Topic
+from topics.records import Envelope, Spoiled
+from workers.environments.home import Fate, Home
+from workers.environments.opening import refusal_of
+from workers.environments.outbox import group_of
+from workers.environments.steps import advance, failed
+from workers.environments.trajectory import Verdict, begin, problem_of, settled_sampling
+from workers.executor.answers import Start, ended, refused
+from workers.executor.inbox import Inbox
+from workers.executor.inbox import Verdict as InboxVerdict
+from workers.executor.parts import context_of, flaw_of, sampling_of
+from workers.executor.words import Done
+from workers.trainer.groups import GroupAssembly, ResumePoint
+from workers.trainer.verdicts import Rules, judge, outcomes_of
+from workers.weights.checks import check_manifest
+from workers.weights.lineage import Lineage
+from workers.weights.refusals import VersionRefused
+from workers.weights.trust import Trust
+
+MESSAGES = 180
+"""Of each topic; there are 13."""
+
+
+def items(stranger: Stranger, topic: Topic, count: int) -> Iterator[Envelope | Spoiled]:
+    """What a reader hands out of a stranger's messages."""
+    assert topic.record is not None
+    for offset in range(count):
+        raw = stranger.message(topic)
+        key = raw.key.decode(errors="replace") if raw.key else ""
+        try:
+            record = None if raw.value is None else decode(topic.record, raw.value, raw.headers)
+        except RecordError as error:
+            yield Spoiled(topic, 0, offset, raw, str(error))
+        else:
+            yield Envelope(record, topic, 0, offset, key, 1.0, raw)
+
+
+class House:
+    """The cores of every role, with a life of their own in them for strangers to disturb."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+        self.router, self.skews = Router(), Skews()
+        self.home = Home(0, homes=1)
+        self.assembly = GroupAssembly(ResumePoint({0: 0}, 0), {0: 0})
+        self.trust = Trust("policy", "team.:demo", Ed25519PrivateKey.generate().public_key())
+        self.lineage, self.ledger, self.found = Lineage(), Ledger(), Found()
+        self.history: list[Record] = []
+        self.view = View(began=0.0)
+
+    def take(self, item: Envelope | Spoiled) -> None:
+        self.now += 0.05
+        self.route(self.router.heard(BEAT, self.now))
+        record = item.record if isinstance(item, Envelope) else None
+        if isinstance(record, Prompt) or (item.topic.record is Prompt):
+            self.prompt(item)
+        if record is None:
+            return
+        assert encode(decode(type(record), encode(record))) == encode(record)
+        self.history.append(record)
+        keep(self.found, [record])
+        self.view.take(record, self.now, wall=self.now)
+        match record:
+            case TurnRequest():
+                self.route(self.router.requested(msgspec.structs.replace(record, home=0), self.now))
+            case SlackHeartbeat():
+                self.skews.heard(record.worker, record.sent_at, self.now)
+                self.route(self.router.heard(record, self.now))
+            case TurnResult():
+                self.route(self.router.completed(record, self.now))
+                self.result(record)
+            case TurnDispatch():
+                self.dispatch(record)
+            case Sample():
+                self.sample(record, item.offset)
+            case SampleOutcome():
+                self.ledger.outcome(record)
+                self.home.outcome(record.group_id, record.trajectory_id, item.offset)
+            case WeightManifest():
+                self.manifest(item)
+            case Group():
+                self.ledger.group(record.group_id, record)
+            case TrajectoryProgress() | EnvSnapshot() | CapacityGrant() | WeightChunk() | Prompt():
+                pass
+
+    def route(self, decisions: Sequence[Record]) -> None:
+        for decision in [*decisions, *self.router.tick(self.now)]:
+            encode(decision)
+        router, counters = self.router, self.router.counters
+        ended_or_not = counters.finished + counters.failed + router.outstanding + len(router.waiting)
+        assert counters.requested == ended_or_not
+
+    def prompt(self, item: Envelope | Spoiled) -> None:
+        self.home.submitted(item)
+        decision = self.home.decide(room=True, outcomes_from=0)
+        assert decision is not None
+        if decision.fate is Fate.OPEN and not refusal_of(decision.opens, RULES, self.check):
+            prompt = settled_sampling(decision.opens, RULES.sampling)
+            encode(group_of(prompt, GroupState.OPEN, offset=0, outcomes_from=0, now=1.0))
+        self.home.decisions.clear()
+        self.home.unsettled.clear()
+
+    def check(self, name: str) -> None:
+        if name != "calculator":
+            raise UsageError(f"there is no {name}")
+
+    def result(self, result: TurnResult) -> None:
+        """What becomes of it in a trajectory that waits for this turn, and of what that writes."""
+        prompt = settled_sampling(PROMPT, RULES.sampling)
+        life = begin(prompt, 3, home=0, observation=pack_tokens([5, 6]), state=b"")
+        life.turn = result.turn
+        verdict = life.judge(result)
+        if verdict is Verdict.APPLY and not (problem := problem_of(result, 2)):
+            step = stepped(done=self.now % 2 < 1)
+            written = advance(life, result, step, offset=0, rules=RULES, applied_at=1.0, now=2.0)
+        elif verdict is Verdict.APPLY:
+            written = failed(life, problem, RULES, 2.0)
+        else:
+            return
+        for record in (written.request, written.snapshot, written.sample):
+            if record is not None:
+                encode(record)
+
+    def dispatch(self, dispatch: TurnDispatch) -> None:
+        if flaw_of(dispatch, homes=8):
+            return
+        own = Inbox(dispatch.incarnation, max_turns=4, token_budget=200_000)
+        answer = own.offer(dispatch, 3, offset=9)
+        start = Start("executor-0", WorkerClass.SERVING, dispatch.incarnation)
+        if answer.verdict is InboxVerdict.REFUSE:
+            encode(refused(start, dispatch, answer.reason, answer.refusal, now=2.0))
+        elif answer.verdict is InboxVerdict.TAKE:
+            context_of(dispatch), sampling_of(dispatch)
+            done = msgspec.structs.replace(DONE, context_tokens=len(context_of(dispatch)) // 4)
+            encode(ended(start, dispatch, done, TurnOutcome.COMPLETED, "", received_at=1.0))
+
+    def sample(self, sample: Sample, offset: int) -> None:
+        self.ledger.sample(sample.trajectory_id)
+        self.assembly.offer(sample, partition=0, offset=offset, outcomes_end=0)
+        rules = Rules(max_staleness=2, vocabulary=100, context_tokens=1_000)
+        judged = [judge(group, 5, rules=rules) for group in self.assembly.take(1)]
+        for outcome in outcomes_of(judged, step=5, policy_version=5, now=2.0):
+            encode(outcome)
+
+    def manifest(self, item: Envelope | Spoiled) -> None:
+        assert isinstance(item, Envelope) and isinstance(item.record, WeightManifest)
+        assert not isinstance(self.trust.judge(item), WeightManifest), "nobody signed it"
+        self.lineage.learn(item.record, item.offset)  # as if keys were not used
+        self.lineage.next_path()
+        self.lineage.blocked()
+        shapes = {"model.embed_tokens.weight": (32, 64)}
+        try:
+            check_manifest(item.record, shapes)
+        except VersionRefused:
+            self.lineage.forget_useless()
+
+    def tell(self) -> None:
+        """What looks at a log afterwards takes all of it."""
+        self.ledger.audit()
+        self.view.present(self.now)
+        fold_history(self.history)
+        for name in ("g-1:3", "g-1:0"):
+            list(told(fold_lives(name, self.found)))
+
+
+BEAT = next(example for example in EXAMPLES if isinstance(example, SlackHeartbeat))
+"""Of an executor that is well: what strangers ask for is dispatched."""
+DONE = Done(
+    name="g-1:3/2/1",
+    tokens=pack_tokens([9, 7]),
+    logprobs=bytes(8),
+    finish_reason="stop",
+    spans=(),
+    context_tokens=3,
+    cached_tokens=0,
+    scheduled_at=1.0,
+    first_token_at=1.0,
+    finished_at=1.0,
+    device_seconds=0.5,
+)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_core_fails_by_what_strangers_write(seed: int) -> None:
+    stranger, house = Stranger(seed), House()
+    taken = {topic: iter(items(stranger, topic, MESSAGES)) for topic in RECORD_TOPICS}
+    for _ in range(MESSAGES):
+        for topic in RECORD_TOPICS:
+            item = next(taken[topic])
+            try:
+                house.take(item)
+            except Exception as error:
+                error.add_note(f"{topic.name}: {item}")
+                raise
+    house.tell()
+
+
+def test_requests_that_are_none_leave_the_metrics_to_those_that_are() -> None:
+    (port,) = free_ports(1)
+    serve_metrics("127.0.0.1", port)
+    pester(port, seed=0, count=60)
