@@ -2,6 +2,9 @@
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from workers.environments.steps import Ending
+from workers.environments.trajectory import Verdict
+
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Buckets from a calculator's step to a test suite's."""
 
@@ -15,11 +18,23 @@ ENDED = Counter("rose_environment_trajectories_ended_total", "Trajectories ended
 REFUSED = Counter("rose_environment_prompts_refused_total", "Prompts put into the dead letters.")
 APPLIED = Counter("rose_environment_turns_applied_total", "Results that were applied.")
 DROPPED = Counter("rose_environment_results_dropped_total", "Results that were not applied, by why.", ["reason"])
-STEP_SECONDS = Histogram("rose_environment_step_seconds", "The environment's own step.", buckets=SECONDS)
-TRANSACTION_SECONDS = Histogram("rose_environment_transaction_seconds", "Begin to commit.", buckets=SECONDS)
+STEP_SECONDS = Histogram(
+    "rose_environment_step_seconds", "A step of an environment, its own time alone.", buckets=SECONDS
+)
+TRANSACTION_SECONDS = Histogram(
+    "rose_environment_transaction_seconds", "A transaction from its begin to its commit.", buckets=SECONDS
+)
 SNAPSHOT_BYTES = Counter("rose_environment_snapshot_bytes_total", "Bytes of environment state written.")
 FORWARDED = Counter("rose_environment_prompts_forwarded_total", "Prompts sent on to the home of their group.")
 SPOILED = Counter("rose_environment_results_spoiled_total", "Results put into the dead letters.")
-RECOVERY_SECONDS = Histogram("rose_environment_recovery_seconds", "To build the homes again.", buckets=SECONDS)
+RECOVERY_SECONDS = Histogram(
+    "rose_environment_recovery_seconds", "Building the homes again from the log.", buckets=SECONDS
+)
 RECOVERY_READ = Counter("rose_environment_recovery_records_total", "Records read to build the homes again.")
 BLOCKED = Counter("rose_environment_blocked_threads_total", "Threads left behind because an environment blocked them.")
+
+for _ending in Ending:
+    ENDED.labels(_ending.value)
+for _verdict in Verdict:
+    if _verdict not in (Verdict.APPLY, Verdict.FAIL):
+        DROPPED.labels(_verdict.value)

@@ -115,6 +115,7 @@ class Executor:
         granted: Granted | None,
     ) -> None:
         """`tick`: the first of the engine at the link. `granted`: of a lender. Raises TopicMissing or BusError."""
+        metrics.export(metrics.EXECUTOR)
         self._config = config
         self._name = name
         self._link = link
@@ -382,6 +383,7 @@ class Executor:
         tick = self._tick
         self._beats.refused = self._receiver.refused_newest or (-1, "")
         metrics.HELD_TURNS.set(len(self._inbox))
+        metrics.KV_CAPACITY_BYTES.set(tick.kv_bytes_total)
         metrics.KV_FREE_BYTES.set(tick.kv_bytes_free)
         metrics.POLICY_VERSION.set(self._version)
         beat = self._beats.next(

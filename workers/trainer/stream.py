@@ -271,7 +271,7 @@ class SampleStream:
         elif not isinstance(item.record, Sample):
             self._bury(item, "it has no value")
         elif item.record.model_id != self.model_id:
-            metrics.SAMPLES.labels("other model").inc()
+            metrics.SAMPLES.labels(metrics.OTHER_MODEL).inc()
         else:
             self._offer(item, item.record)
 
@@ -295,7 +295,7 @@ class SampleStream:
                 self._ended.discard(name)  # a mended prompt has opened it
 
     def _bury(self, item: Envelope | Spoiled, reason: str) -> None:
-        metrics.SAMPLES.labels("dead letter").inc()
+        metrics.SAMPLES.labels(metrics.DEAD_LETTER).inc()
         if self._buried is None:
             self._buried = buried(self._settings, SAMPLES, client_id=self._client_id)
         if (item.partition, item.offset) in self._buried:

@@ -77,9 +77,12 @@ RECEIVE_SECONDS = Histogram(
     "Fetching, decoding and verifying one version.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
 )
-REFUSED = Counter("rose_weights_refused_total", "Versions that were not taken.", ["reason"])
+REFUSED = Counter("rose_weights_refused_total", "Versions that were not taken, by reason.", ["reason"])
 RETRIES = Counter("rose_weights_retries_total", "Fetches begun anew after a failure of the bus.")
-STAGED_VERSION = Gauge("rose_weights_staged_version", "The newest version that was staged.")
+STAGED_VERSION = Gauge("rose_weights_staged_version", "The newest version that was staged; -1 for none.")
+STAGED_VERSION.set(-1)
+for _refusal in Refusal:
+    REFUSED.labels(_refusal.value)
 
 log = structlog.get_logger("weights")
 
