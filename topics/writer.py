@@ -20,7 +20,7 @@ from prometheus_client import Counter
 
 from schemas.record import Record
 from schemas.wire import encode, headers_of
-from topics import metrics
+from topics import metrics, tracing
 from topics.admin import reach
 from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS, Topic
 from topics.errors import BusError
@@ -113,10 +113,10 @@ class Writer:
         on_delivery: Callable[[int, int], None] | None = None,
     ) -> None:
         """`write` of a record whose bytes are known: what was signed or sized is what travels."""
-        said = [*headers_of(record, trajectory_id, record.SCHEMA), *(headers or {}).items()]
-        self._produce(
-            self._settings.topic(topic), key.encode(), wire, partition, said, on_delivery, metrics.written(topic)
-        )
+        name, said = self._settings.topic(topic), [*headers_of(record, trajectory_id), *(headers or {}).items()]
+        if tracing.exporter is not None and trajectory_id is not None:
+            tracing.exporter.wrote(record, name)
+        self._produce(name, key.encode(), wire, partition, said, on_delivery, metrics.written(topic))
 
     def tombstone(
         self, topic: Topic, *, key: str, partition: int, on_delivery: Callable[[int, int], None] | None = None

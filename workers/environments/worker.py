@@ -17,7 +17,8 @@ import structlog
 from schemas.arrays import count
 from schemas.samples import SampleOutcome
 from schemas.turns import TurnResult
-from topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, PROMPTS
+from topics import tracing
+from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
 from topics.settings import BusSettings
@@ -323,6 +324,8 @@ class EnvironmentWorker:
                 now=now,
             )
         metrics.APPLIED.inc()
+        if tracing.exporter is not None:
+            tracing.exporter.applied(result, self._settings.topic(COMPLETED), began=ticket.applied_at)
         self._ready.append(Ready(ticket.home, trajectory.trajectory_id, written, ticket.offset))
 
     def _write(self) -> None:
