@@ -3,7 +3,7 @@
 import json
 
 from pipeline.observability.grafana import as_json
-from pipeline.observability.panels import DASHBOARDS
+from pipeline.observability.pages import DASHBOARDS
 from pipeline.observability.table import as_markdown, metrics, servers
 
 TABLE = "docs/metrics.md"

@@ -99,7 +99,7 @@ def _declared(module: ModuleType) -> Iterator[tuple[Family, tuple[str, ...]]]:
             for family in value.describe():
                 yield family, _labels_of(value)
         elif isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "describe"):
-            for family in value.describe(None):
+            for family in value.describe():
                 yield family, _labels_of(family)
 
 

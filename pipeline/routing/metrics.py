@@ -71,7 +71,8 @@ class RouterCollector(Collector):
             families["rose_router_clock_behind_seconds"].add_metric([worker], seconds)
         yield from others
 
-    def describe(self) -> list[CounterMetricFamily | GaugeMetricFamily]:
+    @staticmethod
+    def describe() -> list[CounterMetricFamily | GaugeMetricFamily]:
         """What `collect` fills in; the first of them is there whether it serves or not."""
         return [
             GaugeMetricFamily("rose_router_serves", "Whether this router has the seat; of several one does."),

@@ -19,7 +19,8 @@ import pytest
 import yaml
 
 from pipeline.observability.files import FOLDER
-from pipeline.observability.panels import DASHBOARDS, RATE
+from pipeline.observability.pages import DASHBOARDS
+from pipeline.observability.panels import RATE
 from pipeline.observability.table import metrics
 from tests.brokers import EMBEDDED
 from tests.integration.rose_command import Rose, small

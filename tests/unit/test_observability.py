@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 
 from pipeline.observability.files import FOLDER, files
 from pipeline.observability.grafana import UnknownMetric, names_in, of_chosen_jobs
-from pipeline.observability.panels import DASHBOARDS
+from pipeline.observability.pages import DASHBOARDS
 from pipeline.observability.table import SOURCES, UNITS, Metric, metrics, servers
 from pipeline.routing.metrics import COUNTS
 from pipeline.routing.router import Counters

@@ -52,7 +52,8 @@ class Observed(Collector):
         kv.add_metric(["total"], seen.kv_bytes_total)
         yield from (observed, idle, stretches, kv)
 
-    def describe(self) -> tuple[CounterMetricFamily, CounterMetricFamily, HistogramMetricFamily, GaugeMetricFamily]:
+    @staticmethod
+    def describe() -> tuple[CounterMetricFamily, CounterMetricFamily, HistogramMetricFamily, GaugeMetricFamily]:
         """What `collect` fills in."""
         return (
             CounterMetricFamily("rose_lender_observed_seconds", "Time in which a server was observed."),
