@@ -63,7 +63,7 @@ class Exporter:
 
     def close(self) -> None:
         """Send what is left, for as long as OpenTelemetry allows."""
-        self._processor.shutdown()
+        self._processor.shutdown()  # type: ignore[no-untyped-call]
 
     def _tell(self, hop: Hop) -> None:
         trace = int(trace_id(hop.trajectory_id), 16)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pipeline.observability.files import files
 
-for path, content in files().items():
-    path = Path(__file__).parents[2] / path
+for name, content in files().items():
+    path = Path(__file__).parents[2] / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content)
