@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import socket
 import subprocess
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
@@ -38,6 +38,9 @@ ROOT = Path(__file__).parents[2]
 
 WINDOW = "15s"
 """For the rates of a run that lasts a minute or two."""
+
+START_SECONDS = 600.0
+"""What a server may take to come up on a machine that has much else to do."""
 
 NOTHING_WAITED = {"Slack of serving's steps": "nothing may wait for a step at the moment of any scrape"}
 """Panels whose values may all be NaN in so short a run, and why."""
@@ -110,13 +113,10 @@ def neighbours() -> int:
             return port
 
 
-def server_port(run: subprocess.Popen[str]) -> int | None:
-    """Of the vLLM server among the run's processes, once it is there."""
-    for child in psutil.Process(run.pid).children(recursive=True):
-        words = child.cmdline()
-        if "workers.lender.server" in words and "--port" in words:
-            return int(words[words.index("--port") + 1])
-    return None
+def server_port(users_log: Path) -> int | None:
+    """Of the vLLM server, once its users have come."""
+    found = re.search(r"server=http://127\.0\.0\.1:(\d+)", users_log.read_text() if users_log.exists() else "")
+    return int(found[1]) if found else None
 
 
 @pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
@@ -132,8 +132,9 @@ def test_every_panel_shows_a_run_and_every_role_exports_what_the_table_says(rose
         began = time.time()
         run = rose.start("demo", *small(run__executors=1, run__lenders=1, tasks__steps=12), *settings)
         with run:
-            until(lambda: run.poll() is not None or server_port(run) is not None)
-            server = server_port(run)
+            log = rose.folder / "runs" / "demo" / "logs" / "users-1.log"
+            until(lambda: run.poll() is not None or server_port(log) is not None, seconds=START_SECONDS)
+            server = server_port(log)
             assert server is not None, run.communicate()[0]
             found.scrape({**ports, "vLLM server": server})
             told = run.communicate(timeout=900)[0]
