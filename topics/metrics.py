@@ -1,8 +1,14 @@
-"""What every role exports of its talk with the bus. Keeps true: a topic is named as in the catalog, not as in a run."""
+"""What every role exports of its talk with the bus, and how a role comes to export more.
+
+Keeps true
+- A topic is named as in the catalog, not as in a run.
+- A process exports what it is. Roles may be forked from one process that has imported all of them: so what a module
+  declares is in a registry of its own, until whoever it tells of begins.
+"""
 
 from functools import cache
 
-from prometheus_client import Counter
+from prometheus_client import REGISTRY, CollectorRegistry, Counter
 
 from topics.catalog import Topic
 
@@ -25,3 +31,9 @@ def read(topic: Topic) -> Counter:
 @cache
 def dead_letters(topic: Topic) -> Counter:
     return DEAD_LETTERS.labels(topic.name)
+
+
+@cache
+def export(registry: CollectorRegistry) -> None:
+    """Have this process export these from here on."""
+    REGISTRY.register(registry)

@@ -7,20 +7,29 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Protocol
 
-from prometheus_client import REGISTRY, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pipeline.routing.liveness import Standing
 from pipeline.routing.router import Counters, Router
 from pipeline.routing.skew import Skews
+from topics.metrics import export
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
+ROUTER = CollectorRegistry()
+"""What a router exports beside its core's counts, once it has begun."""
+
 DISPATCH_SECONDS = Histogram(
-    "rose_router_dispatch_seconds", "How long a turn waited for room before a dispatch.", buckets=SECONDS
+    "rose_router_dispatch_seconds",
+    "How long a turn waited for room before a dispatch.",
+    buckets=SECONDS,
+    registry=ROUTER,
 )
-BATCH_SECONDS = Histogram("rose_router_batch_seconds", "Deciding on one batch of records.", buckets=SECONDS)
+BATCH_SECONDS = Histogram(
+    "rose_router_batch_seconds", "Deciding on one batch of records.", buckets=SECONDS, registry=ROUTER
+)
 
 COUNTS = {
     "requested": ("turns_requested", "Turns taken in."),
@@ -96,6 +105,7 @@ def _oldest_seconds(router: Router) -> float:
 @contextmanager
 def exported(serving: Callable[[], Serving | None]) -> Iterator[None]:
     """Export the counts of the router that serves at the moment, for as long as this runs."""
+    export(ROUTER)
     collector = RouterCollector(serving)
     REGISTRY.register(collector)
     try:

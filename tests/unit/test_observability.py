@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from pipeline.observability.files import FOLDER, files
 from pipeline.observability.grafana import UnknownMetric, names_in, of_chosen_jobs
@@ -18,7 +18,7 @@ from pipeline.observability.pages import DASHBOARDS
 from pipeline.observability.table import SOURCES, UNITS, Metric, metrics, servers
 from pipeline.routing.metrics import COUNTS
 from pipeline.routing.router import Counters
-from workers.executor.metrics import EXECUTOR, HELD_BACK, LENDER
+from workers.executor.metrics import HELD_BACK
 from workers.lender.admission import Hold
 
 ROOT = Path(__file__).parents[2]
@@ -75,9 +75,9 @@ def test_names_follow_the_conventions() -> None:
 
 def test_what_a_process_exports_has_the_type_and_labels_of_the_table() -> None:
     rows = {each.name.removesuffix("_total"): each for each in metrics()}
-    for source in SOURCES:
-        import_module(source.module)
-    exported = [family for registry in (REGISTRY, EXECUTOR, LENDER) for family in registry.collect()]
+    declared = [value for source in SOURCES for value in vars(import_module(source.module)).values()]
+    registries = [REGISTRY, *(each for each in declared if isinstance(each, CollectorRegistry))]
+    exported = [family for registry in registries for family in registry.collect()]
     own = [family for family in exported if family.name.startswith("rose_")]
     assert len(own) > len(rows) / 2
     for family in own:

@@ -19,6 +19,7 @@ from schemas.samples import SampleOutcome
 from schemas.turns import TurnResult
 from topics import tracing
 from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS
+from topics.metrics import export
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
 from topics.settings import BusSettings
@@ -74,6 +75,7 @@ class EnvironmentWorker:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`check_environment` raises UsageError for a name that leads to no environment."""
+        export(metrics.ENVIRONMENT)
         self._settings = settings
         self._name = name
         self._rules = rules

@@ -2,15 +2,15 @@
 
 Keeps true
 - Seconds and bytes, and no label that grows with the work.
-- A process exports what it is: an executor's figures only of an executor, a lender's only of one that lends or watches.
+- An executor's figures are exported by an executor alone, a lender's by one that lends.
 """
 
 import math
-from functools import cache
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from schemas.turns import TurnOutcome
+from topics.metrics import export
 from workers.executor.words import Lent, Slack
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -86,12 +86,6 @@ for _kind in ("sampled", "cached"):
 for _why in ("waiting", "occupancy", "prefill", "decode"):
     HELD_BACK.labels(_why)
 POLICY_VERSION.set(-1)
-
-
-@cache
-def export(registry: CollectorRegistry) -> None:
-    """Have this process export these from here on."""
-    REGISTRY.register(registry)
 
 
 def show(slack: Slack) -> None:

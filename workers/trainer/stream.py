@@ -38,6 +38,7 @@ from schemas.samples import Sample, SampleOutcome
 from topics.catalog import GROUPS, OUTCOMES, SAMPLES
 from topics.letters import buried
 from topics.log import await_decided, read_back
+from topics.metrics import export
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
 from topics.retention import delete_before, lowest_committed
@@ -108,6 +109,7 @@ class SampleStream:
         `total_groups`: the run has ended when so many groups are settled or their prompts refused; 0 is never. `stop`
         ends waiting for groups. Raises TopicMissing, BusError, or WrongLog when the samples end before that place.
         """
+        export(metrics.TRAINER)
         self.model_id = model_id
         self._settings, self._client_id, self._stop = settings, client_id, stop or Event()
         self._total = total_groups
