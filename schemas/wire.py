@@ -8,7 +8,6 @@ Keeps true
 - Only a Prompt may also come as JSON, told by its first byte: MessagePack maps never begin with `{`.
 """
 
-import hashlib
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from schemas.prompts import Prompt
 from schemas.record import Record
 from schemas.samples import Sample, SampleOutcome
 from schemas.slack import SlackHeartbeat
+from schemas.traces import span_of, traceparent
 from schemas.turns import TurnDispatch, TurnRequest, TurnResult
 from schemas.weights import WeightChunk, WeightManifest
 
@@ -83,18 +83,12 @@ def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
     return decoded
 
 
-def headers_of(record: Record, trajectory_id: str | None = None, span: str = "") -> list[tuple[str, bytes]]:
-    """The headers of a record: its schema and, for a trajectory's records, a W3C trace context (see `traceparent`)."""
+def headers_of(record: Record, trajectory_id: str | None = None) -> list[tuple[str, bytes]]:
+    """The headers of a record: its schema and, for a trajectory's records, the W3C trace context of its hop."""
     headers: list[tuple[str, bytes]] = [(SCHEMA_HEADER, record.SCHEMA.encode())]
     if trajectory_id is not None:
-        headers.append((TRACE_HEADER, traceparent(trajectory_id, span).encode()))
+        headers.append((TRACE_HEADER, traceparent(trajectory_id, span_of(record)).encode()))
     return headers
-
-
-def traceparent(trajectory_id: str, span: str) -> str:
-    """A W3C trace context whose trace is the trajectory: every process derives the same one, nothing is passed on."""
-    trace = hashlib.blake2b(trajectory_id.encode(), digest_size=16).hexdigest()
-    return f"00-{trace}-{hashlib.blake2b(f'{trajectory_id}/{span}'.encode(), digest_size=8).hexdigest()}-01"
 
 
 def _check_size(record: Record | type[Record], wire: bytes) -> None:

@@ -28,6 +28,7 @@ from confluent_kafka import (
 from schemas.errors import RecordError
 from schemas.record import Record
 from schemas.wire import decode
+from topics import metrics
 from topics.catalog import Topic
 from topics.errors import BROKER_AWAY, BusError, TopicMissing
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled, raw_of
@@ -288,7 +289,10 @@ class Reader:
         self._join()
 
     def _know(self, topics: Iterable[Topic]) -> None:
-        self._topics.update({self._settings.topic(topic): topic for topic in topics})
+        known = {self._settings.topic(topic): topic for topic in topics}
+        for topic in known.values():
+            metrics.dead_letters(topic)  # at 0: the first one is to be seen as an increase
+        self._topics.update(known)
 
     def _take_on(self, places: Mapping[Place, int]) -> None:
         """Assign, and resume: librdkafka keeps an application's pause of a partition over any assignment."""
@@ -326,6 +330,7 @@ class Reader:
                 return None  # librdkafka reconnects by itself
             raise BusError(f"reading {name}", error)
         topic, raw = self._topics[name], raw_of(message)
+        metrics.read(topic).inc()
         place = topic, message.partition(), message.offset()
         record: Record | None = None
         if raw.value is not None:

@@ -16,9 +16,11 @@ from contextlib import closing, suppress
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
+from prometheus_client import Counter
 
 from schemas.record import Record
 from schemas.wire import encode, headers_of
+from topics import metrics, tracing
 from topics.admin import reach
 from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS, Topic
 from topics.errors import BusError
@@ -111,18 +113,23 @@ class Writer:
         on_delivery: Callable[[int, int], None] | None = None,
     ) -> None:
         """`write` of a record whose bytes are known: what was signed or sized is what travels."""
-        said = [*headers_of(record, trajectory_id, record.SCHEMA), *(headers or {}).items()]
-        self._produce(self._settings.topic(topic), key.encode(), wire, partition, said, on_delivery)
+        name, said = self._settings.topic(topic), [*headers_of(record, trajectory_id), *(headers or {}).items()]
+        if tracing.exporter is not None and trajectory_id is not None:
+            tracing.exporter.wrote(record, name)
+        self._produce(name, key.encode(), wire, partition, said, on_delivery, metrics.written(topic))
 
     def tombstone(
         self, topic: Topic, *, key: str, partition: int, on_delivery: Callable[[int, int], None] | None = None
     ) -> None:
         """Say that the key has ended."""
-        self._produce(self._settings.topic(topic), key.encode(), None, partition, [], on_delivery)
+        self._produce(
+            self._settings.topic(topic), key.encode(), None, partition, [], on_delivery, metrics.written(topic)
+        )
 
     def forward(self, topic: Topic, raw: Raw, *, partition: int, key: str) -> None:
         """Write a message as it came, to another place and under this key."""
-        self._produce(self._settings.topic(topic), key.encode(), raw.value, partition, list(raw.headers), None)
+        headers, counted = list(raw.headers), metrics.written(topic)
+        self._produce(self._settings.topic(topic), key.encode(), raw.value, partition, headers, None, counted)
 
     def dead_letter(
         self, found: Envelope | Spoiled, reason: str, *, on_delivery: Callable[[int, int], None] | None = None
@@ -142,7 +149,7 @@ class Writer:
         headers += zip(ORIGIN_HEADERS, (*own, raw.key or b""), strict=True)
         key = f"{name}/{found.partition}/{found.offset}".encode()
         name = f"{self._settings.namespace}{found.topic.dead_letters}"
-        self._produce(name, key, raw.value, None, headers, on_delivery)
+        self._produce(name, key, raw.value, None, headers, on_delivery, metrics.dead_letters(found.topic))
 
     def poll(self) -> None:
         """Take delivery reports in without waiting. Raises BusError if a delivery failed."""
@@ -219,12 +226,14 @@ class Writer:
         partition: int | None,
         headers: list[tuple[str, bytes]],
         on_delivery: Callable[[int, int], None] | None,
+        counted: Counter,
     ) -> None:
         def delivered(error: KafkaError | None, message: Message) -> None:
             if error is not None:
                 self._failure = error
                 return
             self._stored += 1
+            counted.inc()
             if on_delivery is not None:
                 on_delivery(message.partition(), message.offset())
 

@@ -30,6 +30,7 @@ from pipeline.command.sections import (
     ServingSection,
     TasksSection,
     TopicsSection,
+    TracingSection,
 )
 from pipeline.routing.config import RouterConfig
 from schemas.errors import UsageError
@@ -101,6 +102,7 @@ class Settings(BaseSettings):
     trainer: TrainerConfig
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     metrics: MetricsSection = Field(default_factory=MetricsSection)
+    tracing: TracingSection = Field(default_factory=TracingSection)
     tasks: TasksSection = Field(default_factory=TasksSection)
 
     @classmethod

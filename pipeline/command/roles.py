@@ -1,7 +1,8 @@
-"""Each role as a program: configuration, logs, metrics and signals around its loop."""
+"""Each role as a program: configuration, logs, metrics, traces and signals around its loop."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
@@ -10,15 +11,16 @@ from pipeline.command.options import Common
 from pipeline.command.processes import serve_metrics, stop_on_signals
 from topics.admin import reach
 from topics.settings import BusSettings
+from topics.tracing import traced
 
 
 def run_environment(common: Common, number: int) -> None:
     """Environment worker `number`, until it is asked to stop."""
     from workers.environments.main import run_environment_worker
 
-    config = load(common)
-    settings, stop = _begin(config, config.settings.metrics.environment, number)
-    run_environment_worker(settings, config.settings.environment, f"environment-{number}", stop)
+    config, name = load(common), f"environment-{number}"
+    with _begun(config, config.settings.metrics.environment, number, name=name) as (settings, stop):
+        run_environment_worker(settings, config.settings.environment, name, stop)
 
 
 def run_executor_role(common: Common) -> None:
@@ -27,10 +29,9 @@ def run_executor_role(common: Common) -> None:
     from workers.executor.main import run_executor
 
     config = load(common)
-    slot = config.settings.executor.slot
-    with EngineProcess(config.settings.executor) as engine:
-        settings, stop = _begin(config, config.settings.metrics.executor, slot)
-        wanted, name = config.settings.executor, f"executor-{slot}"
+    wanted, slot = config.settings.executor, config.settings.executor.slot
+    port, name = config.settings.metrics.executor, f"executor-{slot}"
+    with EngineProcess(wanted) as engine, _begun(config, port, slot, name=name) as (settings, stop):
         run_executor(settings, wanted, name, engine.link, engine.shapes, stop, weights=config.weights)
 
 
@@ -39,7 +40,7 @@ def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, obse
     from workers.lender.beside import Plan, lend
 
     config = load(common)
-    settings, metrics, slot = config.settings, config.settings.metrics, config.settings.executor.slot
+    settings, slot = config.settings, config.settings.executor.slot
     os.environ.update(settings.serving.environment)
     plan = Plan(
         settings=None if observe else config.bus(),
@@ -47,7 +48,7 @@ def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, obse
         lender=settings.lender,
         weights=config.weights,
         stop_file=(settings.lender.stop_file or config.run_folder / f"executor-{slot}.stop").absolute(),
-        serve_metrics=lambda: serve_metrics(metrics.host, metrics.executor + slot if metrics.executor else 0),
+        exporting=lambda: _exporting(config, config.settings.metrics.executor, slot, name=f"executor-{slot}"),
     )
     lend(plan, serving, flags)
 
@@ -57,8 +58,9 @@ def run_endpoint_role(common: Common) -> None:
     from workers.lender.endpoint.main import lend_endpoint
 
     config = load(common)
-    settings, stop = _begin(config, config.settings.metrics.executor, config.settings.executor.slot)
-    lend_endpoint(settings, config.settings.executor, config.settings.endpoint, config.weights, stop)
+    executor, port = config.settings.executor, config.settings.metrics.executor
+    with _begun(config, port, executor.slot, name=f"executor-{executor.slot}") as (settings, stop):
+        lend_endpoint(settings, executor, config.settings.endpoint, config.weights, stop)
 
 
 def run_users_role(common: Common, url: str) -> None:
@@ -72,9 +74,9 @@ def run_router_role(common: Common, number: int) -> None:
     """Router `number`, until it is asked to stop."""
     from pipeline.routing.main import run_router
 
-    config = load(common)
-    settings, stop = _begin(config, config.settings.metrics.router, number)
-    run_router(settings, config.settings.router, stop, f"router-{number}")
+    config, name = load(common), f"router-{number}"
+    with _begun(config, config.settings.metrics.router, number, name=name) as (settings, stop):
+        run_router(settings, config.settings.router, stop, name)
 
 
 def run_trainer_role(common: Common) -> None:
@@ -82,14 +84,24 @@ def run_trainer_role(common: Common) -> None:
     from workers.trainer.main import run_trainer
 
     config = load(common)
-    settings, stop = _begin(config, config.settings.metrics.trainer)
-    run_trainer(settings, config.settings.trainer, stop, weights=config.weights)
+    with _begun(config, config.settings.metrics.trainer, name="trainer") as (settings, stop):
+        run_trainer(settings, config.settings.trainer, stop, weights=config.weights)
 
 
-def _begin(config: Config, metrics_port: int, number: int = 0) -> tuple[BusSettings, Event]:
-    """What every role does first. Raises BrokerUnreachable, or UsageError for metrics that cannot be served."""
+@contextmanager
+def _begun(config: Config, metrics_port: int, number: int = 0, *, name: str) -> Iterator[tuple[BusSettings, Event]]:
+    """What every role does around its loop. Raises BrokerUnreachable, or what `_exporting` does."""
     settings = config.bus()
     stop = stop_on_signals()
     reach(settings)
+    with _exporting(config, metrics_port, number, name=name):
+        yield settings, stop
+
+
+@contextmanager
+def _exporting(config: Config, metrics_port: int, number: int, *, name: str) -> Iterator[None]:
+    """Metrics and traces, for as long as this runs. Raises UsageError for what cannot be exported."""
+    tracing = config.settings.tracing
     serve_metrics(config.settings.metrics.host, metrics_port + number if metrics_port else 0)
-    return settings, stop
+    with traced(tracing.endpoint, tracing.ratio, role=name):
+        yield

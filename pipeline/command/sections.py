@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from schemas.errors import UsageError
+
 WARM_START = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 """The small policy that ships with ROSE: pre-trained on noisy demonstrations of the calculator task."""
 
@@ -95,6 +97,22 @@ class MetricsSection:
     """Port of the first environment worker's metrics; worker n has this plus n."""
     executor: int = 0
     """Port of the first executor's metrics; executor n has this plus n."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracingSection:
+    """OpenTelemetry traces, a trace each trajectory; the extra `otel`. Raises UsageError."""
+
+    endpoint: str = ""
+    """Base URL of a collector (OTLP over HTTP); empty: that in OTEL_EXPORTER_OTLP_ENDPOINT, or no traces."""
+    ratio: float = 1.0
+    """Share of the trajectories that are traced, the same ones in every process."""
+
+    def __post_init__(self) -> None:
+        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
+            raise UsageError(f"tracing.endpoint ({self.endpoint!r}) is a URL, as http://collector:4318")
+        if not 0 <= self.ratio <= 1:
+            raise UsageError(f"tracing.ratio ({self.ratio}) is from 0 to 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,37 +1,48 @@
 """What the router exports to Prometheus. Counts are read from the core when they are asked for, not kept twice."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Protocol
 
-from prometheus_client import REGISTRY, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pipeline.routing.liveness import Standing
 from pipeline.routing.router import Counters, Router
 from pipeline.routing.skew import Skews
+from topics.metrics import export
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
-DISPATCH_SECONDS = Histogram(
-    "rose_router_dispatch_seconds", "How long a turn waited for room before a dispatch.", buckets=SECONDS
-)
-BATCH_SECONDS = Histogram("rose_router_batch_seconds", "Deciding on one batch of records.", buckets=SECONDS)
+ROUTER = CollectorRegistry()
+"""What a router exports beside its core's counts, once it has begun."""
 
-MEANINGS = {
-    "requested": "Turns taken in.",
-    "finished": "Turns completed.",
-    "failed": "Turns given up: attempts or patience ran out.",
-    "dispatched": "Dispatches written.",
-    "reissued": "Times that a turn waited again.",
-    "late": "Results of executions that no longer mattered.",
-    "duplicate": "Requests for turns already known.",
-    "lost": "Dispatches that a living executor did not hold.",
-    "overtaken": "Turns finished by the request for the next one.",
+DISPATCH_SECONDS = Histogram(
+    "rose_router_dispatch_seconds",
+    "How long a turn waited for room before a dispatch.",
+    buckets=SECONDS,
+    registry=ROUTER,
+)
+BATCH_SECONDS = Histogram(
+    "rose_router_batch_seconds", "Deciding on one batch of records.", buckets=SECONDS, registry=ROUTER
+)
+
+COUNTS = {
+    "requested": ("turns_requested", "Turns taken in."),
+    "finished": ("turns_finished", "Turns completed."),
+    "failed": ("turns_failed", "Turns given up: attempts or patience ran out."),
+    "dispatched": ("dispatches", "Dispatches written."),
+    "reissued": ("turns_reissued", "Times that a turn waited again."),
+    "late": ("late_results", "Results of executions that no longer mattered."),
+    "duplicate": ("duplicate_requests", "Requests for turns already known."),
+    "lost": ("lost_dispatches", "Dispatches that a living executor did not hold."),
+    "overtaken": ("turns_overtaken", "Turns finished by the request for the next one."),
 }
+"""Of each of the core's counts, what it is called here and what it means."""
 
 
 class Serving(Protocol):
@@ -48,32 +59,53 @@ class RouterCollector(Collector):
         self._serving = serving
 
     def collect(self) -> Iterable[Metric]:
+        serves, *others = self.describe()
         serving = self._serving()
-        yield GaugeMetricFamily("rose_router_serves", "Whether this router has the seat.", serving is not None)
+        serves.add_metric([], serving is not None)
+        yield serves
         if serving is None:
             return
+        families = {family.name: family for family in others}
         router = serving.router
         for counter in fields(Counters):
-            value = getattr(router.counters, counter.name)
-            yield CounterMetricFamily(f"rose_router_{counter.name}", MEANINGS[counter.name], value)
-        yield GaugeMetricFamily("rose_router_waiting_turns", "Turns that wait for room.", len(router.waiting))
-        yield GaugeMetricFamily("rose_router_outstanding_turns", "Turns that executors hold.", router.outstanding)
-        executors = GaugeMetricFamily("rose_router_executors", "Executors by standing.", labels=["standing"])
+            families[f"rose_router_{COUNTS[counter.name][0]}"].add_metric([], getattr(router.counters, counter.name))
+        families["rose_router_waiting_turns"].add_metric([], len(router.waiting))
+        families["rose_router_oldest_waiting_seconds"].add_metric([], _oldest_seconds(router))
+        families["rose_router_outstanding_turns"].add_metric([], router.outstanding)
         found = Counter(executor.standing for executor in list(router.liveness.executors.values()))
         for standing in Standing:
-            executors.add_metric([standing.value], found[standing])
-        yield executors
-        version = router.liveness.current_version
-        yield GaugeMetricFamily("rose_router_policy_version", "The newest that is served; -1 for none.", version)
-        skews = GaugeMetricFamily("rose_router_clock_behind_seconds", "By executor.", labels=["worker"])
+            families["rose_router_executors"].add_metric([standing.value], found[standing])
+        families["rose_router_policy_version"].add_metric([], router.liveness.current_version)
         for worker, seconds in list(serving.skews.seconds.items()):
-            skews.add_metric([worker], seconds)
-        yield skews
+            families["rose_router_clock_behind_seconds"].add_metric([worker], seconds)
+        yield from others
+
+    @staticmethod
+    def describe() -> list[CounterMetricFamily | GaugeMetricFamily]:
+        """What `collect` fills in; the first of them is there whether it serves or not."""
+        return [
+            GaugeMetricFamily("rose_router_serves", "Whether this router has the seat; of several one does."),
+            *(CounterMetricFamily(f"rose_router_{name}", meaning) for name, meaning in COUNTS.values()),
+            GaugeMetricFamily("rose_router_waiting_turns", "Turns that wait for room."),
+            GaugeMetricFamily("rose_router_oldest_waiting_seconds", "How long the one that waits longest has waited."),
+            GaugeMetricFamily("rose_router_outstanding_turns", "Turns that executors hold."),
+            GaugeMetricFamily("rose_router_executors", "Executors by standing.", labels=["standing"]),
+            GaugeMetricFamily("rose_router_policy_version", "The newest that is served; -1 for none."),
+            GaugeMetricFamily(
+                "rose_router_clock_behind_seconds", "How far the clock of an executor is behind.", labels=["worker"]
+            ),
+        ]
+
+
+def _oldest_seconds(router: Router) -> float:
+    queued = [turn.queued_at for turn in list(router.waiting.turns.values())]
+    return max(0.0, time.time() - min(queued)) if queued else 0.0
 
 
 @contextmanager
 def exported(serving: Callable[[], Serving | None]) -> Iterator[None]:
     """Export the counts of the router that serves at the moment, for as long as this runs."""
+    export(ROUTER)
     collector = RouterCollector(serving)
     REGISTRY.register(collector)
     try:

@@ -20,6 +20,7 @@ from topics.errors import BusError
 from topics.letters import read_letters
 from topics.log import read_topics
 from topics.reader import Reader
+from topics.records import Raw
 from topics.retention import delete_before
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -218,7 +219,8 @@ def test_what_is_no_sample_is_a_dead_letter_once(settings: BusSettings) -> None:
     samples = make_samples(groups=range(2))
     stranger = msgspec.structs.replace(samples[0], trajectory_id="g00:77")
     write_samples(settings, [samples[0], stranger])
-    writer._produce(settings.topic(SAMPLES), b"g00", b"no record", 0, [("rose-schema", b"sample/2")], None)
+    no_sample = Raw(b"g00", b"no record", (("rose-schema", b"sample/2"),))
+    writer.forward(SAMPLES, no_sample, partition=0, key="g00")
     writer.flush()
     for _ in range(3):
         with SampleStream(settings, "policy", total_groups=2, stop=StopAfter(3)) as stream:

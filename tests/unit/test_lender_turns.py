@@ -120,5 +120,5 @@ def test_how_wrong_predictions_are_is_told_and_exported(turns: Turns) -> None:
         ("prefill", learned.serving.prefill),
         ("decode", learned.serving.decode),
     ):
-        exported = REGISTRY.get_sample_value("rose_lender_prediction_error", {"step": step})
+        exported = REGISTRY.get_sample_value("rose_lender_prediction_error_ratio", {"step": step})
         assert exported == cost.error and 0.0 < cost.error < 1.0

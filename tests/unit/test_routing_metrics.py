@@ -27,18 +27,19 @@ def test_the_exported_counts_are_the_cores() -> None:
         for index in range(3):
             world.ask(request(f"g0:{index}"))
         found = {
-            name: REGISTRY.get_sample_value(f"rose_router_{name}") for name in ("requested_total", "waiting_turns")
+            name: REGISTRY.get_sample_value(f"rose_router_{name}")
+            for name in ("turns_requested_total", "waiting_turns")
         }
-        assert found == {"requested_total": 3, "waiting_turns": 2}
+        assert found == {"turns_requested_total": 3, "waiting_turns": 2}
         assert REGISTRY.get_sample_value("rose_router_outstanding_turns") == 1
         assert REGISTRY.get_sample_value("rose_router_executors", {"standing": "live"}) == 1
         assert REGISTRY.get_sample_value("rose_router_policy_version") == 4
         assert REGISTRY.get_sample_value("rose_router_clock_behind_seconds", {"worker": "w0"}) == 7
         assert REGISTRY.get_sample_value("rose_router_serves") == 1
-    assert REGISTRY.get_sample_value("rose_router_requested_total") is None
+    assert REGISTRY.get_sample_value("rose_router_turns_requested_total") is None
 
 
 def test_a_router_that_waits_exports_that_it_does() -> None:
     with exported(lambda: None):
         assert REGISTRY.get_sample_value("rose_router_serves") == 0
-        assert REGISTRY.get_sample_value("rose_router_requested_total") is None
+        assert REGISTRY.get_sample_value("rose_router_turns_requested_total") is None

@@ -1,25 +1,69 @@
 """What an environment worker tells Prometheus. No label has more values than a page can hold."""
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from workers.environments.steps import Ending
+from workers.environments.trajectory import Verdict
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Buckets from a calculator's step to a test suite's."""
 
-HOMES = Gauge("rose_environment_homes", "Home partitions that this worker owns.")
-TRAJECTORIES = Gauge("rose_environment_trajectories", "Trajectories that are open.")
-UNSETTLED = Gauge("rose_environment_unsettled_groups", "Groups opened of which not every trajectory has an outcome.")
-LIVE = Gauge("rose_environment_live_environments", "Environments that are held or stepped.")
-RECOVERIES = Counter("rose_environment_recoveries_total", "Times that the homes were built again from the log.")
-OPENED = Counter("rose_environment_trajectories_opened_total", "Trajectories opened.")
-ENDED = Counter("rose_environment_trajectories_ended_total", "Trajectories ended, by how.", ["ending"])
-REFUSED = Counter("rose_environment_prompts_refused_total", "Prompts put into the dead letters.")
-APPLIED = Counter("rose_environment_turns_applied_total", "Results that were applied.")
-DROPPED = Counter("rose_environment_results_dropped_total", "Results that were not applied, by why.", ["reason"])
-STEP_SECONDS = Histogram("rose_environment_step_seconds", "The environment's own step.", buckets=SECONDS)
-TRANSACTION_SECONDS = Histogram("rose_environment_transaction_seconds", "Begin to commit.", buckets=SECONDS)
-SNAPSHOT_BYTES = Counter("rose_environment_snapshot_bytes_total", "Bytes of environment state written.")
-FORWARDED = Counter("rose_environment_prompts_forwarded_total", "Prompts sent on to the home of their group.")
-SPOILED = Counter("rose_environment_results_spoiled_total", "Results put into the dead letters.")
-RECOVERY_SECONDS = Histogram("rose_environment_recovery_seconds", "To build the homes again.", buckets=SECONDS)
-RECOVERY_READ = Counter("rose_environment_recovery_records_total", "Records read to build the homes again.")
-BLOCKED = Counter("rose_environment_blocked_threads_total", "Threads left behind because an environment blocked them.")
+ENVIRONMENT = CollectorRegistry()
+"""What an environment worker exports, once it has begun."""
+
+HOMES = Gauge("rose_environment_homes", "Home partitions that this worker owns.", registry=ENVIRONMENT)
+TRAJECTORIES = Gauge("rose_environment_trajectories", "Trajectories that are open.", registry=ENVIRONMENT)
+UNSETTLED = Gauge(
+    "rose_environment_unsettled_groups",
+    "Groups opened of which not every trajectory has an outcome.",
+    registry=ENVIRONMENT,
+)
+LIVE = Gauge("rose_environment_live_environments", "Environments that are held or stepped.", registry=ENVIRONMENT)
+RECOVERIES = Counter(
+    "rose_environment_recoveries_total", "Times that the homes were built again from the log.", registry=ENVIRONMENT
+)
+OPENED = Counter("rose_environment_trajectories_opened_total", "Trajectories opened.", registry=ENVIRONMENT)
+ENDED = Counter(
+    "rose_environment_trajectories_ended_total", "Trajectories ended, by how.", ["ending"], registry=ENVIRONMENT
+)
+REFUSED = Counter("rose_environment_prompts_refused_total", "Prompts put into the dead letters.", registry=ENVIRONMENT)
+APPLIED = Counter("rose_environment_turns_applied_total", "Results that were applied.", registry=ENVIRONMENT)
+DROPPED = Counter(
+    "rose_environment_results_dropped_total", "Results that were not applied, by why.", ["reason"], registry=ENVIRONMENT
+)
+STEP_SECONDS = Histogram(
+    "rose_environment_step_seconds",
+    "A step of an environment, its own time alone.",
+    buckets=SECONDS,
+    registry=ENVIRONMENT,
+)
+TRANSACTION_SECONDS = Histogram(
+    "rose_environment_transaction_seconds",
+    "A transaction from its begin to its commit.",
+    buckets=SECONDS,
+    registry=ENVIRONMENT,
+)
+SNAPSHOT_BYTES = Counter(
+    "rose_environment_snapshot_bytes_total", "Bytes of environment state written.", registry=ENVIRONMENT
+)
+FORWARDED = Counter(
+    "rose_environment_prompts_forwarded_total", "Prompts sent on to the home of their group.", registry=ENVIRONMENT
+)
+SPOILED = Counter("rose_environment_results_spoiled_total", "Results put into the dead letters.", registry=ENVIRONMENT)
+RECOVERY_SECONDS = Histogram(
+    "rose_environment_recovery_seconds", "Building the homes again from the log.", buckets=SECONDS, registry=ENVIRONMENT
+)
+RECOVERY_READ = Counter(
+    "rose_environment_recovery_records_total", "Records read to build the homes again.", registry=ENVIRONMENT
+)
+BLOCKED = Counter(
+    "rose_environment_blocked_threads_total",
+    "Threads left behind because an environment blocked them.",
+    registry=ENVIRONMENT,
+)
+
+for _ending in Ending:
+    ENDED.labels(_ending.value)
+for _verdict in Verdict:
+    if _verdict not in (Verdict.APPLY, Verdict.FAIL):
+        DROPPED.labels(_verdict.value)

@@ -17,7 +17,9 @@ import structlog
 from schemas.arrays import count
 from schemas.samples import SampleOutcome
 from schemas.turns import TurnResult
-from topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, PROMPTS
+from topics import tracing
+from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS
+from topics.metrics import export
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
 from topics.settings import BusSettings
@@ -73,6 +75,7 @@ class EnvironmentWorker:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`check_environment` raises UsageError for a name that leads to no environment."""
+        export(metrics.ENVIRONMENT)
         self._settings = settings
         self._name = name
         self._rules = rules
@@ -323,6 +326,8 @@ class EnvironmentWorker:
                 now=now,
             )
         metrics.APPLIED.inc()
+        if tracing.exporter is not None:
+            tracing.exporter.applied(result, self._settings.topic(COMPLETED), began=ticket.applied_at)
         self._ready.append(Ready(ticket.home, trajectory.trajectory_id, written, ticket.offset))
 
     def _write(self) -> None:

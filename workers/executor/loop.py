@@ -30,6 +30,7 @@ from schemas.arrays import count
 from schemas.slack import HELD, ExecutorState, WorkerClass
 from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
+from topics.metrics import export
 from topics.reader import Reader
 from topics.records import Envelope, Spoiled
 from topics.settings import BusSettings
@@ -115,6 +116,7 @@ class Executor:
         granted: Granted | None,
     ) -> None:
         """`tick`: the first of the engine at the link. `granted`: of a lender. Raises TopicMissing or BusError."""
+        export(metrics.EXECUTOR)
         self._config = config
         self._name = name
         self._link = link
@@ -386,6 +388,7 @@ class Executor:
         tick = self._tick
         self._beats.refused = self._receiver.refused_newest or (-1, "")
         metrics.HELD_TURNS.set(len(self._inbox))
+        metrics.KV_CAPACITY_BYTES.set(tick.kv_bytes_total)
         metrics.KV_FREE_BYTES.set(tick.kv_bytes_free)
         metrics.POLICY_VERSION.set(self._version)
         beat = self._beats.next(

@@ -1,49 +1,96 @@
-"""What an executor exports to Prometheus. Keeps true: seconds and bytes, and no label that grows with the work."""
+"""What an executor exports to Prometheus.
+
+Keeps true
+- Seconds and bytes, and no label that grows with the work.
+- An executor's figures are exported by an executor alone, a lender's by one that lends.
+"""
 
 import math
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from schemas.turns import TurnOutcome
+from topics.metrics import export
 from workers.executor.words import Lent, Slack
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
-TURNS = Counter("rose_executor_turns_total", "Turns answered or dropped", ["outcome"])
-TOKENS = Counter("rose_executor_tokens_total", "Tokens of finished turns", ["kind"])
-STEPS = Counter("rose_executor_steps_total", "Engine steps")
-STEP_SECONDS = Counter("rose_executor_step_seconds_total", "That engine steps took")
-TURN_SECONDS = Histogram("rose_executor_turn_seconds", "From the inbox to the last token", buckets=SECONDS)
-SWAP_SECONDS = Histogram("rose_executor_swap_seconds", "The engine's pause for a policy version", buckets=SECONDS)
-HELD_TURNS = Gauge("rose_executor_held_turns", "Turns taken on and not answered")
-KV_FREE_BYTES = Gauge("rose_executor_kv_free_bytes", "Free KV cache")
-POLICY_VERSION = Gauge("rose_executor_policy_version", "The version that serves; -1 before one is proven")
-SWAPS_REFUSED = Counter("rose_executor_swaps_refused_total", "Staged versions that the engine refused")
-LENT_BYTES = Gauge("rose_lender_budget_bytes", "KV memory that rollout turns may hold")
-FROZEN = Gauge("rose_lender_frozen", "1 while it was cut and grows no more")
-CUTS = Counter("rose_lender_cuts_total", "Times that serving took KV memory back")
-CUT_SECONDS = Counter("rose_lender_cut_seconds_total", "That cuts took between two steps of serving")
-PREEMPTED = Counter("rose_lender_preempted_total", "Turns given up for want of KV memory")
-LOOKS = Counter("rose_lender_looks_total", "Times that the KV memory was shared out anew")
-LOOK_SECONDS = Counter("rose_lender_look_seconds_total", "That those took, cuts among them")
+EXECUTOR = CollectorRegistry()
+"""What every executor exports, once it has begun."""
+
+LENDER = CollectorRegistry()
+"""What those beside serving export, once they have heard of it."""
+
+TURNS = Counter("rose_executor_turns_total", "Turns answered or dropped, by outcome.", ["outcome"], registry=EXECUTOR)
+TOKENS = Counter("rose_executor_tokens_total", "Tokens of finished turns, by kind.", ["kind"], registry=EXECUTOR)
+STEPS = Counter("rose_executor_steps_total", "Engine steps.", registry=EXECUTOR)
+STEP_SECONDS = Counter("rose_executor_step_seconds_total", "Time that engine steps took.", registry=EXECUTOR)
+TURN_SECONDS = Histogram(
+    "rose_executor_turn_seconds", "A turn from the inbox to its last token.", buckets=SECONDS, registry=EXECUTOR
+)
+SWAP_SECONDS = Histogram(
+    "rose_executor_swap_seconds", "The engine's pause for a policy version.", buckets=SECONDS, registry=EXECUTOR
+)
+HELD_TURNS = Gauge("rose_executor_held_turns", "Turns taken on and not answered.", registry=EXECUTOR)
+KV_CAPACITY_BYTES = Gauge(
+    "rose_executor_kv_capacity_bytes", "KV cache that turns may hold; of a lender, at this moment.", registry=EXECUTOR
+)
+KV_FREE_BYTES = Gauge("rose_executor_kv_free_bytes", "Of that, what is free.", registry=EXECUTOR)
+POLICY_VERSION = Gauge(
+    "rose_executor_policy_version", "The version that serves; -1 before one is proven.", registry=EXECUTOR
+)
+SWAPS_REFUSED = Counter(
+    "rose_executor_swaps_refused_total", "Staged versions that the engine refused.", registry=EXECUTOR
+)
+LENT_BYTES = Gauge("rose_lender_budget_bytes", "KV memory that rollout turns may hold.", registry=LENDER)
+FROZEN = Gauge("rose_lender_frozen", "Whether that was cut and grows no more.", registry=LENDER)
+CUTS = Counter("rose_lender_cuts_total", "Times that serving took KV memory back.", registry=LENDER)
+CUT_SECONDS = Counter(
+    "rose_lender_cut_seconds_total", "Time that cuts took between two steps of serving.", registry=LENDER
+)
+PREEMPTED = Counter("rose_lender_preempted_total", "Turns given up for want of KV memory.", registry=LENDER)
+LOOKS = Counter("rose_lender_looks_total", "Times that the KV memory was shared out anew.", registry=LENDER)
+LOOK_SECONDS = Counter("rose_lender_look_seconds_total", "Time that those took, cuts among them.", registry=LENDER)
 SERVING_REQUESTS = Gauge(
-    "rose_lender_serving_requests", "Requests of serving beside the guest; NaN where there is none", ["state"]
+    "rose_lender_serving_requests",
+    "Requests of serving beside the guest, by state; NaN where there is no guest.",
+    ["state"],
+    registry=LENDER,
 )
 HEADROOM_SECONDS = Gauge(
     "rose_lender_headroom_seconds",
-    "Least slack when serving was last looked at; NaN where nothing waits for it",
+    "Least slack when serving was last looked at, by kind of step; NaN where nothing waits for it.",
     ["kind"],
+    registry=LENDER,
 )
 GUEST_PIECE_SECONDS = Histogram(
-    "rose_lender_guest_piece_seconds", "Longest piece of the guest's work between two reports", buckets=SECONDS
+    "rose_lender_guest_piece_seconds",
+    "Longest piece of the guest's work between two reports.",
+    buckets=SECONDS,
+    registry=LENDER,
 )
 PREDICTION_ERROR = Gauge(
-    "rose_lender_prediction_error", "Share of its prediction by which one step in ten is wrong, or more", ["step"]
+    "rose_lender_prediction_error_ratio",
+    "Share of its prediction by which one step in ten is wrong, or more, by whose step.",
+    ["step"],
+    registry=LENDER,
 )
-HELD_BACK = Counter("rose_lender_held_back_total", "Times that a guest with work might not compute", ["why"])
+HELD_BACK = Counter(
+    "rose_lender_held_back_total", "Times that a guest with work might not compute, by why.", ["why"], registry=LENDER
+)
+
+for _outcome in (*TurnOutcome, "dropped_claim", "dropped_incarnation", "dropped_duplicate"):
+    TURNS.labels(_outcome if isinstance(_outcome, str) else _outcome.value)
+for _kind in ("sampled", "cached"):
+    TOKENS.labels(_kind)
+for _why in ("waiting", "occupancy", "prefill", "decode"):
+    HELD_BACK.labels(_why)
+POLICY_VERSION.set(-1)
 
 
 def show(slack: Slack) -> None:
     """What a guest's host says of serving."""
+    export(LENDER)
     SERVING_REQUESTS.labels("running").set(slack.running)
     SERVING_REQUESTS.labels("waiting").set(slack.waiting)
     for kind, headroom in (("prefill", slack.prefill_headroom), ("decode", slack.decode_headroom)):
@@ -57,6 +104,7 @@ def show(slack: Slack) -> None:
 
 def show_lent(lent: Lent) -> None:
     """What a guest's host says of memory."""
+    export(LENDER)
     LENT_BYTES.set(lent.budget_bytes)
     FROZEN.set(lent.frozen)
     CUTS.inc(lent.cuts)
@@ -68,6 +116,7 @@ def show_lent(lent: Lent) -> None:
 
 def show_parked() -> None:
     """There is no guest: it may hold nothing, and its host does not say how serving stands."""
+    export(LENDER)
     LENT_BYTES.set(0)
     FROZEN.set(False)
     for state in ("running", "waiting"):

@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -58,8 +58,8 @@ class Plan:
     lender: LenderConfig
     weights: WeightsConfig
     stop_file: Path
-    serve_metrics: Callable[[], None]
-    """Called once in each process beside. May raise UsageError."""
+    exporting: Callable[[], AbstractContextManager[None]]
+    """What each process beside exports, for as long as it runs. May raise UsageError."""
 
     @property
     def slot(self) -> int:
@@ -69,8 +69,8 @@ class Plan:
 def lend(plan: Plan, serving: Path, flags: Sequence[str]) -> NoReturn:
     """Become a vLLM server of the model folder `serving`, with these flags of vLLM's, and lend as planned.
 
-    Call it before this process has a client of a broker: librdkafka's threads are not forked. `serve_metrics` is called
-    in the process beside the server. Raises ModelFolderError for a policy that no guest can be made from.
+    Call it before this process has a client of a broker: librdkafka's threads are not forked. Metrics and traces are
+    those of the process beside the server. Raises ModelFolderError for a policy that no guest can be made from.
     """
     shapes = check_folder(plan.executor.model_folder)[0] if plan.settings is not None else {}
     folder = make_folder()
@@ -144,18 +144,18 @@ def _stay_beside(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path) 
     show_as(f"beside-{plan.slot}")
     log = structlog.get_logger("lender").bind(worker=name)
     try:
-        plan.serve_metrics()
-        while not stop.is_set():
-            try:
-                _link(plan, shapes, path, name, stop)
-            except UsageError:
-                raise
-            except RoseError as error:
-                log.warning("begins anew", reason=str(error))
-                stop.wait(AGAIN_SECONDS)
-            except Exception:  # nobody else would tell, or begin anew
-                log.exception("begins anew")
-                stop.wait(AGAIN_SECONDS)
+        with plan.exporting():
+            while not stop.is_set():
+                try:
+                    _link(plan, shapes, path, name, stop)
+                except UsageError:
+                    raise
+                except RoseError as error:
+                    log.warning("begins anew", reason=str(error))
+                    stop.wait(AGAIN_SECONDS)
+                except Exception:  # nobody else would tell, or begin anew
+                    log.exception("begins anew")
+                    stop.wait(AGAIN_SECONDS)
     except UsageError as error:
         log.error("lends nothing, serving goes on", reason=str(error))
 

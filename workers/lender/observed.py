@@ -41,17 +41,30 @@ class Observed(Collector):
         seen = self.seen
         if seen is None:
             return
-        yield CounterMetricFamily("rose_lender_observed_seconds", "That were looked at", seen.seconds)
-        yield CounterMetricFamily("rose_lender_idle_seconds", "Of those, without a serving request", seen.idle_seconds)
+        observed, idle, stretches, kv = self.describe()
+        observed.add_metric([], seen.seconds)
+        idle.add_metric([], seen.idle_seconds)
         bounds = [*map(str, BOUNDS), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(seen.stretches)), strict=True))
-        name, said = "rose_lender_idle_stretch_seconds", "Idle stretches that have ended"
-        yield HistogramMetricFamily(name, said, buckets=buckets, sum_value=seen.stretch_seconds)
-        kv = GaugeMetricFamily("rose_lender_serving_kv_bytes", "KV cache that serving's requests hold", labels=["what"])
+        stretches.add_metric([], buckets, seen.stretch_seconds)
         kv.add_metric(["held"], seen.kv_bytes_held)
         kv.add_metric(["most"], seen.kv_bytes_most)
         kv.add_metric(["total"], seen.kv_bytes_total)
-        yield kv
+        yield from (observed, idle, stretches, kv)
+
+    @staticmethod
+    def describe() -> tuple[CounterMetricFamily, CounterMetricFamily, HistogramMetricFamily, GaugeMetricFamily]:
+        """What `collect` fills in."""
+        return (
+            CounterMetricFamily("rose_lender_observed_seconds", "Time in which a server was observed."),
+            CounterMetricFamily("rose_lender_idle_seconds", "Of that, without a serving request."),
+            HistogramMetricFamily("rose_lender_idle_stretch_seconds", "Idle stretches that have ended."),
+            GaugeMetricFamily(
+                "rose_lender_serving_kv_bytes",
+                "KV cache of serving's requests: held, at most since the last word, and in total.",
+                labels=["what"],
+            ),
+        )
 
 
 OBSERVED = Observed()
@@ -62,6 +75,7 @@ def observe(link: EngineLink, stop: Event) -> None:
     """Until `stop` is set. Raises EngineBroken when the server is gone."""
     if OBSERVED.seen is None:
         REGISTRY.register(OBSERVED)
+        REGISTRY.register(SERVING_REQUESTS)
     log, logs_at, most = structlog.get_logger("lender"), time.monotonic(), 0
     while not stop.is_set():
         for report in link.reports():

@@ -1,33 +1,107 @@
 """The trainer's Prometheus metrics."""
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from schemas.samples import Outcome
+from workers.trainer.groups import Taken
 from workers.trainer.step_log import StepLine
 
 SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
-SAMPLES = Counter("rose_trainer_samples_total", "Samples read, by what was done with them.", ["taken"])
-OUTCOMES = Counter("rose_trainer_outcomes_total", "Trajectories settled, by outcome.", ["outcome"])
-HELD_SAMPLES = Gauge("rose_trainer_held_samples", "Samples that wait for their group or for a step.")
-POLICY_VERSION = Gauge("rose_trainer_policy_version", "The newest version of the policy.")
-REWARD = Gauge("rose_trainer_reward_mean", "Mean reward of the samples of the latest step.")
-SUCCESS = Gauge("rose_trainer_success_ratio", "Share of successful samples of the latest step.")
-STALENESS = Gauge("rose_trainer_staleness_versions", "Mean staleness of the samples of the latest step.")
-WAITING_SECONDS = Histogram("rose_trainer_waiting_seconds", "Waiting for the groups of a step.", buckets=SECONDS)
-TRAINING_SECONDS = Histogram("rose_trainer_training_seconds", "Training on the groups of a step.", buckets=SECONDS)
-CHECKPOINT_SECONDS = Histogram("rose_trainer_checkpoint_seconds", "Writing the checkpoint of a step.", buckets=SECONDS)
-PUBLISHING_SECONDS = Histogram(
-    "rose_trainer_publishing_seconds", "Publishing chunks, manifest and outcomes of a step.", buckets=SECONDS
+OTHER_MODEL, DEAD_LETTER = "other_model", "dead_letter"
+"""What becomes of a sample that no group is asked about."""
+
+TRAINER = CollectorRegistry()
+"""What a trainer exports, once it has begun."""
+
+SAMPLES = Counter(
+    "rose_trainer_samples_total", "Samples read, by what was done with them.", ["taken"], registry=TRAINER
 )
+OUTCOMES = Counter("rose_trainer_outcomes_total", "Trajectories settled, by outcome.", ["outcome"], registry=TRAINER)
+HELD_SAMPLES = Gauge("rose_trainer_held_samples", "Samples that wait for their group or for a step.", registry=TRAINER)
+POLICY_VERSION = Gauge(
+    "rose_trainer_policy_version", "The newest version of the policy that is on the log.", registry=TRAINER
+)
+STEPS = Counter("rose_trainer_steps_total", "Optimizer steps.", registry=TRAINER)
+TOKENS = Counter("rose_trainer_tokens_total", "Sampled tokens that were trained on.", registry=TRAINER)
+SKIPPED = Counter(
+    "rose_trainer_skipped_minibatches_total", "Minibatches whose gradient was not finite.", registry=TRAINER
+)
+REWARD = Gauge("rose_trainer_reward_mean", "Mean reward of the samples of the latest step.", registry=TRAINER)
+SUCCESS = Gauge("rose_trainer_success_ratio", "Share of successful samples of the latest step.", registry=TRAINER)
+STALENESS = Gauge(
+    "rose_trainer_staleness_versions", "Mean staleness of the samples of the latest step.", registry=TRAINER
+)
+STALENESS_MOST = Gauge(
+    "rose_trainer_staleness_max_versions", "Greatest staleness of the samples of the latest step.", registry=TRAINER
+)
+GRADIENT_NORM = Gauge(
+    "rose_trainer_gradient_norm", "Norm of the latest step's gradient, before it is clipped.", registry=TRAINER
+)
+BEHAVIOUR_KL = Gauge(
+    "rose_trainer_behaviour_kl_nats",
+    "Divergence of the sampling policy from the trained one, a token, latest step.",
+    registry=TRAINER,
+)
+IMPORTANCE = Gauge(
+    "rose_trainer_importance_mean_ratio",
+    "Mean probability of a sampled token, trainer's over engine's, latest step.",
+    registry=TRAINER,
+)
+CLIPPED = Gauge(
+    "rose_trainer_clipped_ratio", "Share of the latest step's tokens that the clip kept from pulling.", registry=TRAINER
+)
+BATCH_WAIT_SECONDS = Histogram(
+    "rose_trainer_batch_wait_seconds",
+    "A step's wait for the groups that it trains on.",
+    buckets=SECONDS,
+    registry=TRAINER,
+)
+POLICY_WAIT_SECONDS = Histogram(
+    "rose_trainer_policy_wait_seconds",
+    "A step's wait for the version before to be on the log, and the copy of its own.",
+    buckets=SECONDS,
+    registry=TRAINER,
+)
+TRAINING_SECONDS = Histogram(
+    "rose_trainer_training_seconds", "Training on the groups of a step.", buckets=SECONDS, registry=TRAINER
+)
+CHECKPOINT_SECONDS = Histogram(
+    "rose_trainer_checkpoint_seconds", "Writing the checkpoint of a step.", buckets=SECONDS, registry=TRAINER
+)
+PUBLISHING_SECONDS = Histogram(
+    "rose_trainer_publishing_seconds",
+    "Publishing chunks, manifest and outcomes beside the next step.",
+    buckets=SECONDS,
+    registry=TRAINER,
+)
+
+for _taken in (*Taken, OTHER_MODEL, DEAD_LETTER):
+    SAMPLES.labels(_taken if isinstance(_taken, str) else _taken.value)
+for _outcome in Outcome:
+    OUTCOMES.labels(_outcome.value)
 
 
 def observe(line: StepLine) -> None:
     """Take a finished step in."""
     for outcome, count in line.outcomes.items():
         OUTCOMES.labels(outcome).inc(count)
-    for gauge, value in ((REWARD, line.reward_mean), (SUCCESS, line.success_rate), (STALENESS, line.staleness_mean)):
+    for gauge, value in (
+        (REWARD, line.reward_mean),
+        (SUCCESS, line.success_rate),
+        (STALENESS, line.staleness_mean),
+        (STALENESS_MOST, line.staleness_max),
+        (GRADIENT_NORM, line.gradient_norm),
+        (BEHAVIOUR_KL, line.kl_behaviour),
+        (IMPORTANCE, line.importance_mean),
+        (CLIPPED, line.clipped_share),
+    ):
         if value is not None:
             gauge.set(value)
-    WAITING_SECONDS.observe(line.waiting_seconds)
+    STEPS.inc()
+    TOKENS.inc(line.tokens)
+    SKIPPED.inc(line.skipped_minibatches)
+    BATCH_WAIT_SECONDS.observe(line.waiting_seconds)
+    POLICY_WAIT_SECONDS.observe(line.publishing_seconds)
     TRAINING_SECONDS.observe(line.training_seconds)
     CHECKPOINT_SECONDS.observe(line.checkpoint_seconds or 0.0)

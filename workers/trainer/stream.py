@@ -38,6 +38,7 @@ from schemas.samples import Sample, SampleOutcome
 from topics.catalog import GROUPS, OUTCOMES, SAMPLES
 from topics.letters import buried
 from topics.log import await_decided, read_back
+from topics.metrics import export
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
 from topics.retention import delete_before, lowest_committed
@@ -108,6 +109,7 @@ class SampleStream:
         `total_groups`: the run has ended when so many groups are settled or their prompts refused; 0 is never. `stop`
         ends waiting for groups. Raises TopicMissing, BusError, or WrongLog when the samples end before that place.
         """
+        export(metrics.TRAINER)
         self.model_id = model_id
         self._settings, self._client_id, self._stop = settings, client_id, stop or Event()
         self._total = total_groups
@@ -271,7 +273,7 @@ class SampleStream:
         elif not isinstance(item.record, Sample):
             self._bury(item, "it has no value")
         elif item.record.model_id != self.model_id:
-            metrics.SAMPLES.labels("other model").inc()
+            metrics.SAMPLES.labels(metrics.OTHER_MODEL).inc()
         else:
             self._offer(item, item.record)
 
@@ -295,7 +297,7 @@ class SampleStream:
                 self._ended.discard(name)  # a mended prompt has opened it
 
     def _bury(self, item: Envelope | Spoiled, reason: str) -> None:
-        metrics.SAMPLES.labels("dead letter").inc()
+        metrics.SAMPLES.labels(metrics.DEAD_LETTER).inc()
         if self._buried is None:
             self._buried = buried(self._settings, SAMPLES, client_id=self._client_id)
         if (item.partition, item.offset) in self._buried:

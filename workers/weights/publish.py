@@ -30,12 +30,13 @@ from typing import Self
 import msgspec
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from prometheus_client import Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from torch import Tensor
 
 from schemas.weights import ChunkRef, SliceRef, WeightManifest
 from topics.catalog import CHUNKS
 from topics.log import await_decided
+from topics.metrics import export
 from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -54,12 +55,20 @@ from workers.weights.snapshot import Snapshot, snapshot_of
 from workers.weights.tensors import TORCH_DTYPES
 from workers.weights.trust import Trust, run_id
 
-PUBLISHED_BYTES = Counter("rose_weights_published_bytes_total", "Payload bytes of the chunks that were published.")
-DENSE_BYTES = Counter("rose_weights_dense_bytes_total", "Bytes of the weights that the published chunks stand for.")
+PUBLISHING = CollectorRegistry()
+"""What a publisher exports, once there is one."""
+
+PUBLISHED_BYTES = Counter(
+    "rose_weights_published_bytes_total", "Payload bytes of the chunks that were published.", registry=PUBLISHING
+)
+DENSE_BYTES = Counter(
+    "rose_weights_dense_bytes_total", "Bytes of the weights that the published chunks stand for.", registry=PUBLISHING
+)
 PUBLISH_SECONDS = Histogram(
     "rose_weights_publish_seconds",
     "From the first tensor of a version to the storing of its last chunk.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
+    registry=PUBLISHING,
 )
 
 
@@ -86,6 +95,7 @@ class WeightPublisher:
         as they are. `column_parts`: see `geometry.cut`. Anchors of a model larger than `store_above_bytes` go to the
         `store`, if there is one. `key` signs the manifests.
         """
+        export(PUBLISHING)
         self.trust = Trust(model_id, run_id(settings.namespace, run), None if key is None else key.public_key())
         """Whose manifests on the log count as this run's."""
         self._settings = settings

@@ -19,11 +19,12 @@ from typing import Any
 
 import structlog
 from confluent_kafka import OFFSET_BEGINNING
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from torch import Tensor
 
 from schemas.errors import RoseError
 from schemas.weights import ChunkRef, WeightChunk, WeightManifest
+from topics.metrics import export
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope
 from topics.settings import BusSettings
@@ -71,15 +72,28 @@ DOUBT_SENTENCES = {
     Refusal.STRANGER: "versions are of another run or namespace than {run}: set run.name to that of the trainer",
 }
 
-RECEIVED_BYTES = Counter("rose_weights_received_bytes_total", "Bytes that were read for staged versions.")
+RECEIVING = CollectorRegistry()
+"""What a receiver exports, once there is one."""
+
+RECEIVED_BYTES = Counter(
+    "rose_weights_received_bytes_total", "Bytes that were read for staged versions.", registry=RECEIVING
+)
 RECEIVE_SECONDS = Histogram(
     "rose_weights_receive_seconds",
     "Fetching, decoding and verifying one version.",
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
+    registry=RECEIVING,
 )
-REFUSED = Counter("rose_weights_refused_total", "Versions that were not taken.", ["reason"])
-RETRIES = Counter("rose_weights_retries_total", "Fetches begun anew after a failure of the bus.")
-STAGED_VERSION = Gauge("rose_weights_staged_version", "The newest version that was staged.")
+REFUSED = Counter(
+    "rose_weights_refused_total", "Versions that were not taken, by reason.", ["reason"], registry=RECEIVING
+)
+RETRIES = Counter("rose_weights_retries_total", "Fetches begun anew after a failure of the bus.", registry=RECEIVING)
+STAGED_VERSION = Gauge(
+    "rose_weights_staged_version", "The newest version that was staged; -1 for none.", registry=RECEIVING
+)
+STAGED_VERSION.set(-1)
+for _refusal in Refusal:
+    REFUSED.labels(_refusal.value)
 
 log = structlog.get_logger("weights")
 
@@ -117,6 +131,7 @@ class WeightReceiver:
         `wanted`: the part of each tensor that this receiver's shard needs (`shards.wanted_by`); None is everything.
         `store`: where the trainer puts large anchors. `engine_dtype`: what must hold every value exactly, if given.
         """
+        export(RECEIVING)
         self.refusals: dict[Refusal, int] = dict.fromkeys(Refusal, 0)
         """Versions not taken, by reason."""
         self._settings = settings

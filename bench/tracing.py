@@ -1,0 +1,111 @@
+"""What traces cost a record that is written: `python -m bench.tracing`.
+
+The writer's own processor time of handing a turn's request to the broker's client, in rounds that take turns: as it is
+with no collector named (off), with the look for one left out (blind), and with a collector that is there (on). Off over
+blind is what everybody pays, on over blind what those pay who trace.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+
+from bench.broker import scratch_broker
+from bench.check import Check
+from schemas.arrays import pack_tokens
+from schemas.prompts import Sampling
+from schemas.record import Record
+from schemas.turns import TurnRequest
+from schemas.wire import headers_of
+from tests.otlp import collector
+from topics import metrics, tracing
+from topics.admin import create_topics
+from topics.catalog import REQUESTED, Partitions, Topic
+from topics.writer import Writer
+
+ROUNDS = 41
+RECORDS = 1_000
+"""A round's; as many spans find room on their way to the collector."""
+
+CONTEXT = pack_tokens(range(150))
+SAMPLING = Sampling(temperature=1.0, max_tokens=32)
+
+
+class Blind(Writer):
+    """Looks for no exporter."""
+
+    def write_encoded(
+        self,
+        topic: Topic,
+        record: Record,
+        wire: bytes,
+        *,
+        key: str,
+        partition: int | None = None,
+        trajectory_id: str | None = None,
+        headers: Mapping[str, bytes] | None = None,
+        on_delivery: Callable[[int, int], None] | None = None,
+    ) -> None:
+        name, said = self._settings.topic(topic), [*headers_of(record, trajectory_id), *(headers or {}).items()]
+        self._produce(name, key.encode(), wire, partition, said, on_delivery, metrics.written(topic))
+
+
+def request(number: int) -> TurnRequest:
+    return TurnRequest(
+        trajectory_id=f"group-{number // 16}:{number % 16}",
+        group_id=f"group-{number // 16}",
+        home=0,
+        turn=0,
+        attempt=0,
+        context=CONTEXT,
+        sampling=SAMPLING,
+        requested_at=1.0,
+        patience_seconds=60.0,
+    )
+
+
+def one_round(writer: Writer, requests: list[TurnRequest]) -> float:
+    """Seconds of this thread's processor time a record."""
+    began = time.thread_time()
+    for each in requests:
+        name = each.trajectory_id
+        writer.write(REQUESTED, each, key=name, partition=0, trajectory_id=name)
+    took = time.thread_time() - began
+    writer.flush()
+    return took / len(requests)
+
+
+def main() -> None:
+    requests = [request(number) for number in range(RECORDS)]
+    taken: dict[str, list[float]] = {"blind": [], "off": [], "on": []}
+    with scratch_broker() as broker, collector() as found:
+        settings = broker.settings()
+        create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
+        with closing(Blind(settings, "blind")) as blind, closing(Writer(settings, "writer")) as writer:
+            for number in range(ROUNDS):
+                ways = [("blind", blind), ("off", writer)]
+                for name, way in ways[:: 1 if number % 2 else -1]:  # who comes first finds colder caches
+                    taken[name].append(one_round(way, requests))
+                with tracing.traced(found.endpoint, 1.0, role="bench"):
+                    taken["on"].append(one_round(writer, requests))
+    micros = {name: round(1e6 * statistics.median(rounds[1:]), 2) for name, rounds in taken.items()}
+    spread = [1e6 * each for each in statistics.quantiles(taken["blind"][1:], n=4)]
+    details = {
+        **{f"{name}_microseconds": value for name, value in micros.items()},
+        "blind_quartiles_microseconds": [round(spread[0], 2), round(spread[2], 2)],
+    }
+    print(
+        Check(
+            name="tracing_off_ratio",
+            value=round(micros["off"] / micros["blind"], 3),
+            unit="of a writer that cannot trace",
+            bound=1.02,
+            direction="max",
+            against=f"median processor time of a record, {ROUNDS - 1} interleaved rounds of {RECORDS} each",
+            details=details,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+"""`python -m pipeline.observability` in a checkout: writes docs/metrics.md and deploy/dashboards/ from the code."""
+
+from pathlib import Path
+
+from pipeline.observability.files import files
+
+for name, content in files().items():
+    path = Path(__file__).parents[2] / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)

@@ -1,0 +1,96 @@
+"""Dashboards as Grafana reads them from files.
+
+Keeps true: a query asks for metrics of the table alone, each of the jobs that the reader chose (`$job`).
+"""
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from pipeline.observability.panels import Dashboard, Panel
+
+NAME = re.compile(r"\b(?:rose_|vllm:)[a-z_]+(?![a-z_(])")
+"""A metric in a query."""
+
+WIDTH, HEIGHT, COLUMNS = 12, 8, 2
+"""Of a panel, in Grafana's grid of 24 columns."""
+
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+class UnknownMetric(ValueError):
+    """A query asks for what nothing exports."""
+
+
+def names_in(query: str) -> set[str]:
+    """The metrics that a query asks for."""
+    return set(NAME.findall(query))
+
+
+def of_chosen_jobs(query: str, known: Collection[str]) -> str:
+    """The query, of the jobs that the reader chose. Raises UnknownMetric.
+
+    Example: `rate(rose_x_total{kind="a"}[5m])` -> `rate(rose_x_total{job=~"$job",kind="a"}[5m])`.
+    """
+    if unknown := names_in(query) - set(known):
+        raise UnknownMetric(f"{', '.join(sorted(unknown))} in {query}: no such metric in docs/metrics.md")
+    chosen = NAME.sub(lambda name: f'{name[0]}{{job=~"$job"}}', query)
+    return chosen.replace('"$job"}{', '"$job",')
+
+
+def as_json(dashboard: Dashboard, known: Collection[str]) -> dict[str, Any]:
+    """The dashboard as Grafana's file. Raises UnknownMetric."""
+    return {
+        "uid": f"rose-{dashboard.name}",
+        "title": dashboard.title,
+        "tags": ["rose"],
+        "schemaVersion": 39,
+        "editable": False,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": [_source_choice(), _job_choice()]},
+        "panels": [_panel(number, panel, known) for number, panel in enumerate(dashboard.panels)],
+    }
+
+
+def _panel(number: int, panel: Panel, known: Collection[str]) -> dict[str, Any]:
+    row, column = divmod(number, COLUMNS)
+    needs = f" Shows something where there is {panel.needs}." if panel.needs else ""
+    return {
+        "id": number + 1,
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.sentence + needs,
+        "datasource": SOURCE,
+        "gridPos": {"x": column * WIDTH, "y": row * HEIGHT, "w": WIDTH, "h": HEIGHT},
+        "fieldConfig": {"defaults": {"unit": panel.unit}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "targets": [
+            {
+                "refId": chr(ord("A") + place),
+                "datasource": SOURCE,
+                "expr": of_chosen_jobs(query, known),
+                "legendFormat": legend,
+            }
+            for place, (legend, query) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+def _source_choice() -> dict[str, Any]:
+    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+
+
+def _job_choice() -> dict[str, Any]:
+    return {
+        "name": "job",
+        "label": "job",
+        "type": "query",
+        "datasource": SOURCE,
+        "query": {"query": "label_values(rose_bus_read_records_total, job)", "refId": "jobs"},
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+    }

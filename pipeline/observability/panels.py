@@ -1,0 +1,61 @@
+"""What a dashboard is made of.
+
+Keeps true
+- A fleet is shown as its mean beside its worst member: a mean of a hundred engines hides the one that stands still.
+- A query names metrics of the table alone, and says nothing of which run: that is the reader's choice (`$job`).
+"""
+
+from dataclasses import dataclass, field
+
+RATE = "$__rate_interval"
+"""The window of a rate, as Grafana chooses it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One picture."""
+
+    title: str
+    sentence: str
+    """What it tells, and what is worth a look."""
+    unit: str
+    """As Grafana names it."""
+    queries: dict[str, str]
+    """By legend."""
+    needs: str = ""
+    """What a run must have besides a router, environment workers, executors and a trainer, to show anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """One page."""
+
+    name: str
+    """Of its file, and with `rose-` its id."""
+    title: str
+    panels: list[Panel] = field(default_factory=list)
+
+
+LENDER = "a lending server"
+SCRAPED = f"{LENDER} with users, which is scraped too"
+
+
+def beside(query: str, *, worst: str = "max") -> dict[str, str]:
+    """The mean of a fleet and its worst."""
+    return {"mean": f"avg({query})", "worst": f"{worst}({query})"}
+
+
+def quantiles(histogram: str) -> dict[str, str]:
+    """Median and the slowest in a hundred, of all processes."""
+    buckets = f"sum by (le) (rate({histogram}_bucket[{RATE}]))"
+    return {"p50": f"histogram_quantile(0.5, {buckets})", "p99": f"histogram_quantile(0.99, {buckets})"}
+
+
+def each_mean(histogram: str) -> str:
+    """The mean of what a histogram observed, of each process in which there was anything."""
+    return f"rate({histogram}_sum[{RATE}]) / (rate({histogram}_count[{RATE}]) > 0)"
+
+
+def by(label: str, counter: str) -> dict[str, str]:
+    """How fast a counter grows, by a label."""
+    return {f"{{{{{label}}}}}": f"sum by ({label}) (rate({counter}[{RATE}]))"}

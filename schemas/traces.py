@@ -1,0 +1,71 @@
+"""Where a record stands in the trace of its trajectory.
+
+Keeps true
+- A trace is a trajectory, a span a hop of it: request -> dispatch -> execution -> result, under the trajectory, and at
+  its end the sample and its outcome.
+- Ids follow from what a record names: every process derives the same ones, nothing is passed on, and what is written
+  twice is one span.
+
+Pure.
+"""
+
+import hashlib
+
+from schemas.record import Record
+from schemas.samples import Sample, SampleOutcome
+from schemas.turns import TurnDispatch, TurnRequest, TurnResult
+
+TRAJECTORY = "trajectory"
+"""The span that all others of a trajectory are under."""
+
+SAMPLE = "sample"
+OUTCOME = "outcome"
+
+
+def request_span(turn: int) -> str:
+    return f"request/{turn}"
+
+
+def dispatch_span(turn: int, attempt: int) -> str:
+    return f"dispatch/{turn}/{attempt}"
+
+
+def execution_span(turn: int, attempt: int) -> str:
+    return f"execution/{turn}/{attempt}"
+
+
+def result_span(turn: int, attempt: int) -> str:
+    """Of the environment worker that takes the result in."""
+    return f"result/{turn}/{attempt}"
+
+
+def span_of(record: Record) -> str:
+    """The hop that writes this record; of what is no hop, what it is."""
+    match record:
+        case TurnRequest():
+            return request_span(record.turn)
+        case TurnDispatch():
+            return dispatch_span(record.request.turn, record.request.attempt)
+        case TurnResult():
+            return execution_span(record.turn, record.attempt)
+        case Sample():
+            return SAMPLE
+        case SampleOutcome():
+            return OUTCOME
+        case _:
+            return record.SCHEMA
+
+
+def trace_id(trajectory_id: str) -> str:
+    """As 32 hexadecimal digits."""
+    return hashlib.blake2b(trajectory_id.encode(), digest_size=16).hexdigest()
+
+
+def span_id(trajectory_id: str, span: str) -> str:
+    """As 16 hexadecimal digits."""
+    return hashlib.blake2b(f"{trajectory_id}/{span}".encode(), digest_size=8).hexdigest()
+
+
+def traceparent(trajectory_id: str, span: str) -> str:
+    """The W3C trace context of a hop."""
+    return f"00-{trace_id(trajectory_id)}-{span_id(trajectory_id, span)}-01"

@@ -1,0 +1,186 @@
+"""A real Prometheus scrapes a run with a lending server and its users: every panel's queries return data."""
+
+import json
+import math
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.observability.files import FOLDER
+from pipeline.observability.pages import DASHBOARDS
+from pipeline.observability.panels import RATE
+from pipeline.observability.table import metrics
+from tests.brokers import EMBEDDED
+from tests.integration.rose_command import Rose, small
+from tests.waiting import until
+from topics.broker import free_ports
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus, a package of Debian, is not there"),
+]
+
+ROOT = Path(__file__).parents[2]
+
+WINDOW = "15s"
+"""For the rates of a run that lasts a minute or two."""
+
+START_SECONDS = 600.0
+"""What a server may take to come up on a machine that has much else to do."""
+
+NOTHING_WAITED = {"Slack of serving's steps": "nothing may wait for a step at the moment of any scrape"}
+"""Panels whose values may all be NaN in so short a run, and why."""
+
+OF_A_SERVER = ("vLLM server", "observed server")
+"""What of the table no role of this run exports: vLLM's own, and a server that only is observed (`test_lend.py`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prometheus:
+    """One that scrapes what the file `targets` says."""
+
+    url: str
+    targets: Path
+
+    def scrape(self, roles: dict[str, int]) -> None:
+        """These, each by its port on loopback, under the label `role`."""
+        said = [{"targets": [f"127.0.0.1:{port}"], "labels": {"role": role}} for role, port in roles.items()]
+        new = self.targets.with_suffix(".new")
+        new.write_text(json.dumps(said))
+        new.rename(self.targets)
+
+    def ask(self, path: str, **arguments: str) -> Any:
+        asked = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(arguments)}"
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return json.loads(answer.read())["data"]
+
+    def values(self, query: str, *, since: float) -> list[list[float]]:
+        """Of each series of the query, what it was every second since."""
+        found = self.ask("query_range", query=query, start=str(since), end=str(time.time()), step="1")
+        return [[float(value) for _, value in series["values"]] for series in found["result"]]
+
+
+@contextmanager
+def prometheus(folder: Path) -> Iterator[Prometheus]:
+    [port] = free_ports(1)
+    targets, config = folder / "targets.json", folder / "prometheus.yml"
+    targets.write_text("[]")
+    job = {"job_name": "rose", "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "1s"}]}
+    timing = {"scrape_interval": "1s", "evaluation_interval": "5s"}
+    rules = [str(ROOT / "deploy" / "alerts" / "rose.yaml")]
+    config.write_text(yaml.safe_dump({"global": timing, "rule_files": rules, "scrape_configs": [job]}))
+    command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
+    process = subprocess.Popen(
+        [*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    found = Prometheus(f"http://127.0.0.1:{port}", targets)
+    try:
+        until(lambda: process.poll() is None and ready(found))
+        yield found
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def ready(found: Prometheus) -> bool:
+    try:
+        with urllib.request.urlopen(f"{found.url}/-/ready", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def neighbours() -> int:
+    """The first of two free ports that follow on one another: executors count up from the first one's."""
+    while True:
+        [port] = free_ports(1)
+        with socket.socket() as second, suppress(OSError):
+            second.bind(("127.0.0.1", port + 1))
+            return port
+
+
+def server_port(users_log: Path) -> int | None:
+    """Of the vLLM server, once its users have come."""
+    found = re.search(r"server=http://127\.0\.0\.1:(\d+)", users_log.read_text() if users_log.exists() else "")
+    return int(found[1]) if found else None
+
+
+@pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
+def test_every_panel_shows_a_run_and_every_role_exports_what_the_table_says(rose: Rose, tmp_path: Path) -> None:
+    router, trainer, environment = free_ports(3)
+    executor = neighbours()
+    ports = {"router": router, "trainer": trainer, "environment worker": environment}
+    ports |= {"executor": executor, "lender": executor + 1}
+    said = [f"metrics.router={router}", f"metrics.trainer={trainer}", f"metrics.environment={environment}"]
+    settings = [word for each in [*said, f"metrics.executor={executor}"] for word in ("--set", each)]
+    with prometheus(tmp_path) as found:
+        found.scrape(ports)
+        began = time.time()
+        run = rose.start("demo", *small(run__executors=1, run__lenders=1, tasks__steps=12), *settings)
+        with run:
+            log = rose.folder / "runs" / "demo" / "logs" / "users-1.log"
+            until(lambda: run.poll() is not None or server_port(log) is not None, seconds=START_SECONDS)
+            server = server_port(log)
+            assert server is not None, run.communicate()[0]
+            found.scrape({**ports, "vLLM server": server})
+            told = run.communicate(timeout=900)[0]
+        assert run.returncode == 0, told
+        check_panels(found, began)
+        check_roles(found, began)
+        check_rules(found)
+
+
+def check_panels(found: Prometheus, began: float) -> None:
+    empty = []
+    for dashboard in DASHBOARDS:
+        drawn = json.loads((ROOT / FOLDER / f"{dashboard.name}.json").read_text())
+        for panel in drawn["panels"]:
+            for target in panel["targets"]:
+                query = target["expr"].replace("$job", ".*").replace(RATE, WINDOW)
+                series = found.values(query, since=began)
+                finite = any(math.isfinite(value) for values in series for value in values)
+                if not series or not (finite or panel["title"] in NOTHING_WAITED):
+                    empty.append(f"{dashboard.name}: {panel['title']}: {query}")
+    assert empty == []
+
+
+def check_roles(found: Prometheus, began: float) -> None:
+    """What was scraped of each role is the table's: names, labels, and whose they are."""
+    series = found.ask("series", **{"match[]": '{__name__=~"rose_.+"}', "start": str(began)})
+    of_scrapes = {"__name__", "job", "instance", "role", "le"}
+    exported: dict[str, set[str]] = {}
+    rows = {name: row for row in metrics() for name in row.series}
+    for each in series:
+        row = rows.get(each["__name__"])
+        if row is None:
+            assert each["__name__"].endswith("_created"), each
+            continue
+        assert set(each) - of_scrapes == set(row.labels), each
+        exported.setdefault(row.name, set()).add(each["role"])
+    for row in metrics():
+        roles = {role for role in row.role.split(", ") if role not in OF_A_SERVER}
+        everyone = {"router", "trainer", "environment worker", "executor", "lender"}
+        if row.name.startswith("rose_bus_"):
+            assert exported[row.name] <= everyone and exported[row.name], row
+        else:
+            assert exported.get(row.name, set()) == roles, row
+
+
+def check_rules(found: Prometheus) -> None:
+    """Each was evaluated, without an error."""
+    (group,) = found.ask("rules")["groups"]
+    assert [rule["lastError"] for rule in group["rules"] if rule["health"] != "ok"] == []

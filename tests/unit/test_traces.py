@@ -1,0 +1,126 @@
+"""A trajectory is one trace, and what its records say are its spans."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from pipeline.command.config import load
+from pipeline.command.options import Common
+from schemas.errors import UsageError
+from schemas.record import Record
+from schemas.samples import Sample, SampleOutcome
+from schemas.traces import TRAJECTORY, span_id, span_of, trace_id, traceparent
+from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
+from schemas.wire import TRACE_HEADER, headers_of
+from tests.golden.examples import EXAMPLES
+from tests.otlp import collector
+from topics import tracing
+from topics.hops import Kind, applied, written
+
+ROOT = Path(__file__).parents[2]
+TOPIC = "rose.turns.completed.v1"
+
+R = TypeVar("R", bound=Record)
+
+
+def example(kind: type[R], **changes: object) -> R:
+    (found,) = [each for each in EXAMPLES if type(each) is kind]
+    return msgspec.structs.replace(found, **changes)
+
+
+def test_every_process_derives_the_same_trace_and_another_span_of_each_hop() -> None:
+    request = example(TurnRequest)
+    name = request.trajectory_id
+    dispatch = example(TurnDispatch, request=request)
+    again = msgspec.structs.replace(dispatch, request=msgspec.structs.replace(request, attempt=request.attempt + 1))
+    parents = [traceparent(name, span_of(each)) for each in (request, dispatch, again)]
+    assert len({parent.split("-")[1] for parent in parents}) == 1
+    assert len({parent.split("-")[2] for parent in parents}) == 3
+    assert parents[0].split("-")[1] != traceparent("another", span_of(request)).split("-")[1]
+    assert (TRACE_HEADER, parents[0].encode()) in headers_of(request, name)
+
+
+def test_hops_lie_under_one_another_and_say_what_they_cost() -> None:
+    times = TurnTimes(received_at=10.0, first_token_at=10.5, finished_at=12.0)
+    request = example(TurnRequest, requested_at=1.0)
+    dispatch = example(TurnDispatch, request=request, queued_at=2.0, dispatched_at=3.0)
+    key = {"trajectory_id": request.trajectory_id, "turn": request.turn, "attempt": request.attempt}
+    result = example(TurnResult, **key, times=times, worker="executor-0", outcome=TurnOutcome.COMPLETED)
+    (asked,) = written(request, TOPIC, 1.5)
+    (sent,) = written(dispatch, TOPIC, 9.0)
+    (ran,) = written(result, TOPIC, 13.0)
+    taken = applied(result, TOPIC, began=14.0, now=15.0)
+    assert [hop.under for hop in (asked, sent, ran, taken)] == [TRAJECTORY, asked.span, sent.span, ran.span]
+    assert [(hop.begins, hop.ends) for hop in (asked, sent, ran, taken)] == [(1, 1.5), (2, 3), (10, 12), (14, 15)]
+    assert [hop.kind for hop in (asked, sent, ran, taken)] == [
+        Kind.PRODUCER,
+        Kind.PRODUCER,
+        Kind.INTERNAL,
+        Kind.CONSUMER,
+    ]
+    assert ran.attributes["gen_ai.usage.output_tokens"] == len(result.tokens) // 4
+    assert ran.attributes["gen_ai.response.time_to_first_chunk"] == 0.5
+    assert (asked.name, taken.name) == (f"send {TOPIC}", f"process {TOPIC}")
+
+
+def test_a_turn_that_the_router_gave_up_failed_under_its_request() -> None:
+    result = example(TurnResult, worker=None, outcome=TurnOutcome.FAILED, reason="patience ran out")
+    (hop,) = written(result, TOPIC, 5.0)
+    assert hop.under == f"request/{result.turn}"
+    assert hop.failure == "patience ran out"
+
+
+def test_the_end_of_a_trajectory_is_its_own_span_and_the_samples() -> None:
+    sample = example(Sample)
+    whole, sent = written(sample, TOPIC, sample.completed_at + 1)
+    assert (whole.span, whole.under, sent.under) == (TRAJECTORY, "", TRAJECTORY)
+    assert whole.begins <= sent.begins <= whole.ends
+    outcome = example(SampleOutcome)
+    (settled,) = written(outcome, TOPIC, 5.0)
+    assert settled.attributes["rose.outcome"] == outcome.outcome.value
+
+
+def test_a_collector_gets_the_spans_under_the_ids_that_the_headers_say() -> None:
+    request, sample = example(TurnRequest), example(Sample, failure="the environment ended", reward=None)
+    with collector() as found:
+        with tracing.traced(found.endpoint, 1.0, role="environment-0"):
+            assert tracing.exporter is not None
+            tracing.exporter.wrote(request, TOPIC)
+            tracing.exporter.wrote(sample, TOPIC)
+        assert tracing.exporter is None
+    asked = next(span for span in found.spans if span.trace == trace_id(request.trajectory_id))
+    header = dict(headers_of(request, request.trajectory_id))[TRACE_HEADER].decode()
+    assert header == f"00-{asked.trace}-{asked.span}-01"
+    assert asked.under == span_id(request.trajectory_id, TRAJECTORY)
+    assert (asked.kind, asked.service) == ("SPAN_KIND_PRODUCER", "rose-environment")
+    assert asked.attributes["messaging.message.conversation_id"] == request.trajectory_id
+    (whole,) = [span for span in found.spans if not span.under]
+    assert whole.failed and whole.name == f"invoke_agent {sample.environment}"
+
+
+def test_of_a_share_of_the_trajectories_every_hop_is_told() -> None:
+    names = [f"group:{index}" for index in range(200)]
+    with collector() as found, tracing.traced(found.endpoint, 0.5, role="router-0"):
+        assert tracing.exporter is not None
+        for name in names:
+            request = example(TurnRequest, trajectory_id=name)
+            tracing.exporter.wrote(request, TOPIC)
+            tracing.exporter.wrote(example(TurnDispatch, request=request), TOPIC)
+    assert {len(spans) for spans in found.traces.values()} == {2}
+    assert 60 < len(found.traces) < 140
+
+
+def test_what_exports_no_traces_imports_nothing_for_them() -> None:
+    found = "import sys, pipeline.command.roles, topics.writer; print('opentelemetry' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", found], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("said", ["tracing.endpoint=collector:4318", "tracing.ratio=1.5"])
+def test_a_setting_that_is_none_is_refused(said: str) -> None:
+    with pytest.raises(UsageError, match=said.partition("=")[0]):
+        load(Common(settings=[said]))
