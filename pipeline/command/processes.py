@@ -39,13 +39,8 @@ def stop_on_signals() -> Event:
 
 
 def serve_metrics(host: str, port: int) -> None:
-    """Serve this process's Prometheus metrics; port 0 is off. Raises UsageError when the port cannot be had."""
+    """Serve this process's metrics and how it is; port 0 is off. Raises UsageError when the port cannot be had."""
     if port:
-        from prometheus_client import start_http_server
+        from pipeline.command.health import serve
 
-        from schemas.errors import UsageError
-
-        try:
-            start_http_server(port, addr=host)
-        except OSError as error:
-            raise UsageError(f"metrics cannot be served on {host}:{port} ({error.strerror}): choose another") from None
+        serve(host, port)

@@ -47,7 +47,7 @@ def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, obse
         lender=settings.lender,
         weights=config.weights,
         stop_file=(settings.lender.stop_file or config.run_folder / f"executor-{slot}.stop").absolute(),
-        serve_metrics=lambda: serve_metrics(metrics.host, metrics.executor + slot if metrics.executor else 0),
+        serve_metrics=lambda: serve_metrics(metrics.host, metrics.port_of(metrics.executor, slot)),
     )
     lend(plan, serving, flags)
 
@@ -91,5 +91,6 @@ def _begin(config: Config, metrics_port: int, number: int = 0) -> tuple[BusSetti
     settings = config.bus()
     stop = stop_on_signals()
     reach(settings)
-    serve_metrics(config.settings.metrics.host, metrics_port + number if metrics_port else 0)
+    metrics = config.settings.metrics
+    serve_metrics(metrics.host, metrics.port_of(metrics_port, number))
     return settings, stop

@@ -201,9 +201,11 @@ def test_a_role_serves_its_metrics_and_ends_well_when_asked(broker: AnyBroker, n
             assert line, "the router ended before it had started"
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
             text = answer.read().decode()
+        well = rose("health", f"127.0.0.1:{port}")
         second = rose("router", *common, "--set", f"metrics.router={port}")
         router.terminate()
         told = router.stderr.read()
     assert "rose_router_" in text
+    assert (well.returncode, well.stdout) == (0, "serves\n"), well.stderr
     refused(second, f"metrics cannot be served on 127.0.0.1:{port}", status=2)
     assert router.returncode == 0, told
