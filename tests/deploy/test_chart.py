@@ -129,6 +129,56 @@ def test_strimzi_has_every_topic_of_the_catalog_under_its_name() -> None:
     assert partitions["Team_A.rose.samples.outcomes.v1"] == 1
 
 
+def merged(into: Any, patch: Any) -> Any:
+    """As Kubernetes merges a patch: objects field by field, null takes a field away, lists by name."""
+    if isinstance(into, dict) and isinstance(patch, dict):
+        both = {name: merged(into.get(name), patch.get(name)) for name in {**into, **patch}}
+        return {name: value for name, value in both.items() if not (name in patch and patch[name] is None)}
+    if isinstance(into, list) and isinstance(patch, list):
+        names = {each["name"]: each for each in patch}
+        kept = [merged(each, names.pop(each["name"], None)) for each in into]
+        return kept + list(names.values())
+    return into if patch is None else patch
+
+
+VLLM = """
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: vllm}
+spec:
+  replicas: 1
+  strategy: {type: RollingUpdate, rollingUpdate: {maxSurge: 1}}
+  selector: {matchLabels: {app: vllm}}
+  template:
+    metadata: {labels: {app: vllm}}
+    spec:
+      containers:
+        - name: vllm
+          image: vllm/vllm-openai:v0.32.0
+          args: [--port, "8000", --max-num-seqs, "256"]
+          env: [{name: HF_HUB_OFFLINE, value: "1"}]
+          volumeMounts: [{name: models, mountPath: /models}]
+      volumes: [{name: models, persistentVolumeClaim: {claimName: models}}]
+"""
+
+
+def test_the_patch_makes_a_lender_of_a_vllm_deployment_and_leaves_its_flags_as_they_are(tmp_path: Path) -> None:
+    (server,) = resources(VLLM)
+    (patch,) = resources((CHART.parent / "lender-patch.yaml").read_text())
+    lender = merged(server, patch)
+    for kubernetes in (OLDEST, NEWEST):
+        kubernetes_validate.validate(lender, kubernetes, strict=True)
+    pod = lender["spec"]["template"]["spec"]
+    (one,) = pod["containers"]
+    assert one["image"] == "vllm/vllm-openai:v0.32.0"
+    assert {each["name"] for each in pod["volumes"]} >= {each["name"] for each in one["volumeMounts"]}
+    line = one["command"][3:] + one["args"]
+    command, given = parsed(line)
+    assert command == "lend" and given["flags"] == ["--port", "8000", "--max-num-seqs", "256"]
+    config = configured(line, {each["name"]: each["value"] for each in one["env"]}, "", tmp_path)
+    assert given["slot"] == 8 < config.partitions.slots
+
+
 def changed(values: Values, path: str, value: Any) -> Values:
     values = copy.deepcopy(values)
     *folders, last = path.split(".")
