@@ -11,10 +11,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pipeline.command.health import Unwell, tell_health
+from pipeline.command.options import Common
 from schemas.homes import home_of
 from schemas.prompts import Prompt
 from schemas.samples import Outcome, SampleOutcome
 from tests.brokers import AnyBroker, flags
+from tests.waiting import until
+from topics.admin import create_topics
+from topics.broker import free_ports
 from topics.catalog import CATALOG, OUTCOMES, PROMPTS, Partitions
 from topics.log import read_topics
 from topics.writer import Writer
@@ -185,6 +190,31 @@ def test_config_prints_every_value_with_its_sentence_and_origin(tmp_path: Path) 
         "(default)\nenvironment_workers = 1\n",
     ):
         assert words in done.stdout
+
+
+@pytest.mark.slow
+def test_an_environment_worker_is_well_once_it_has_homes(
+    broker: AnyBroker, namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    create_topics(broker.settings(namespace), Partitions())
+    (port,) = free_ports(1)
+    common = [*on(broker, namespace), "--set", f"metrics.port={port}"]
+    command = [sys.executable, "-m", "pipeline.command.main", "environment", *common]
+
+    def has_homes() -> bool:
+        try:
+            tell_health(Common(), f"127.0.0.1:{port}", live=False)
+        except Unwell:
+            return False
+        return "owns homes [0, 1, 2, 3, 4, 5, 6, 7]" in capsys.readouterr().out
+
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as worker:
+        try:
+            until(has_homes)
+        finally:
+            worker.terminate()
+            told = worker.communicate()[1]
+    assert worker.returncode == 0, told
 
 
 @pytest.mark.slow
