@@ -73,7 +73,7 @@ def serve(host: str, port: int, health: Health = HEALTH) -> int:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         of_family = type("_Server", (_Server,), {"address_family": family})
-        server = make_server(host, port, answers(health), server_class=of_family, handler_class=_Handler)
+        server: WSGIServer = make_server(host, port, answers(health), server_class=of_family, handler_class=_Handler)
     except OSError as error:
         raise UsageError(f"metrics cannot be served on {host}:{port} ({error.strerror}): choose another") from None
     Thread(target=server.serve_forever, name="http", daemon=True).start()

@@ -89,10 +89,8 @@ class Builder:
 
     def build(self, containerfile: Path, context: Path, tag: str, **arguments: str) -> None:
         given = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
-        self.buildah(
-            *("bud", "--isolation", "chroot", "--format", "docker", "--pull=never", "--layers=false"),
-            *(*self.registry(), *given, "--file", containerfile, "--tag", tag, context),
-        )
+        how = ("--isolation", "chroot", "--format", "docker", "--pull=never", "--layers=false")
+        self.buildah("bud", *how, *self.registry(), *given, "--file", containerfile, "--tag", tag, context)
 
     def family(self, family: str, context: Path, **arguments: str) -> str:
         """Build the image of a family; returns its name."""
@@ -136,10 +134,12 @@ class Container:
         return done.stdout
 
     def megabytes(self, *folders: str) -> float:
-        """On disk, of the whole or of some of its folders."""
+        """Of the files in it, or in some of its folders: what an image is said to take, unpacked."""
         found = [str(self.root / each.lstrip("/")) for each in folders or ("",)]
-        told = subprocess.run(["du", "-xsm", "-c", *found], capture_output=True, text=True, check=True).stdout
-        return float(told.splitlines()[-1].split()[0])
+        told = subprocess.run(
+            ["du", "-xsc", "--apparent-size", "-B1", *found], capture_output=True, text=True, check=True
+        ).stdout
+        return int(told.splitlines()[-1].split()[0]) / 1e6
 
     def written(self) -> list[Path]:
         """What its user has left behind outside of /tmp and of where runs are kept."""
