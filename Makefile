@@ -14,7 +14,12 @@ STORM := tests/chaos/test_storm.py
 # Tests mostly wait for brokers and processes: six files at once, the long ones (chaos) first. PYTEST='-m "not slow"'.
 PARALLEL := -n 6 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-long lint requirements
+# What builds images, with its flags, and the registry that they are for; deploy/images says what arguments they take.
+BUILD ?= docker build
+REPOSITORY ?= rose
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
+.PHONY: help setup demo test test-long lint requirements wheel images
 .DEFAULT_GOAL := help
 
 help: ## what there is to do
@@ -43,6 +48,17 @@ lint: $(READY) ## check style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+wheel: ## build the wheel into dist/, alone there
+	test -x $(VENV)/bin/uv || { $(PYTHON) -m venv $(VENV) && $(VENV)/bin/python -m pip install --quiet 'uv>=0.13,<1'; }
+	rm -rf dist
+	$(UV) build --quiet --wheel --out-dir dist .
+
+images: wheel ## build the images light, engine and trainer; BUILD='buildah bud' with another builder
+	for family in light engine trainer; do \
+		$(BUILD) --file deploy/images/$$family.Containerfile --tag $(REPOSITORY)-$$family:$(VERSION) \
+			--build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD) . || exit 1; \
+	done
 
 requirements: ## compile requirements.txt from pyproject.toml again
 	test -x $(VENV)/bin/uv || { $(PYTHON) -m venv $(VENV) && $(VENV)/bin/python -m pip install --quiet 'uv>=0.13,<1'; }

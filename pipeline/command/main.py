@@ -236,6 +236,21 @@ def status(
 
 @app.command(rich_help_panel=LOOKING)
 @with_common
+def health(
+    common: Common,
+    address: Annotated[
+        str | None, typer.Argument(metavar="HOST:PORT", help="Its metrics; left out, metrics.port of this machine.")
+    ] = None,
+    live: Annotated[bool, typer.Option("--live", help="Whether its loop turns over at all.")] = False,
+) -> None:
+    """Whether one process does what it is there for, in a sentence. Exit status 1 if it does not."""
+    from pipeline.command.health import tell_health
+
+    tell_health(common, address, live=live)
+
+
+@app.command(rich_help_panel=LOOKING)
+@with_common
 def why(
     common: Common,
     name: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX, or a GROUP_ID.")],

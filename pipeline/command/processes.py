@@ -25,13 +25,6 @@ def configure_logging() -> None:
     )
 
 
-WAITING_REQUESTS = 128
-"""At where metrics are served; one more has to knock again."""
-
-REQUEST_SECONDS = 10
-"""How long a request for metrics may take to be said."""
-
-
 def stop_on_signals() -> Event:
     """An event that SIGTERM or the first Ctrl-C sets; a second Ctrl-C ends the process at once."""
     stop = Event()
@@ -46,20 +39,8 @@ def stop_on_signals() -> Event:
 
 
 def serve_metrics(host: str, port: int) -> None:
-    """Serve this process's Prometheus metrics; port 0 is off. Raises UsageError when the port cannot be had."""
+    """Serve this process's metrics and how it is; port 0 is off. Raises UsageError when the port cannot be had."""
     if port:
-        from prometheus_client import start_http_server
+        from pipeline.command.health import serve
 
-        from schemas.errors import UsageError
-
-        try:
-            server, _ = start_http_server(port, addr=host)
-        except OSError as error:
-            raise UsageError(f"metrics cannot be served on {host}:{port} ({error.strerror}): choose another") from None
-        server.socket.listen(WAITING_REQUESTS)
-        server.handle_error = _hung_up  # type: ignore[method-assign]
-        server.RequestHandlerClass.timeout = REQUEST_SECONDS  # type: ignore[attr-defined]
-
-
-def _hung_up(request: object, client_address: object) -> None:
-    """Whoever asked has hung up, or never asked: nothing to tell the log of."""
+        serve(host, port)

@@ -101,7 +101,7 @@ def _begun(config: Config, metrics_port: int, number: int = 0, *, name: str) -> 
 @contextmanager
 def _exporting(config: Config, metrics_port: int, number: int, *, name: str) -> Iterator[None]:
     """Metrics and traces, for as long as this runs. Raises UsageError for what cannot be exported."""
-    tracing = config.settings.tracing
-    serve_metrics(config.settings.metrics.host, metrics_port + number if metrics_port else 0)
+    tracing, metrics = config.settings.tracing, config.settings.metrics
+    serve_metrics(metrics.host, metrics.port_of(metrics_port, number))
     with traced(tracing.endpoint, tracing.ratio, role=name):
         yield

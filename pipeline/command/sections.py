@@ -85,10 +85,12 @@ class ServingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSection:
-    """Prometheus metrics, one port a process; 0 is off."""
+    """Prometheus metrics and how a process is (`/healthz`, `/readyz`), one port a process; 0 is off."""
 
     host: str = "127.0.0.1"
     """Address that the metrics are served on; loopback unless said otherwise."""
+    port: int = 0
+    """Port of a role that has its network to itself, as in a container, whichever it is; 0: that of its kind, below."""
     router: int = 0
     """Port of the router's metrics."""
     trainer: int = 0
@@ -97,6 +99,10 @@ class MetricsSection:
     """Port of the first environment worker's metrics; worker n has this plus n."""
     executor: int = 0
     """Port of the first executor's metrics; executor n has this plus n."""
+
+    def port_of(self, first: int, number: int) -> int:
+        """Of the process with this number, of a kind whose first has the port `first`."""
+        return self.port or (first + number if first else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

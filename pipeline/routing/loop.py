@@ -17,6 +17,7 @@ from pipeline.routing.config import RouterConfig
 from pipeline.routing.reign import Reign
 from pipeline.routing.seat import Seat, SeatLost
 from topics.errors import BusError, TopicMissing
+from topics.health import HEALTH
 from topics.settings import BusSettings
 
 WAIT_SECONDS = 0.2
@@ -51,11 +52,14 @@ class RouterLoop:
                 try:
                     if self._seat.wait(WAIT_SECONDS):
                         self._serve(stop)
+                    else:
+                        HEALTH.says("waits for the seat, to serve when no other router does")
                 except SeatLost as loss:
                     self._log.warning("seat lost", reason=str(loss))
                 except (BusError, TopicMissing) as error:
                     self._bear(error)
                     self._log.warning("beginning anew after trouble with the broker", error=str(error))
+                    HEALTH.says(f"begins anew after trouble with the broker: {error}", ready=False)
                     stop.wait(RETRY_SECONDS)
                     self._seat.leave()
         finally:
@@ -71,6 +75,7 @@ class RouterLoop:
 
     def _serve(self, stop: Event) -> None:
         began = time.monotonic()
+        HEALTH.says("takes the seat, and reads back the turns that are under way", ready=False)
         with closing(Reign(self._settings, self._config, self._seat, self._name)) as reign:
             reign.begin()
             self.reign = reign
@@ -79,6 +84,7 @@ class RouterLoop:
                 while not stop.is_set():
                     reign.turn_over()
                     self._well_at = time.monotonic()
+                    HEALTH.says("serves")
                 reign.finish()
             finally:
                 self.reign = None

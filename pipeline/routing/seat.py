@@ -16,6 +16,7 @@ from typing import Any
 
 from schemas.errors import RoseError
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, ROUTER_GROUP
+from topics.health import HEALTH
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
@@ -54,6 +55,7 @@ class Seat:
 
     def hold(self) -> None:
         """Look whether this router still has the seat: call it before each decision. Raises SeatLost."""
+        HEALTH.turned_over()
         absent = time.monotonic() - self._looked_at
         if absent > LET_GO_SECONDS:
             if not self._settings.embedded:

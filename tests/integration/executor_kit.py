@@ -133,7 +133,14 @@ class Router:
 
 
 def start_executor(
-    nursery: Nursery, settings: BusSettings, folder: Path, *, slot: int, most_tokens: int, kv_cache_bytes: int
+    nursery: Nursery,
+    settings: BusSettings,
+    folder: Path,
+    *,
+    slot: int,
+    most_tokens: int,
+    kv_cache_bytes: int,
+    metrics_port: int = 0,
 ) -> Forked:
     """`rose executor`, with a policy of its own, and its log, in the folder; `most_tokens` of one turn."""
     wanted = {
@@ -142,6 +149,7 @@ def start_executor(
         "executor.max_model_len": most_tokens,
         "environment.max_context_tokens": most_tokens,
         "executor.kv_cache_bytes": kv_cache_bytes,
+        "metrics.port": metrics_port,
     }
     said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
     arguments = ("executor", f"--slot={slot}", *flags(settings), *said)

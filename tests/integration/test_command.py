@@ -11,10 +11,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pipeline.command.health import Unwell, tell_health
+from pipeline.command.options import Common
 from schemas.homes import home_of
 from schemas.prompts import Prompt
 from schemas.samples import Outcome, SampleOutcome
 from tests.brokers import AnyBroker, flags
+from tests.waiting import until
+from topics.admin import create_topics
+from topics.broker import free_ports
 from topics.catalog import CATALOG, OUTCOMES, PROMPTS, Partitions
 from topics.log import read_topics
 from topics.writer import Writer
@@ -188,6 +193,31 @@ def test_config_prints_every_value_with_its_sentence_and_origin(tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_an_environment_worker_is_well_once_it_has_homes(
+    broker: AnyBroker, namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    create_topics(broker.settings(namespace), Partitions())
+    (port,) = free_ports(1)
+    common = [*on(broker, namespace), "--set", f"metrics.port={port}"]
+    command = [sys.executable, "-m", "pipeline.command.main", "environment", *common]
+
+    def has_homes() -> bool:
+        try:
+            tell_health(Common(), f"127.0.0.1:{port}", live=False)
+        except Unwell:
+            return False
+        return "owns homes [0, 1, 2, 3, 4, 5, 6, 7]" in capsys.readouterr().out
+
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as worker:
+        try:
+            until(has_homes)
+        finally:
+            worker.terminate()
+            told = worker.communicate()[1]
+    assert worker.returncode == 0, told
+
+
+@pytest.mark.slow
 def test_a_role_serves_its_metrics_and_ends_well_when_asked(broker: AnyBroker, namespace: str) -> None:
     common = on(broker, namespace)
     rose("topics", "create", *common)
@@ -201,9 +231,11 @@ def test_a_role_serves_its_metrics_and_ends_well_when_asked(broker: AnyBroker, n
             assert line, "the router ended before it had started"
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
             text = answer.read().decode()
+        well = rose("health", f"127.0.0.1:{port}")
         second = rose("router", *common, "--set", f"metrics.router={port}")
         router.terminate()
         told = router.stderr.read()
     assert "rose_router_" in text
+    assert (well.returncode, well.stdout) == (0, "serves\n"), well.stderr
     refused(second, f"metrics cannot be served on 127.0.0.1:{port}", status=2)
     assert router.returncode == 0, told

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.command.health import Unwell, tell_health
 from pipeline.command.nursery import Forked, Nursery
+from pipeline.command.options import Common
 from schemas.arrays import unpack_logprobs, unpack_tokens
 from schemas.slack import ExecutorState
 from schemas.turns import (
@@ -25,8 +27,9 @@ from schemas.turns import (
 from tests.brokers import EMBEDDED, AnyBroker
 from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router, engine_of, start_executor
 from tests.integration.policies import logprobs_of, new_policy
+from tests.waiting import until
 from topics.admin import create_topics
-from topics.broker import Broker
+from topics.broker import Broker, free_ports
 from topics.catalog import DISPATCHED, Partitions
 from topics.letters import read_letters
 from topics.log import read_topics
@@ -40,8 +43,10 @@ AWAY_SECONDS = 15.0
 """Longer than the client's tries to reach a broker again are apart."""
 
 
-def start(nursery: Nursery, settings: BusSettings, folder: Path) -> Forked:
-    return start_executor(nursery, settings, folder, slot=SLOT, most_tokens=256, kv_cache_bytes=16 << 20)
+def start(nursery: Nursery, settings: BusSettings, folder: Path, *, metrics_port: int = 0) -> Forked:
+    return start_executor(
+        nursery, settings, folder, slot=SLOT, most_tokens=256, kv_cache_bytes=16 << 20, metrics_port=metrics_port
+    )
 
 
 @pytest.fixture
@@ -52,8 +57,13 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 
 @pytest.fixture
-def executor(settings: BusSettings, nursery: Nursery, tmp_path: Path) -> Iterator[Forked]:
-    executor = start(nursery, settings, tmp_path)
+def metrics_port() -> int:
+    return free_ports(1)[0]
+
+
+@pytest.fixture
+def executor(settings: BusSettings, nursery: Nursery, tmp_path: Path, metrics_port: int) -> Iterator[Forked]:
+    executor = start(nursery, settings, tmp_path, metrics_port=metrics_port)
     yield executor
     executor.send_signal(signal.SIGTERM)
     executor.wait()
@@ -75,12 +85,24 @@ def prove(result: TurnResult, model: Any, context: list[int], version: int) -> N
     assert np.abs(unpack_logprobs(result.logprobs) - expected).max() < 1e-4
 
 
-def test_an_executor_from_start_to_its_second_version(router: Router) -> None:
+def test_an_executor_from_start_to_its_second_version(
+    router: Router, metrics_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def health() -> str:
+        try:
+            tell_health(Common(), f"127.0.0.1:{metrics_port}", live=False)
+        except Unwell as unwell:
+            return f"unwell: {unwell}"
+        return capsys.readouterr().out.strip()
+
     models = [new_policy(seed, tied=True) for seed in (0, 1, 2)]
     context = [3, 4, 5, 6] * 20
 
     router.until(lambda: bool(router.beats))
     assert (router.beats[-1].state, router.beats[-1].policy_version) == (ExecutorState.STARTING, -1)
+    until(lambda: health() == "unwell: waits for a first policy version")
+    tell_health(Common(), f"127.0.0.1:{metrics_port}", live=True)
+    capsys.readouterr()
     router.dispatch("too-early", context)
     refused = router.result("too-early")
     assert (refused.outcome, refused.refusal) == (TurnOutcome.REFUSED, Refusal.VERSION)
@@ -97,6 +119,7 @@ def test_an_executor_from_start_to_its_second_version(router: Router) -> None:
     router.publish(models[2], 3)
     router.until(lambda: router.serves(3))
     assert not any(beat.policy_version == 2 for beat in router.beats)
+    until(lambda: health() == "serves version 3")
     router.dispatch("third", context)
     third = router.result("third")
     prove(third, models[2], context, 3)

@@ -19,6 +19,7 @@ from schemas.samples import SampleOutcome
 from schemas.turns import TurnResult
 from topics import tracing
 from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS
+from topics.health import HEALTH
 from topics.metrics import export
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
@@ -107,10 +108,12 @@ class EnvironmentWorker:
                     self._cycle()
                     if self._homes:
                         self._troubles.well()
+                    HEALTH.says(f"owns homes {self._member.homes}" if self._homes else "waits for homes")
                 except TROUBLES as trouble:
                     self._member.moved = True
                     wait = self._troubles.met(trouble, time.monotonic(), self._outbox.began_at)
                     log.warning("trouble", worker=self._name, reason=str(trouble), seconds_to_recovery=wait)
+                    HEALTH.says(f"begins anew after trouble with the broker: {trouble}", ready=False)
                     stop.wait(wait)
         finally:
             self._member.close()
@@ -135,6 +138,7 @@ class EnvironmentWorker:
     def _recover(self) -> None:
         """Forget everything and build the homes from the log."""
         self._member.moved = False
+        HEALTH.says("builds its homes from the log", ready=False)
         self._life += 1
         self._stage.new_life(self._life)
         self._homes, self._jobs, self._ready = {}, [], []
@@ -200,6 +204,7 @@ class EnvironmentWorker:
 
     def _meanwhile(self) -> None:
         """Stay a member; a change of homes, or a stop, abandons what is under way."""
+        HEALTH.turned_over()
         self._member.read(1, 0.0)
         if self._member.moved or self._stop.is_set():
             raise Abandoned

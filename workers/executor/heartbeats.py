@@ -13,6 +13,22 @@ from workers.executor.words import Tick
 TTL_SECONDS = 2.0
 """How long a heartbeat is good for: after that, silence means no slack."""
 
+BEHIND_VERSIONS = 1
+"""An executor that is so many versions behind the log is well: the newest is still on its way."""
+
+
+def in_short(version: int, newest: int, refused: str, *, paused: str) -> tuple[str, bool]:
+    """In a sentence, and whether it takes turns of the present policy. `newest`: on the log; -1 for none."""
+    if paused:
+        return f"takes no turns: {paused}", False
+    if refused:
+        return f"serves version {version}, and refuses version {newest}: {refused}", False
+    if version < 0:
+        return "waits for a first policy version", False
+    if newest - version > BEHIND_VERSIONS:
+        return f"serves version {version}, the newest on the log is {newest}", False
+    return f"serves version {version}", True
+
 
 class Heartbeats:
     """Of one start of an executor."""

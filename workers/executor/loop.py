@@ -30,6 +30,7 @@ from schemas.arrays import count
 from schemas.slack import HELD, ExecutorState, WorkerClass
 from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
+from topics.health import HEALTH
 from topics.metrics import export
 from topics.reader import Reader
 from topics.records import Envelope, Spoiled
@@ -39,7 +40,7 @@ from workers.executor import metrics
 from workers.executor.answers import Start, ended, refused
 from workers.executor.config import ExecutorConfig
 from workers.executor.gate import Gate, Granted
-from workers.executor.heartbeats import Heartbeats
+from workers.executor.heartbeats import Heartbeats, in_short
 from workers.executor.inbox import Inbox, Verdict
 from workers.executor.link import EngineLink
 from workers.executor.parts import context_of, flaw_of, sampling_of
@@ -229,6 +230,10 @@ class Executor:
             self._take_report(report)
         if self._tick is not before:
             self._beat(self._state)
+            said, ready = in_short(
+                self._version, self._receiver.newest, self._beats.refused[1], paused=self._gate.reason
+            )
+            HEALTH.says(said, ready=ready)
 
     @property
     def _state(self) -> ExecutorState:

@@ -25,6 +25,7 @@ import structlog
 from schemas.errors import RoseError, UsageError
 from schemas.slack import WorkerClass
 from topics.admin import reach
+from topics.health import HEALTH
 from topics.processes import end_with, show_as
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
@@ -152,6 +153,7 @@ def _stay_beside(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path) 
                     raise
                 except RoseError as error:
                     log.warning("begins anew", reason=str(error))
+                    HEALTH.says(f"begins anew: {error}", ready=False)
                     stop.wait(AGAIN_SECONDS)
                 except Exception:  # nobody else would tell, or begin anew
                     log.exception("begins anew")
@@ -197,5 +199,6 @@ def _knock(path: Path, stop: Event) -> End | None:
         try:
             return knock(path)
         except OSError:
+            HEALTH.says("waits for its server", ready=False)
             stop.wait(KNOCK_SECONDS)
     return None

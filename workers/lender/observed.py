@@ -15,6 +15,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from topics.health import HEALTH
 from workers.executor.link import EngineLink
 from workers.executor.metrics import SERVING_REQUESTS
 from workers.executor.words import Seen
@@ -81,6 +82,7 @@ def observe(link: EngineLink, stop: Event) -> None:
         for report in link.reports():
             if isinstance(report, Seen):
                 OBSERVED.seen, most = report, max(most, report.kv_bytes_most)
+                HEALTH.says("observes its server, and lends nothing")
                 SERVING_REQUESTS.labels("running").set(report.running)
                 SERVING_REQUESTS.labels("waiting").set(report.waiting)
         if OBSERVED.seen is not None and time.monotonic() >= logs_at:

@@ -42,6 +42,8 @@ class TrainerConfig:
     """Seeds torch."""
     threads: int = 1
     """Threads that torch computes with on the CPU."""
+    hung_seconds: float = 900.0
+    """A step is taken to hang (`rose health`) when no microbatch has ended for so long, nor the step itself."""
 
     def __post_init__(self) -> None:
         in_range = {
@@ -56,6 +58,7 @@ class TrainerConfig:
             "gradient_norm must be above 0": self.gradient_norm > 0,
             "microbatch_tokens must be at least 1": self.microbatch_tokens >= 1,
             "threads must be at least 1": self.threads >= 1,
+            "hung_seconds must be above 0": self.hung_seconds > 0,
         }
         for sentence, holds in in_range.items():
             if not holds:

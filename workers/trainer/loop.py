@@ -29,6 +29,7 @@ from schemas.samples import SampleOutcome
 from schemas.weights import WeightManifest
 from schemas.wire import decode, encode
 from topics.errors import BusError
+from topics.health import HEALTH
 from topics.settings import BusSettings
 from workers.trainer import metrics
 from workers.trainer.checkpoint import CheckpointRefused, Checkpoints, Identity, Progress
@@ -167,6 +168,7 @@ class Trainer:
             self._step_log.append(decoded(progress.step_line))
 
     def _step(self, groups: Sequence[CompleteGroup]) -> None:
+        HEALTH.says("learns", lasts_seconds=self._config.hung_seconds)
         waited = perf_counter() - self._waiting_since
         began = perf_counter()
         judged = [judge(group, self._version, rules=self._rules, abandoned=self._abandoned) for group in groups]

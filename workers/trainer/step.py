@@ -18,6 +18,7 @@ from torch import Tensor
 
 from schemas.arrays import unpack_logprobs, unpack_tokens
 from schemas.samples import Sample
+from topics.health import HEALTH
 from workers.trainer.loss import LossBounds, beyond_clip, group_advantages, grpo_loss
 from workers.trainer.policy import microbatches, padded, token_logprobs
 
@@ -167,6 +168,7 @@ def _gradients(model: Any, rows: Sequence[_Row], settings: StepSettings, metrics
             logprobs, behaviour_logprobs=behaviour, advantages=advantages, loss_mask=mask, bounds=settings.bounds
         )
         (summed / tokens).backward()  # type: ignore[no-untyped-call]
+        HEALTH.turned_over()
         _observe(metrics, logprobs.detach(), behaviour, advantages, mask=mask, bounds=settings.bounds)
         metrics.loss += float(summed.detach()) / max(metrics.tokens, 1)
 

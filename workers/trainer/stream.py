@@ -36,6 +36,7 @@ from schemas.environments import Group, GroupState
 from schemas.errors import RoseError, UsageError
 from schemas.samples import Sample, SampleOutcome
 from topics.catalog import GROUPS, OUTCOMES, SAMPLES
+from topics.health import HEALTH
 from topics.letters import buried
 from topics.log import await_decided, read_back
 from topics.metrics import export
@@ -156,6 +157,7 @@ class SampleStream:
                 return groups
             for item in self._reader.read(BATCH, LOOK_SECONDS):
                 self._take_in(item)
+            HEALTH.says("waits for groups")
             metrics.HELD_SAMPLES.set(self._assembly.held_samples)
             self._delete_what_is_old()
         return ()

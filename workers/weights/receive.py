@@ -145,6 +145,8 @@ class WeightReceiver:
         self._staged: StagedVersion | None = None
         self._current: Assembled | None = None
         self._refused_newest: tuple[int, str] | None = None
+        self.newest = -1
+        """The newest version on the log that is believed; -1 for none."""
         self._lineage = Lineage()
         self._counted: set[int] = set()
         """Offsets of manifests that were counted as refused."""
@@ -236,6 +238,7 @@ class WeightReceiver:
         judged = self._trust.judge(envelope)
         if isinstance(judged, WeightManifest):
             self._lineage.learn(judged, envelope.offset)
+            self.newest = max(self.newest, judged.version)
             return True
         if judged is not None and envelope.offset > self._doubted_to:
             self._doubted_to = envelope.offset

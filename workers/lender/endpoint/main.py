@@ -22,6 +22,7 @@ import structlog
 
 from schemas.errors import RoseError, UsageError
 from schemas.slack import WorkerClass
+from topics.health import HEALTH
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
 from workers.executor.line import Line
@@ -134,6 +135,7 @@ class PlayedEngine:
                 if not waited:
                     log.warning("waits for its endpoint", reason=str(broken))
                 waited = True
+                HEALTH.says(f"waits for its endpoint: {broken}", ready=False)
                 await asyncio.sleep(AGAIN_SECONDS)
 
 

@@ -1,0 +1,118 @@
+"""What a process answers over HTTP, metrics and how it is, and `rose health`, which asks.
+
+Keeps true
+- `/healthz` is 200 while the loop turns over and `/readyz` while it does what it is there for, 503 otherwise; the body
+  is the sentence. Any other path is 404, and nothing that is sent changes anything.
+- Who asks and then says nothing holds one thread, for PATIENCE_SECONDS at most.
+"""
+
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from http.client import HTTPConnection, HTTPException
+from socketserver import ThreadingMixIn
+from threading import Thread
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import make_wsgi_app
+
+from pipeline.command.options import Common
+from schemas.errors import RoseError, UsageError
+from topics.health import HEALTH, Health
+
+LIVE, READY, METRICS = "/healthz", "/readyz", "/metrics"
+
+ASK_SECONDS = 3.0
+"""How long a process may take to answer `rose health`."""
+
+PATIENCE_SECONDS = 10.0
+"""With whoever is connected and says nothing."""
+
+Answer = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+WAITING_REQUESTS = 128
+"""One more has to knock again."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = WAITING_REQUESTS
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Who goes away or falls silent before the answer is no trouble of ours."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = PATIENCE_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A probe every few seconds is no decision: not logged."""
+
+
+def answers(health: Health) -> Answer:
+    """The process's WSGI application."""
+    metrics: Answer = make_wsgi_app()
+
+    def answer(environ: dict[str, Any], begin: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "")
+        if path == METRICS:
+            return metrics(environ, begin)
+        standing = health.standing
+        if path in (LIVE, READY):
+            well, sentence = standing.alive if path == LIVE else standing.ready, standing.sentence
+            status = "200 OK" if well else "503 Service Unavailable"
+        else:
+            status, sentence = "404 Not Found", f"there are {METRICS}, {LIVE} and {READY}"
+        begin(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{sentence}\n".encode()]
+
+    return answer
+
+
+def serve(host: str, port: int, health: Health = HEALTH) -> int:
+    """Answer at this address for as long as the process lives; returns the port. Raises UsageError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        of_family = type("_Server", (_Server,), {"address_family": family})
+        server: WSGIServer = make_server(host, port, answers(health), server_class=of_family, handler_class=_Handler)
+    except OSError as error:
+        raise UsageError(f"metrics cannot be served on {host}:{port} ({error.strerror}): choose another") from None
+    Thread(target=server.serve_forever, name="http", daemon=True).start()
+    return int(server.server_port)
+
+
+def tell_health(common: Common, address: str | None, *, live: bool) -> None:
+    """Print how the process at HOST:PORT is; left out, the one of this container. Raises UsageError or Unwell."""
+    address = address or _own_address(common)
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"{address!r} is no HOST:PORT")
+    connection = HTTPConnection(host.strip("[]") or "127.0.0.1", int(port), timeout=ASK_SECONDS)
+    try:
+        connection.request("GET", LIVE if live else READY)
+        answer = connection.getresponse()
+        sentence = answer.read(1000).decode(errors="replace").strip()
+    except (OSError, HTTPException) as error:
+        raise Unwell(f"nothing answers at {address} ({error}): is the role up, and its metrics served there?") from None
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise Unwell(sentence)
+    sys.stdout.write(f"{sentence}\n")
+
+
+def _own_address(common: Common) -> str:
+    from pipeline.command.config import load
+
+    port = load(common).settings.metrics.port
+    if not port:
+        raise UsageError("nothing says where to ask: give HOST:PORT of the role's metrics, or set metrics.port")
+    return f"127.0.0.1:{port}"
+
+
+class Unwell(RoseError):
+    """A process that is not what it was asked to be."""

@@ -1,0 +1,35 @@
+"""Reads a command line as `rose` would, without doing what it says."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import typer
+
+from pipeline.command.config import Config, load
+from pipeline.command.main import app
+from pipeline.command.options import Common
+
+
+def parsed(arguments: Sequence[str]) -> tuple[str, dict[str, object]]:
+    """The command and what it is given. Raises what the command line raises for words that it does not know."""
+    command = typer.main.get_command(app)
+    words, path = list(arguments), []
+    context = command.make_context("rose", words, resilient_parsing=False)
+    while hasattr(command, "resolve_command"):
+        name, found, words = command.resolve_command(context, [*context._protected_args, *context.args])
+        command = found
+        path.append(str(name))
+        context = command.make_context(str(name), words, parent=context)
+    return " ".join(path), dict(context.params)
+
+
+def configured(arguments: Sequence[str], environment: Mapping[str, str], toml: str, folder: Path) -> Config:
+    """What the role of this command line is configured to. Raises UsageError."""
+    _, given = parsed(arguments)
+    common = {name: given.get(name) for name in ("config", "settings", "bootstrap_server", "namespace", "properties")}
+    if common["config"] is not None:
+        common["config"] = folder / "rose.toml"
+        (folder / "rose.toml").write_text(toml)
+    with patch.dict("os.environ", environment, clear=False):
+        return load(Common(**common))  # type: ignore[arg-type]

@@ -1,0 +1,235 @@
+"""The chart: what it renders is what Kubernetes takes, what the roles understand, and what was seen in review."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.generate import CHART, generated
+from pipeline.command.main import app
+from tests.deploy.chart_kit import (
+    GOLDEN,
+    RELEASE,
+    VALUES,
+    Resource,
+    Values,
+    containers,
+    rendered,
+    resources,
+    values_of,
+)
+from tests.deploy.command_lines import configured, parsed
+from topics.catalog import CATALOG
+
+pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: pip install 'rose-rollouts[chart]'")
+kubernetes_validate = pytest.importorskip(
+    "kubernetes_validate", reason="kubernetes-validate is not installed: pip install 'rose-rollouts[chart]'"
+)
+
+OLDEST, NEWEST = "1.30", "1.37"
+"""Of Kubernetes' versions that the chart supports."""
+
+OF_OTHERS = {
+    "KafkaTopic": ("kafka.strimzi.io/v1", {"topicName", "partitions", "replicas", "config"}),
+    "ScaledObject": (
+        "keda.sh/v1alpha1",
+        {"scaleTargetRef", "minReplicaCount", "maxReplicaCount", "cooldownPeriod", "triggers"},
+    ),
+    "PodMonitor": ("monitoring.coreos.com/v1", {"selector", "podMetricsEndpoints"}),
+}
+"""Resources whose schemas Kubernetes does not have: their versions and the fields of `spec`, by their documentation."""
+
+NAMES = [path.stem for path in VALUES]
+EVERY = [pytest.param(name, marks=[] if name == "minimal" else pytest.mark.long) for name in NAMES]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_is_rendered_is_what_was_reviewed_and_what_kubernetes_takes(name: str) -> None:
+    text = rendered(values_of(name))
+    assert text == (GOLDEN / f"{name}.yaml").read_text(), "read the diff, then: python -m tests.deploy.chart_kit"
+    for each in resources(text):
+        if each["kind"] in OF_OTHERS:
+            version, fields = OF_OTHERS[each["kind"]]
+            assert each["apiVersion"] == version and set(each["spec"]) == fields
+            continue
+        for kubernetes in (OLDEST, NEWEST):
+            kubernetes_validate.validate(each, kubernetes, strict=True)
+
+
+def test_there_are_five_files_of_values_and_a_golden_render_of_each() -> None:
+    assert NAMES == ["bring-your-own-kafka", "lenders", "minimal", "production", "strimzi"]
+    assert sorted(path.stem for path in GOLDEN.glob("*.yaml")) == NAMES
+
+
+def test_what_follows_from_the_code_is_up_to_date() -> None:
+    for path, text in generated().items():
+        assert path.read_text() == text, f"{path.name} is not what the code says: python -m deploy.generate"
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_command_line_and_every_setting_is_one_that_rose_knows(name: str, tmp_path: Path) -> None:
+    found = resources(rendered(values_of(name)))
+    (toml,) = [each["data"]["rose.toml"] for each in found if each["kind"] == "ConfigMap"]
+    lines = [one for one in containers(found) if one["name"] != "rose"]
+    assert lines
+    for one in lines:
+        said = {each["name"]: str(each.get("value", 3)) for each in one["env"]}
+        arguments = [word.replace("$(ORDINAL)", "3") for word in one["args"]]
+        arguments = [tmp_path.as_posix() if word == "/etc/rose/kafka/client.properties" else word for word in arguments]
+        config = configured(arguments, said, toml, tmp_path)
+        assert config.bus().bootstrap == values_of(name)["kafka"]["bootstrapServer"]
+        if one["name"] != "topics":
+            assert config.settings.metrics.port == one["ports"][-1]["containerPort"]
+        if one["name"] in ("executor", "server"):
+            assert config.settings.executor.slot == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_pods_have_no_rights_that_they_do_not_need(name: str) -> None:
+    found = resources(rendered(values_of(name)))
+    pods = [each["spec"]["template"]["spec"] for each in found if "template" in each.get("spec", {})]
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] >= 10000
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["terminationGracePeriodSeconds"] >= 30
+    for one in containers(found):
+        security = one["securityContext"]
+        assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        assert {"requests", "limits"} <= set(one["resources"]) and "memory" in one["resources"]["limits"]
+        secret = [each for each in one.get("env", []) if "PASSWORD" in each["name"] or "SECRET" in each["name"]]
+        assert not secret, "secrets come as files, by reference"
+    for kind in ("NetworkPolicy", "PodDisruptionBudget"):
+        chosen = [tuple(sorted(_selector(each).items())) for each in found if each["kind"] == kind and _selector(each)]
+        assert len(set(chosen)) == len(chosen)
+    roles = {each["metadata"]["name"] for each in found if each["kind"] in ("StatefulSet", "Deployment")}
+    assert {each["metadata"]["name"] for each in found if each["kind"] == "NetworkPolicy"} == roles
+    assert {each["metadata"]["name"] for each in found if each["kind"] == "PodDisruptionBudget"} == roles - {
+        f"{RELEASE}-trainer"
+    }
+
+
+def _selector(policy: Resource) -> dict[str, str]:
+    selector = policy["spec"].get("podSelector") or policy["spec"].get("selector")
+    return dict(selector["matchLabels"])
+
+
+@pytest.mark.long
+def test_strimzi_has_every_topic_of_the_catalog_under_its_name() -> None:
+    values = values_of("strimzi") | {"config": {"topics": {"home_partitions": 12}}}
+    values["kafka"]["namespace"] = "Team_A."
+    found = [each for each in resources(rendered(values)) if each["kind"] == "KafkaTopic"]
+    assert {each["spec"]["topicName"] for each in found} == {f"Team_A.{topic.name}" for topic in CATALOG}
+    assert all(each["metadata"]["name"] == each["metadata"]["name"].lower() for each in found)
+    partitions = {each["spec"]["topicName"]: each["spec"]["partitions"] for each in found}
+    assert partitions["Team_A.rose.prompts.submitted.v1"] == 12
+    assert partitions["Team_A.rose.turns.dispatched.v1"] == 32
+    assert partitions["Team_A.rose.samples.outcomes.v1"] == 1
+
+
+def merged(into: Any, patch: Any) -> Any:
+    """As Kubernetes merges a patch: objects field by field, null takes a field away, lists by name."""
+    if isinstance(into, dict) and isinstance(patch, dict):
+        both = {name: merged(into.get(name), patch.get(name)) for name in {**into, **patch}}
+        return {name: value for name, value in both.items() if not (name in patch and patch[name] is None)}
+    if isinstance(into, list) and isinstance(patch, list):
+        names = {each["name"]: each for each in patch}
+        kept = [merged(each, names.pop(each["name"], None)) for each in into]
+        return kept + list(names.values())
+    return into if patch is None else patch
+
+
+VLLM = """
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: vllm}
+spec:
+  replicas: 1
+  strategy: {type: RollingUpdate, rollingUpdate: {maxSurge: 1}}
+  selector: {matchLabels: {app: vllm}}
+  template:
+    metadata: {labels: {app: vllm}}
+    spec:
+      containers:
+        - name: vllm
+          image: vllm/vllm-openai:v0.32.0
+          args: [--port, "8000", --max-num-seqs, "256"]
+          env: [{name: HF_HUB_OFFLINE, value: "1"}]
+          volumeMounts: [{name: models, mountPath: /models}]
+      volumes: [{name: models, persistentVolumeClaim: {claimName: models}}]
+"""
+
+
+def test_the_patch_makes_a_lender_of_a_vllm_deployment_and_leaves_its_flags_as_they_are(tmp_path: Path) -> None:
+    (server,) = resources(VLLM)
+    (patch,) = resources((CHART.parent / "lender-patch.yaml").read_text())
+    lender = merged(server, patch)
+    for kubernetes in (OLDEST, NEWEST):
+        kubernetes_validate.validate(lender, kubernetes, strict=True)
+    pod = lender["spec"]["template"]["spec"]
+    (one,) = pod["containers"]
+    assert one["image"] == "vllm/vllm-openai:v0.32.0"
+    assert {each["name"] for each in pod["volumes"]} >= {each["name"] for each in one["volumeMounts"]}
+    line = one["command"][3:] + one["args"]
+    command, given = parsed(line)
+    assert command == "lend" and given["flags"] == ["--port", "8000", "--max-num-seqs", "256"]
+    config = configured(line, {each["name"]: each["value"] for each in one["env"]}, "", tmp_path)
+    assert given["slot"] == 8 < config.partitions.slots
+
+
+def changed(values: Values, path: str, value: Any) -> Values:
+    values = copy.deepcopy(values)
+    *folders, last = path.split(".")
+    into = values
+    for folder in folders:
+        into = into.setdefault(folder, {})
+    into[last] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("kafka.bootstrapServers", "kafka:9092", "bootstrapServers"),
+        ("kafka.bootstrapServer", "", "bootstrapServer"),
+        ("executor.replica", 3, "replica"),
+        ("executor.replicas", "three", "replicas"),
+        ("config.trainer.lerning_rate", 1, "lerning_rate"),
+        ("config.trainer.groups_per_step", "many", "groups_per_step"),
+        ("config.metrics", {"port": 1}, "metrics"),
+        ("config.executor.slot", 1, "slot"),
+        ("config.lender.promise", {"ttft": 1}, "ttft"),
+        ("config.environment.model_folder", "/m", "model_folder"),
+        ("router.resources.limit", {}, "limit"),
+        ("topics.create", "always", "create"),
+        ("topics.create", "strimzi", "topics.strimziCluster"),
+        ("executor.replicas", 33, "config.topics.inbox_slots: 32"),
+        ("environment.replicas", 9, "config.topics.home_partitions: 8"),
+        ("autoscaling.enabled", True, "autoscaling.prometheus"),
+        ("lenders.replicas", 1, "lenders.image"),
+    ],
+)
+def test_a_typo_and_what_cannot_work_are_refused_by_name(path: str, value: object, words: str) -> None:
+    import helm_python
+
+    with pytest.raises(helm_python.HelmError) as refused:
+        rendered(changed(values_of("minimal"), path, value))
+    assert words in str(refused.value)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_helm_has_nothing_to_say_against_it(name: str) -> None:
+    import helm_python
+
+    report = helm_python.lint(CHART, values_of(name), strict=True, kube_version=f"v{OLDEST}.0")
+    worse = [each for each in report["messages"] or [] if each["severity"] > 1]
+    assert not report["errors"] and not worse
+
+
+def test_a_command_line_that_rose_does_not_know_would_be_found() -> None:
+    assert app.registered_commands
+    with pytest.raises(Exception, match="No such option"):
+        parsed(["router", "--numbr", "3"])

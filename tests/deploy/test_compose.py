@@ -1,0 +1,104 @@
+"""The compose file: what it runs is what the images have, what `rose` understands, and no more than a role may.
+
+No container engine was at hand: it has not been run.
+"""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from deploy.generate import CHART
+from pipeline.command.submit import read_prompts
+from tests.deploy.command_lines import configured, parsed
+
+yaml = pytest.importorskip("yaml", reason="pyyaml is not installed: pip install 'rose-rollouts[chart]'")
+
+ROOT = CHART.parents[1]
+FILE = ROOT / "deploy" / "compose.yaml"
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+OF_OTHERS = {"kafka", "prometheus", "grafana"}
+ROOTS_OWN = {"runs"}
+"""Gives a volume to the user of the others, and ends."""
+
+DRAWN_ELSEWHERE = {"dashboards", "alerts"}
+"""Folders that the observability of the project fills."""
+
+Service = dict[str, Any]
+
+
+def compose() -> dict[str, Any]:
+    return cast(dict[str, Any], yaml.safe_load(FILE.read_text()))
+
+
+def services() -> dict[str, Service]:
+    return cast(dict[str, Service], compose()["services"])
+
+
+def roles() -> dict[str, Service]:
+    return {name: each for name, each in services().items() if name not in OF_OTHERS | ROOTS_OWN}
+
+
+def test_there_is_every_role_and_each_image_is_one_that_is_built_or_pinned() -> None:
+    found = services()
+    assert {"router", "environment", "executor", "lender", "trainer", "topics", "prompts", *OF_OTHERS} <= set(found)
+    families = {
+        path.name.removesuffix(".Containerfile") for path in (ROOT / "deploy" / "images").glob("*.Containerfile")
+    }
+    for name, each in found.items():
+        repository, _, tag = each["image"].rpartition(":")
+        if name in OF_OTHERS:
+            assert re.fullmatch(r"v?\d+\.\d+\.\d+", tag), each["image"]
+        else:
+            assert tag == VERSION and repository.removeprefix("rose-") in families
+
+
+def test_every_command_line_is_one_that_rose_knows_and_fits_its_configuration(tmp_path: Path) -> None:
+    toml = compose()["configs"]["rose.toml"]["content"]
+    for name, each in roles().items():
+        line = each["command"]
+        if name == "prompts":
+            (_, submit) = line[0].strip().splitlines()
+            line = submit.split()[1:]
+        config = configured(line, each["environment"], toml, tmp_path)
+        assert config.bus().bootstrap == "kafka:9092"
+        assert config.settings.topics.inbox_slots > config.settings.executor.slot
+        if not each["healthcheck"].get("disable"):
+            kind, *words = each["healthcheck"]["test"]
+            assert (kind, words[0]) == ("CMD", "rose") and parsed(words[1:])[0] == "health"
+    slots = [
+        each["command"][each["command"].index("--slot") + 1] for each in roles().values() if "--slot" in each["command"]
+    ]
+    assert sorted(slots) == sorted(set(slots)), "no two share an inbox"
+
+
+def test_the_prompts_that_its_shell_makes_are_prompts(tmp_path: Path) -> None:
+    make = roles()["prompts"]["command"][0].strip().splitlines()[0].replace("/tmp/", f"{tmp_path}/")
+    subprocess.run(["sh", "-ec", make.replace("$$", "$")], check=True)
+    prompts = read_prompts(tmp_path / "prompts.jsonl", ("calculator",))
+    total = tomllib.loads(compose()["configs"]["rose.toml"]["content"])["trainer"]["total_groups"]
+    assert len({prompt.group_id for prompt in prompts}) == total
+
+
+def test_roles_run_without_rights_and_write_nowhere_but_where_they_may() -> None:
+    for name, each in roles().items():
+        assert each["read_only"] and each["user"] == "10001:10001" and each["cap_drop"] == ["ALL"], name
+        assert {volume.split(":")[0] for volume in each.get("volumes", [])} <= set(compose()["volumes"])
+    for each in services().values():
+        assert all(port.startswith("127.0.0.1:") for port in each.get("ports", []))
+        for volume in each.get("volumes", []):
+            source = volume.split(":")[0]
+            if source.startswith("./") and Path(source).parts[0] not in DRAWN_ELSEWHERE:
+                assert (FILE.parent / source).exists()
+
+
+def test_prometheus_asks_every_role_where_it_answers() -> None:
+    scraped = yaml.safe_load(compose()["configs"]["prometheus.yml"]["content"])
+    (targets,) = [one["targets"] for each in scraped["scrape_configs"] for one in each["static_configs"]]
+    running = {name for name, each in roles().items() if each["restart"] != "no"}
+    assert {target.partition(":")[0] for target in targets} == running
+    assert {target.partition(":")[2] for target in targets} == {"9464"}

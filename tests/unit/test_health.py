@@ -1,0 +1,126 @@
+"""How a process is: silence is a hang, whatever was said last; who waits for its turn is well; HTTP says the same."""
+
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.command.health import Unwell, serve, tell_health
+from pipeline.command.options import Common
+from schemas.errors import UsageError
+from topics.health import HUNG_SECONDS, START_SECONDS, Health, Word, standing
+from workers.executor.heartbeats import in_short
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(said=st.text(), ready=st.booleans(), lasts=st.floats(0, 1e6), silent=st.floats(0, 1e7))
+def test_a_word_holds_for_its_time_and_silence_means_hung(said: str, ready: bool, lasts: float, silent: float) -> None:
+    how = standing(Word(said, ready, 0.0, lasts), silent)
+    assert how.alive == (silent <= lasts)
+    assert how.ready == (ready and how.alive)
+    assert said in how.sentence
+
+
+def test_to_turn_over_keeps_what_was_said() -> None:
+    clock = Clock()
+    health = Health(clock)
+    clock.now = START_SECONDS
+    assert health.standing.alive and not health.standing.ready
+    health.says("serves")
+    for _ in range(3):
+        clock.now += HUNG_SECONDS
+        assert health.standing.ready and health.standing.sentence == "serves"
+        health.turned_over()
+    clock.now += HUNG_SECONDS + 1
+    assert not health.standing.alive and "serves" in health.standing.sentence
+
+
+@pytest.mark.parametrize(
+    ("version", "newest", "refused", "paused", "ready", "words"),
+    [
+        (-1, -1, "", "", False, "waits for a first policy version"),
+        (7, 7, "", "", True, "serves version 7"),
+        (7, 8, "", "", True, "serves version 7"),
+        (7, 9, "", "", False, "the newest on the log is 9"),
+        (7, 8, "a digest is wrong", "", False, "refuses version 8: a digest is wrong"),
+        (7, 7, "", "a grant parked it", False, "takes no turns: a grant parked it"),
+    ],
+)
+def test_an_executor_is_ready_that_takes_turns_of_the_present_policy(
+    version: int, newest: int, refused: str, paused: str, ready: bool, words: str
+) -> None:
+    said, is_ready = in_short(version, newest, refused, paused=paused)
+    assert is_ready == ready and words in said
+
+
+def test_http_and_the_command_tell_alive_from_ready_from_hung(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    health = Health(clock)
+    address = f"127.0.0.1:{serve('127.0.0.1', 0, health)}"
+
+    def asked(path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://{address}{path}", timeout=30) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    assert asked("/healthz") == (200, "starting\n")
+    assert asked("/readyz") == (503, "starting\n")
+    tell_health(Common(), address, live=True)
+    with pytest.raises(Unwell, match="starting"):
+        tell_health(Common(), address, live=False)
+    health.says("serves")
+    assert asked("/readyz") == (200, "serves\n")
+    tell_health(Common(), address, live=False)
+    assert capsys.readouterr().out == "starting\nserves\n"
+    assert asked("/metrics")[1].startswith("# HELP")
+    assert asked("/../etc/passwd")[0] == 404
+    clock.now += HUNG_SECONDS + 1
+    assert {asked("/healthz")[0], asked("/readyz")[0]} == {503}
+    with pytest.raises(Unwell, match="hangs"):
+        tell_health(Common(), address, live=True)
+
+
+def unused() -> str:
+    with socket.socket() as spare:
+        spare.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{spare.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("address", "refusal", "words"),
+    [
+        (unused, Unwell, "nothing answers at 127.0.0.1"),
+        (lambda: "router", UsageError, "no HOST:PORT"),
+        (lambda: "router:http", UsageError, "no HOST:PORT"),
+        (lambda: None, UsageError, "metrics.port"),
+    ],
+)
+def test_where_nobody_can_be_asked_it_says_so(
+    address: Callable[[], str | None], refusal: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROSE_METRICS__PORT", raising=False)
+    with pytest.raises(refusal, match=words):
+        tell_health(Common(), address(), live=False)
+
+
+def test_in_a_container_the_port_is_the_configurations(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    health = Health()
+    health.says("serves")
+    monkeypatch.setenv("ROSE_METRICS__PORT", str(serve("127.0.0.1", 0, health)))
+    tell_health(Common(), None, live=False)
+    assert capsys.readouterr().out == "serves\n"
