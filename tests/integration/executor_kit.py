@@ -76,12 +76,13 @@ class Router:
         stop: tuple[int, ...] = (0,),
         attempt: int = 0,
         begun: Part | None = None,
+        home: int = 1,
         **sampling: Any,
     ) -> TurnKey:
         request = TurnRequest(
             trajectory_id=name,
             group_id="g",
-            home=1,
+            home=home,
             turn=0,
             context=pack_tokens(context),
             attempt=attempt,

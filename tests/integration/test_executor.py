@@ -166,12 +166,14 @@ def test_what_it_holds_is_listed_and_what_an_older_claim_or_no_record_says_is_no
     router.writer.flush()
     router.dispatch("zombie", [3, 4, 5])
     router.writer.forward(DISPATCHED, Raw(b"poison", b"no dispatch"), partition=SLOT, key="poison")
+    router.dispatch("unanswerable", [3, 4, 5], home=2)
     router.dispatch("after", [3, 4, 5], claim=1000)
     assert router.result("after").outcome is router.result("held").outcome is TurnOutcome.COMPLETED
     router.until(lambda: not router.beats[-1].holds)
     assert not any(result.trajectory_id == "zombie" for result in router.results)
-    (letter,) = read_letters(router.settings, DISPATCHED)
+    letter, other = read_letters(router.settings, DISPATCHED)
     assert (letter.raw.value, letter.partition) == (b"no dispatch", SLOT)
+    assert "home 2, and there are 2" in other.reason
 
 
 def test_it_goes_on_after_a_freeze_and_after_a_broker_that_was_away(
