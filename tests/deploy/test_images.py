@@ -29,6 +29,8 @@ LIGHT_MEGABYTES = 400
 OWN_MEGABYTES = 150
 """Of the engine's and the trainer's image, beside torch, vLLM and what those need."""
 
+ROSE = "/opt/rose/bin/rose"
+
 LEAVE_SECONDS = 60.0
 """The grace period of a role."""
 
@@ -165,10 +167,9 @@ def running(found: Container, port: int, *words: str, log: Path, **more: str) ->
         process = psutil.Popen(line, stdout=sink, stderr=sink)
     try:
         yield process
-        for child in process.children(recursive=True):
-            if "/opt/rose/bin/rose" in child.cmdline():
-                child.send_signal(signal.SIGTERM)
-                break
+        if process.is_running():
+            role = next(child for child in process.children(recursive=True) if ROSE in child.cmdline())
+            role.send_signal(signal.SIGTERM)
         assert process.wait(LEAVE_SECONDS) == 0, log.read_text()[-3000:]
     finally:
         for child in [*process.children(recursive=True), process] if process.is_running() else []:
