@@ -8,8 +8,10 @@ from threading import Event
 from pipeline.command.config import Config, load
 from pipeline.command.options import Common
 from pipeline.command.processes import serve_metrics, stop_on_signals
-from topics.admin import reach
+from topics.access import ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role
+from topics.permission import reach_as
 from topics.settings import BusSettings
+from workers.weights.signing import refuse_unsigned
 
 
 def run_environment(common: Common, number: int) -> None:
@@ -17,7 +19,7 @@ def run_environment(common: Common, number: int) -> None:
     from workers.environments.main import run_environment_worker
 
     config = load(common)
-    settings, stop = _begin(config, config.settings.metrics.environment, number)
+    settings, stop = _begin(config, ENVIRONMENT, config.settings.metrics.environment, number)
     run_environment_worker(settings, config.settings.environment, f"environment-{number}", stop)
 
 
@@ -27,9 +29,10 @@ def run_executor_role(common: Common) -> None:
     from workers.executor.main import run_executor
 
     config = load(common)
+    _take_signed_alone(config)
     slot = config.settings.executor.slot
     with EngineProcess(config.settings.executor) as engine:
-        settings, stop = _begin(config, config.settings.metrics.executor, slot)
+        settings, stop = _begin(config, EXECUTOR, config.settings.metrics.executor, slot)
         wanted, name = config.settings.executor, f"executor-{slot}"
         run_executor(settings, wanted, name, engine.link, engine.shapes, stop, weights=config.weights)
 
@@ -39,6 +42,8 @@ def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, obse
     from workers.lender.beside import Plan, lend
 
     config = load(common)
+    if not observe:
+        _take_signed_alone(config)
     settings, metrics, slot = config.settings, config.settings.metrics, config.settings.executor.slot
     os.environ.update(settings.serving.environment)
     plan = Plan(
@@ -57,7 +62,8 @@ def run_endpoint_role(common: Common) -> None:
     from workers.lender.endpoint.main import lend_endpoint
 
     config = load(common)
-    settings, stop = _begin(config, config.settings.metrics.executor, config.settings.executor.slot)
+    _take_signed_alone(config)
+    settings, stop = _begin(config, EXECUTOR, config.settings.metrics.executor, config.settings.executor.slot)
     lend_endpoint(settings, config.settings.executor, config.settings.endpoint, config.weights, stop)
 
 
@@ -73,7 +79,7 @@ def run_router_role(common: Common, number: int) -> None:
     from pipeline.routing.main import run_router
 
     config = load(common)
-    settings, stop = _begin(config, config.settings.metrics.router, number)
+    settings, stop = _begin(config, ROUTER, config.settings.metrics.router, number)
     run_router(settings, config.settings.router, stop, f"router-{number}")
 
 
@@ -82,14 +88,23 @@ def run_trainer_role(common: Common) -> None:
     from workers.trainer.main import run_trainer
 
     config = load(common)
-    settings, stop = _begin(config, config.settings.metrics.trainer)
+    refuse_unsigned(config.bus(), config.weights.signing_key, "signing_key")  # before it fences another
+    settings, stop = _begin(config, TRAINER, config.settings.metrics.trainer)
     run_trainer(settings, config.settings.trainer, stop, weights=config.weights)
 
 
-def _begin(config: Config, metrics_port: int, number: int = 0) -> tuple[BusSettings, Event]:
-    """What every role does first. Raises BrokerUnreachable, or UsageError for metrics that cannot be served."""
+def _begin(config: Config, role: Role, metrics_port: int, number: int = 0) -> tuple[BusSettings, Event]:
+    """What every role does first.
+
+    Raises BrokerUnreachable, RightsMissing, or UsageError for metrics that cannot be served.
+    """
     settings = config.bus()
     stop = stop_on_signals()
-    reach(settings)
+    reach_as(settings, role)
     serve_metrics(config.settings.metrics.host, metrics_port + number if metrics_port else 0)
     return settings, stop
+
+
+def _take_signed_alone(config: Config) -> None:
+    """Before there is an engine: it would be of no use. Raises UsageError."""
+    refuse_unsigned(config.bus(), config.weights.trusted_key, "trusted_key")

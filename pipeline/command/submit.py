@@ -4,7 +4,6 @@ Keeps true: nothing is sent before every line was found good; every bad line is 
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,6 @@ from schemas.homes import home_of
 from schemas.prompts import Prompt, unpriced
 from schemas.wire import encode
 from topics.catalog import PROMPTS
-from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
 
@@ -78,9 +76,8 @@ def send_prompts(settings: BusSettings, prompts: Iterable[Prompt], *, sent: Call
 
     Raises TopicMissing or BusError.
     """
-    with closing(Reader(settings, "rose-submit", group="submit")) as reader:
-        homes = reader.partitions(PROMPTS)
     writer = Writer(settings, "rose-submit")
+    homes = writer.partitions(PROMPTS)
     for prompt in prompts:
         home = home_of(prompt.group_id, homes)
         writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home, on_delivery=lambda *place: sent())
