@@ -96,9 +96,9 @@ class Acl:
         return f"{self.operation.value} on {self.resource.words} {self.name}{star}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Role:
-    """What one kind of program does on the bus."""
+    """What one kind of program does on the bus; there is one object of each, so identity is equality."""
 
     name: str
     reads: tuple[Topic, ...] = ()

@@ -73,12 +73,13 @@ def check(common: Common) -> None:
 
 def submit_file(common: Common, file: Path) -> None:
     """`rose submit`. Raises BadPrompts."""
-    from pipeline.command.submit import read_prompts, send_prompts
+    from pipeline.command.submit import count_homes, read_prompts, send_prompts
 
     config = load(common)
     prompts = read_prompts(file, config.environments)
     settings = config.bus()
     reach_as(settings, PRODUCER)
+    count_homes(settings)  # a prompt must not be the first to find out that there are none
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("prompts", total=len(prompts))

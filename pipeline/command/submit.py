@@ -4,6 +4,7 @@ Keeps true: nothing is sent before every line was found good; every bad line is 
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -71,13 +72,19 @@ def read_prompts(path: Path, environments: Collection[str]) -> list[Prompt]:
     return list(prompts.values())
 
 
+def count_homes(settings: BusSettings) -> int:
+    """How many homes prompts have. Raises TopicMissing or BusError."""
+    with closing(Writer(settings, "rose-submit")) as writer:
+        return writer.partitions(PROMPTS)
+
+
 def send_prompts(settings: BusSettings, prompts: Iterable[Prompt], *, sent: Callable[[], None] = lambda: None) -> None:
     """Write each prompt to its home and wait until all are stored; `sent` is called once for each.
 
     Raises TopicMissing or BusError.
     """
+    homes = count_homes(settings)
     writer = Writer(settings, "rose-submit")
-    homes = writer.partitions(PROMPTS)
     for prompt in prompts:
         home = home_of(prompt.group_id, homes)
         writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home, on_delivery=lambda *place: sent())

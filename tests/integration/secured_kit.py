@@ -1,5 +1,6 @@
 """A secured node, a user a role with that role's rights and no more, and what the node saw them do."""
 
+import os
 import re
 import subprocess
 import sys
@@ -107,4 +108,5 @@ def start_audited(folder: Path) -> SecuredNode:
 def rose(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command, in a folder."""
     command = [sys.executable, "-P", "-m", "pipeline.command.main", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    wide = os.environ | {"COLUMNS": "300"}
+    return subprocess.run(command, cwd=folder, env=wide, capture_output=True, text=True, timeout=300, check=False)
