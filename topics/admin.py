@@ -18,7 +18,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetS
 
 from schemas.errors import UsageError
 from topics.catalog import CATALOG, LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, Topic
-from topics.errors import BrokerUnreachable, BusError
+from topics.errors import BrokerUnreachable, BusError, NotLetIn
 from topics.settings import BusSettings
 
 REACH_SECONDS = 5.0
@@ -73,14 +73,14 @@ class Drift:
 def reach(settings: BusSettings) -> AdminClient:
     """A client of a broker that has answered.
 
-    Raises BrokerUnreachable within about five seconds, or UsageError for settings that are none.
+    Raises BrokerUnreachable or NotLetIn within about five seconds, or UsageError for settings that are none.
     """
-    complaints: list[str] = []
+    complaints: list[KafkaError] = []
     quiet = logging.Logger("rose.topics.admin")
     quiet.addHandler(logging.NullHandler())
     config: dict[str, Any] = {
         **settings.client("rose-admin"),
-        "error_cb": lambda error: complaints.append(error.str()),
+        "error_cb": complaints.append,
     }
     try:
         client = AdminClient(config, logger=quiet)
@@ -90,8 +90,11 @@ def reach(settings: BusSettings) -> AdminClient:
         client.list_topics(timeout=REACH_SECONDS)
     except KafkaException as error:
         client.poll(0)
-        complaint = complaints[0] if complaints else error.args[0].str()
-        raise BrokerUnreachable(settings.bootstrap, complaint.partition(" (after ")[0].split(": ", 1)[-1]) from None
+        complaint = complaints[0] if complaints else error.args[0]
+        detail = complaint.str().partition(" (after ")[0].split(": ", 1)[-1]
+        if complaint.code() in (KafkaError._AUTHENTICATION, KafkaError._SSL):
+            raise NotLetIn(settings.bootstrap, detail) from None
+        raise BrokerUnreachable(settings.bootstrap, detail) from None
     return client
 
 
@@ -126,7 +129,7 @@ def create_topics(settings: BusSettings, partitions: Partitions, *, replication_
                 created.append(name)
             except KafkaException as error:
                 if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:  # another creator was quicker
-                    raise BusError(f"creating topic {name}", error.args[0]) from error
+                    raise BusError(f"creating topic {name}", error.args[0], f"Create on topic {name}") from error
     _await_leaders(client, [TopicPartition(name, number) for name, count in counts.items() for number in range(count)])
     return created
 
@@ -195,7 +198,8 @@ def _configs(client: AdminClient, settings: BusSettings, topics: Sequence[Topic]
         try:
             entries = future.result()
         except KafkaException as error:
-            raise BusError(f"describing topic {resource.name}", error.args[0]) from error
+            right = f"DescribeConfigs on topic {resource.name}"
+            raise BusError(f"describing topic {resource.name}", error.args[0], right) from error
         configs[topic] = {key: entries[key].value for key in wanted_settings(topic) if key in entries}
     return configs
 
@@ -207,7 +211,7 @@ def _records(client: AdminClient, name: str, partitions: int) -> int:
             answers = client.list_offsets(asked, request_timeout=ADMIN_SECONDS)
             return sum(future.result().offset for future in answers.values())
         except KafkaException as error:
-            raise BusError(f"reading the ends of {name}", error.args[0]) from error
+            raise BusError(f"reading the ends of {name}", error.args[0], f"Describe on topic {name}") from error
 
     return ends(OffsetSpec.latest()) - ends(OffsetSpec.earliest())
 
@@ -224,7 +228,8 @@ def _await_leaders(client: AdminClient, places: Sequence[TopicPartition]) -> Non
                 future.result()
             except KafkaException as error:
                 if error.args[0].code() not in _NO_LEADER_YET or monotonic() > deadline:
-                    raise BusError(f"waiting for the leader of {place.topic}", error.args[0]) from error
+                    right = f"Describe on topic {place.topic}"
+                    raise BusError(f"waiting for the leader of {place.topic}", error.args[0], right) from error
                 waiting.append(place)
         if waiting:
             client.poll(LEADER_POLL_SECONDS)

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -31,7 +31,8 @@ from topics.processes import end_with
 from topics.settings import BusSettings
 
 HOST = "127.0.0.1"
-"""Brokers started here listen on loopback only: they have neither authentication nor encryption."""
+"""Brokers started here listen on loopback only: but for `topics/apache_kafka/secured.py` they have neither
+authentication nor encryption."""
 PORTS = range(20_000, 32_000)
 """Where a free port is looked for: below the ephemeral range, or a client that reconnects to a broker which is down can
 be given the broker's own port as its source, connect to itself, and keep the broker from coming back."""
@@ -64,6 +65,8 @@ class Kind:
     """The one file into which the embedded broker writes its whole state again after each change; None for a log."""
     orphaned: signal.Signals = signal.SIGTERM
     """What the kernel sends it when whoever started it is gone."""
+    client: Mapping[str, str] = field(default_factory=dict)
+    """librdkafka settings without which it does not answer."""
 
 
 class Broker:
@@ -93,7 +96,8 @@ class Broker:
 
     def settings(self, namespace: str = "", properties: Mapping[str, str] | None = None) -> BusSettings:
         """How to reach it, with these librdkafka settings."""
-        return BusSettings(self.bootstrap, namespace, properties or {}, embedded=self.embedded)
+        told = {**self._kind.client, **(properties or {})}
+        return BusSettings(self.bootstrap, namespace, told, embedded=self.embedded)
 
     def alive(self) -> bool:
         """Whether the process runs; says nothing about whether it can save (`check` does)."""
@@ -161,7 +165,7 @@ class Broker:
         """Wait until the launched broker answers and its cluster knows it. Raises BrokerFailed."""
         process = self._process
         assert process is not None, "launch it first"
-        admin = AdminClient({"bootstrap.servers": self.bootstrap, **QUIET})
+        admin = AdminClient({"bootstrap.servers": self.bootstrap, **QUIET, **self._kind.client})
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             try:

@@ -147,4 +147,16 @@ ENVIRONMENT_GROUP = "environment"
 ROUTER_GROUP = "router"
 """The consumer group of the routers, under which their low water is committed."""
 
+TRAINER_NAMES = "trainer-"
+"""What the consumer groups and transactional ids of trainers begin with, before the model's."""
+
+LOG_GROUP = "log"
+"""Named by whoever reads partitions by hand: it joins nothing and commits nothing, but a client must name a group."""
+
+ENVIRONMENT_WRITERS = "environment."
+"""What the transactional ids of environment workers begin with, before the worker's name."""
+
+LETTERS_WRITER = "letters"
+"""The transactional id under which dead letters are sent back."""
+
 CATALOG: tuple[Topic, ...] = RECORD_TOPICS + DEAD_LETTERS

@@ -1,5 +1,7 @@
 """What can go wrong between a program and the broker, said for a person."""
 
+from collections.abc import Sequence
+
 from confluent_kafka import KafkaError
 
 from schemas.errors import RoseError
@@ -15,6 +17,24 @@ class BrokerUnreachable(RoseError):
         )
 
 
+class NotLetIn(RoseError):
+    """The broker does not take this client for whom it says that it is, or the client does not trust the broker."""
+
+    def __init__(self, bootstrap: str, detail: str) -> None:
+        super().__init__(
+            f"the broker at {bootstrap} and this client do not trust each other ({detail}): correct sasl.* and ssl.* "
+            "of -X or --command-config"
+        )
+
+
+class RightsMissing(RoseError):
+    """This client may not do what its role does."""
+
+    def __init__(self, role: str, missing: Sequence[str]) -> None:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        super().__init__(f"this client has no right to {missing[0]}{more}: {_advice(role)}")
+
+
 class TopicMissing(RoseError):
     """A topic of the catalog is not on the broker."""
 
@@ -22,13 +42,18 @@ class TopicMissing(RoseError):
         super().__init__(f"topic {name} is not on the broker: run `rose topics create`")
 
 
+REFUSED_RIGHTS = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "topic",
+    KafkaError.GROUP_AUTHORIZATION_FAILED: "group",
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "transactional id",
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED: "cluster",
+}
+"""What a broker says to who has no right to do something, by what it is done to."""
+
 LASTING = (
     KafkaError._AUTHENTICATION,
     KafkaError.SASL_AUTHENTICATION_FAILED,
-    KafkaError.TOPIC_AUTHORIZATION_FAILED,
-    KafkaError.GROUP_AUTHORIZATION_FAILED,
-    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
-    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    *REFUSED_RIGHTS,
     KafkaError.UNSUPPORTED_VERSION,
 )
 """Time mends none of these."""
@@ -51,8 +76,13 @@ class BusError(RoseError):
     `fenced`: a newer instance has taken this one's place. `lasting`: only a person can mend it.
     """
 
-    def __init__(self, doing: str, error: KafkaError) -> None:
-        super().__init__(f"{doing} failed: {error.str()}")
+    def __init__(self, doing: str, error: KafkaError, *rights: str) -> None:
+        """`rights`: those that it takes, e.g. "Read on topic rose.prompts.submitted.v1"; told if one was refused."""
+        said = error.str()
+        if (refused := REFUSED_RIGHTS.get(error.code())) is not None:
+            needed = " or ".join(right for right in rights if f"on {refused} " in right) or f"some right to a {refused}"
+            said = f"this client has no right to {needed}: {_advice('ROLE')}"
+        super().__init__(f"{doing} failed: {said}")
         self.code = error.code()
         self.lasting = error.code() in LASTING
         self.fenced = error.code() in (
@@ -61,3 +91,7 @@ class BusError(RoseError):
             KafkaError.PRODUCER_FENCED,
             KafkaError.FENCED_INSTANCE_ID,
         )
+
+
+def _advice(role: str) -> str:
+    return f"`rose topics acl --role {role}` prints the ACLs that a role needs"

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from confluent_kafka import OFFSET_BEGINNING
 
-from topics.catalog import Topic
+from topics.catalog import LETTERS_WRITER, Topic
 from topics.messages import NamedPlace, read_messages
 from topics.records import Raw, Spoiled
 from topics.settings import BusSettings
@@ -133,7 +133,7 @@ def read_letters(
 
 def send_back(settings: BusSettings, letter: Letter, mended: Raw, *, partition: int) -> None:
     """Write this message to the letter's topic, under its own key, and note that on the letter. Raises BusError."""
-    writer = Writer(settings, "rose-letters", transactional_id="letters")
+    writer = Writer(settings, "rose-letters", transactional_id=LETTERS_WRITER)
     writer.begin()
     key = (mended.key or b"").decode(errors="replace")
     writer.forward(letter.topic, mended, partition=partition, key=key)

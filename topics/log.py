@@ -43,7 +43,7 @@ def read_back(
     `spoiled` is told what does not decode. `meanwhile` is called at least once a second: for who must not fall silent
     elsewhere; what it raises ends the reading. Raises TopicMissing or BusError.
     """
-    reader = Reader(settings, client_id, group="log", ends=True)
+    reader = Reader(settings, client_id, ends=True)
     open_places = set(begins)
     try:
         reader.assign(begins)
@@ -64,7 +64,7 @@ def read_back(
 
 def read_topics(settings: BusSettings, topics: Sequence[Topic], *, client_id: str = "rose-log") -> Iterator[Envelope]:
     """Every committed record that these topics still hold, all partitions."""
-    reader = Reader(settings, client_id, group="log")
+    reader = Reader(settings, client_id)
     try:
         begins = {(topic, part): OFFSET_BEGINNING for topic in topics for part in range(reader.partitions(topic))}
     finally:
@@ -86,9 +86,9 @@ def await_decided(
     waits for this before it reads back. `meanwhile`: as in `read_back`. Raises BusError when one is still open after
     the time given.
     """
-    committed = Reader(settings, client_id, group="log")
+    committed = Reader(settings, client_id)
     uncommitted: dict[str, Any] = {"isolation.level": "read_uncommitted"}
-    written = Reader(settings, client_id, group="log", **uncommitted)
+    written = Reader(settings, client_id, **uncommitted)
     deadline = time.monotonic() + seconds
     try:
         for place in places:

@@ -10,9 +10,9 @@ from types import MappingProxyType
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
-from topics.catalog import Topic
-from topics.errors import BROKER_AWAY, BusError, TopicMissing
-from topics.reader import NO_SUCH_PLACE, Reader, ends_of
+from topics.catalog import LOG_GROUP, Topic
+from topics.errors import BROKER_AWAY, BusError
+from topics.reader import NO_SUCH_PLACE, Reader, ends_of, missing
 from topics.records import Place, Raw, raw_of
 from topics.settings import BusSettings
 
@@ -51,7 +51,7 @@ def read_messages(
 
     `ahead`: librdkafka settings that say how much of it is held in memory. Raises TopicMissing or BusError.
     """
-    consumer = Consumer({**settings.consumer(client_id, "log"), "enable.partition.eof": True, **ahead})
+    consumer = Consumer({**settings.consumer(client_id, LOG_GROUP), "enable.partition.eof": True, **ahead})
     with closing(consumer):
         found = {place: _begin(consumer, place, offset) for place, offset in begins.items()}
         left = {place for place, begin in found.items() if begin is not None}
@@ -66,9 +66,11 @@ def read_messages(
                 elif error.code() == KafkaError._PARTITION_EOF:
                     left.discard(place)
                 elif error.code() in NO_SUCH_PLACE:
-                    raise TopicMissing(place[0])
+                    raise missing(consumer, place[0])
                 elif not error.retriable() and error.code() not in BROKER_AWAY:
-                    raise BusError(f"reading {place[0]}", error)
+                    what = "the log" if message.topic() is None else place[0]
+                    rights = f"Read on topic {place[0]}", f"Describe on group {settings.name(LOG_GROUP)}"
+                    raise BusError(f"reading {what}", error, *rights)
         consumer.unassign()  # nothing is being fetched any more when it closes
 
 
@@ -90,5 +92,5 @@ def read_keyed(settings: BusSettings, begins: Mapping[Place, int], *, client_id:
 
 def whole(settings: BusSettings, topics: Sequence[Topic], *, client_id: str = "rose-log") -> dict[Place, int]:
     """Every partition of these topics, from its beginning: for `read_keyed`. Raises TopicMissing."""
-    with closing(Reader(settings, client_id, group="log")) as reader:
+    with closing(Reader(settings, client_id)) as reader:
         return {(topic, part): OFFSET_BEGINNING for topic in topics for part in range(reader.partitions(topic))}

@@ -22,6 +22,7 @@ from confluent_kafka import (
     KafkaError,
     KafkaException,
     Message,
+    Producer,
     TopicPartition,
 )
 
@@ -29,8 +30,8 @@ from schemas.errors import RecordError
 from schemas.record import Record
 from schemas.wire import decode
 from topics import metrics
-from topics.catalog import Topic
-from topics.errors import BROKER_AWAY, BusError, TopicMissing
+from topics.catalog import LOG_GROUP, Topic
+from topics.errors import BROKER_AWAY, REFUSED_RIGHTS, BusError, TopicMissing
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled, raw_of
 from topics.resting import RestingConsumer
 from topics.settings import BusSettings
@@ -81,16 +82,39 @@ def ends_of(consumer: Consumer, partition: TopicPartition) -> tuple[int, int]:
             low, high = consumer.get_watermark_offsets(partition, timeout=min(seconds, ENDS_TURN_SECONDS))
         except KafkaException as error:
             if error.args[0].code() in NO_SUCH_PLACE:
-                raise TopicMissing(partition.topic) from error
+                raise missing(consumer, partition.topic) from error
             with suppress(KafkaException):
                 consumer.list_topics(partition.topic, timeout=ENDS_TURN_SECONDS)
             raise
         return int(low), int(high)
 
-    return _insist(f"reading the ends of {partition.topic}", ask, ENDS_SECONDS)
+    name = partition.topic
+    return _insist(f"reading the ends of {name}", ask, ENDS_SECONDS, f"Describe on topic {name}")
 
 
-def _insist(doing: str, ask: Callable[[float], Answer], seconds: float) -> Answer:
+def partitions_of(client: Consumer | Producer, name: str) -> int:
+    """How many partitions the topic of this name has. Raises TopicMissing or BusError."""
+    try:
+        found = client.list_topics(name, timeout=ENDS_SECONDS).topics[name]
+    except KafkaException as error:
+        raise BusError(f"asking for {name}", error.args[0]) from error
+    if found.error is not None and found.error.code() not in NO_SUCH_PLACE:
+        raise BusError(f"asking for {name}", found.error, f"Describe on topic {name}")
+    if not found.partitions:
+        raise TopicMissing(name)
+    return len(found.partitions)
+
+
+def missing(consumer: Consumer, name: str) -> TopicMissing | BusError:
+    """Why a topic cannot be seen: it is not there, or this client has no right to it, which a broker hides as well."""
+    with suppress(KafkaException):
+        told = consumer.list_topics(name, timeout=ENDS_TURN_SECONDS).topics[name].error
+        if told is not None and told.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+            return BusError(f"looking for {name}", told, f"Describe on topic {name}")
+    return TopicMissing(name)
+
+
+def _insist(doing: str, ask: Callable[[float], Answer], seconds: float, *rights: str) -> Answer:
     """What `ask`, told how long it may take, returns; asked again while brokers move. Raises BusError."""
     deadline = time.monotonic() + seconds
     while True:
@@ -99,7 +123,7 @@ def _insist(doing: str, ask: Callable[[float], Answer], seconds: float) -> Answe
             return ask(max(left, ASK_AGAIN_SECONDS))  # a timeout below 0 would wait for ever
         except KafkaException as error:
             if error.args[0].code() not in MOVES or left < ASK_AGAIN_SECONDS:
-                raise BusError(doing, error.args[0]) from error
+                raise BusError(doing, error.args[0], *rights) from error
             time.sleep(ASK_AGAIN_SECONDS)
 
 
@@ -111,7 +135,7 @@ class Reader:
         settings: BusSettings,
         client_id: str,
         *,
-        group: str,
+        group: str = LOG_GROUP,
         member: str | None = None,
         ends: bool = False,
         **overrides: object,
@@ -121,6 +145,7 @@ class Reader:
         `ends` makes `read` report EndOfPartition too.
         """
         config = {**settings.consumer(client_id, group), "enable.partition.eof": ends, **overrides}
+        self.right_to_group = f"{'Describe' if group == LOG_GROUP else 'Read'} on group {settings.name(group)}"
         if member is not None and settings.embedded:
             config["group.instance.id"] = settings.name(member)
         self._settings = settings
@@ -199,9 +224,16 @@ class Reader:
         Waits so long for a coordinator that is coming up. Raises BusError.
         """
         wanted = [self._partition(place, 0) for place in places]
-        answers = _insist(
-            "reading committed offsets", lambda left: self._consumer.committed(wanted, timeout=left), seconds
-        )
+
+        def ask(left: float) -> list[TopicPartition]:
+            try:
+                answers: list[TopicPartition] = self._consumer.committed(wanted, timeout=min(left, ENDS_TURN_SECONDS))
+                return answers
+            except KafkaException:
+                self._raise_refusal()
+                raise
+
+        answers = _insist("reading committed offsets", ask, seconds, self.right_to_group)
         _refuse_errors(answers, "reading committed offsets")
         return {
             place: answer.offset if answer.offset >= 0 else None for place, answer in zip(places, answers, strict=True)
@@ -238,16 +270,7 @@ class Reader:
 
     def partitions(self, topic: Topic) -> int:
         """How many partitions the topic has on the broker. Raises TopicMissing or BusError."""
-        name = self._settings.topic(topic)
-        try:
-            found = self._consumer.list_topics(name, timeout=ENDS_SECONDS).topics[name]
-        except KafkaException as error:
-            raise BusError(f"asking for {name}", error.args[0]) from error
-        if found.error is not None and found.error.code() not in NO_SUCH_PLACE:
-            raise BusError(f"asking for {name}", found.error)
-        if not found.partitions:
-            raise TopicMissing(name)
-        return len(found.partitions)
+        return partitions_of(self._consumer, self._settings.topic(topic))
 
     def pause(self, places: Iterable[Place]) -> None:
         """Hand nothing of these out until they are resumed or assigned anew; what is not assigned stays as it is."""
@@ -276,6 +299,13 @@ class Reader:
         leaving.join(CLOSE_SECONDS)
         if leaving.is_alive():
             structlog.get_logger("bus").warning("not left in time", seconds=CLOSE_SECONDS)
+
+    def _raise_refusal(self) -> None:
+        """That the group may not be looked for is said where messages come: who reads nothing yet never hears of it."""
+        if self._join is None and not self._assigned and (said := self._consumer.poll(0)) is not None:
+            error = said.error()
+            if error is not None and error.code() in REFUSED_RIGHTS:
+                raise KafkaException(error)
 
     def _connected(self) -> Consumer:
         # With nothing held at the broker a waiting consumer would ask without end: this one rests.
@@ -325,10 +355,10 @@ class Reader:
             if error.code() == KafkaError._PARTITION_EOF:
                 return EndOfPartition(self._topics[name], message.partition(), message.offset())
             if error.code() in NO_SUCH_PLACE:
-                raise TopicMissing(name or "?")
+                raise missing(self._consumer, name or "?")
             if error.retriable() or error.code() in BROKER_AWAY:
                 return None  # librdkafka reconnects by itself
-            raise BusError(f"reading {name}", error)
+            raise BusError(f"reading {name or 'the log'}", error, f"Read on topic {name}", self.right_to_group)
         topic, raw = self._topics[name], raw_of(message)
         metrics.read(topic).inc()
         place = topic, message.partition(), message.offset()
@@ -347,4 +377,5 @@ def _refuse_errors(answers: Iterable[TopicPartition], asked: str) -> None:
     """An answer for all may carry an error for one, and no offset: it is no answer. Raises BusError."""
     for answer in answers:
         if answer.error is not None:
-            raise BusError(f"{asked} of {answer.topic} [{answer.partition}]", answer.error)
+            where = f"{answer.topic} [{answer.partition}]"
+            raise BusError(f"{asked} of {where}", answer.error, f"Describe on topic {answer.topic}")

@@ -52,7 +52,7 @@ def delete_before(
     TopicMissing or BusError.
     """
     places = list(needed)
-    with closing(Reader(settings, client_id, group="retention")) as reader:
+    with closing(Reader(settings, client_id)) as reader:
         aged = reader.offsets_at(places, time.time() - keep_seconds)
         begins = {place: reader.watermarks(place)[0] for place in places}
     before = {place: min(offset, aged[place]) for place, offset in needed.items()}
@@ -60,9 +60,10 @@ def delete_before(
     if before:
         admin = reach(settings)
         asked = [TopicPartition(settings.topic(topic), part, offset) for (topic, part), offset in before.items()]
-        try:
-            for deleted in admin.delete_records(asked).values():
+        for partition, deleted in admin.delete_records(asked).items():
+            try:
                 deleted.result()
-        except KafkaException as error:
-            raise BusError("deleting what nobody needs any more", error.args[0]) from error
+            except KafkaException as error:
+                right = f"Delete on topic {partition.topic}"
+                raise BusError("deleting what nobody needs any more", error.args[0], right) from error
     return before

@@ -21,6 +21,9 @@ COMPLAINT_SECONDS = 30.0
 TRANSACTION_MILLISECONDS = 10_000
 """The broker aborts a transaction that is open for so long. Until then that of a dead producer holds up its readers."""
 
+CLIENT_CERTIFICATES = ("ssl.certificate.location", "ssl.certificate.pem", "ssl.keystore.location")
+"""Where librdkafka is told of a client's own certificate."""
+
 
 @dataclass(frozen=True, slots=True)
 class BusSettings:
@@ -33,6 +36,13 @@ class BusSettings:
     embedded: bool = False
     """The broker answers an empty fetch at once, so readers rest; and never evicts a member of a group, so members are
     known by name and a new one takes its own former place."""
+
+    @property
+    def authenticated(self) -> bool:
+        """Whether clients prove who they are: what each may do is a matter of rights then."""
+        protocol = self.properties.get("security.protocol", "").lower()
+        certified = any(name in self.properties for name in CLIENT_CERTIFICATES)
+        return protocol.startswith("sasl_") or (protocol == "ssl" and certified)
 
     def topic(self, topic: Topic) -> str:
         """The topic's name on this broker."""

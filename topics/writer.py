@@ -24,7 +24,7 @@ from topics import metrics, tracing
 from topics.admin import reach
 from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS, Topic
 from topics.errors import BusError
-from topics.reader import Reader
+from topics.reader import Reader, partitions_of
 from topics.records import Envelope, Place, Raw, Spoiled
 from topics.settings import BusSettings
 from topics.watchdog import watchdog
@@ -66,8 +66,16 @@ class Writer:
 
     def __init__(self, settings: BusSettings, client_id: str, *, transactional_id: str | None = None) -> None:
         self._settings = settings
-        self._failure: KafkaError | None = None
+        self._failure: tuple[KafkaError, str] | None = None
+        """Of a delivery, and the topic."""
         self._stored = 0
+        self._touched: set[str] = set()
+        """Topics that were written to since the transaction began."""
+        self._rights: tuple[str, ...] = (
+            f"Write on transactional id {settings.name(transactional_id or '')}",
+            "IdempotentWrite on cluster kafka-cluster, or Write on any topic",
+        )
+        """That it takes, beside those to topics and to its reader's group."""
         if transactional_id is None:
             self._producer = Producer(settings.producer(client_id))
         else:
@@ -151,6 +159,10 @@ class Writer:
         name = f"{self._settings.namespace}{found.topic.dead_letters}"
         self._produce(name, key, raw.value, None, headers, on_delivery, metrics.dead_letters(found.topic))
 
+    def partitions(self, topic: Topic) -> int:
+        """How many partitions the topic has on the broker. Raises TopicMissing or BusError."""
+        return partitions_of(self._producer, self._settings.topic(topic))
+
     def poll(self) -> None:
         """Take delivery reports in without waiting. Raises BusError if a delivery failed."""
         self._guarded("writing", self._producer.poll, 0)
@@ -171,6 +183,7 @@ class Writer:
         self._raise_failure()
 
     def begin(self) -> None:
+        self._touched.clear()
         self._guarded("beginning a transaction", self._producer.begin_transaction)
 
     def commit(self, offsets: Mapping[Place, int] | None = None, reader: Reader | None = None) -> None:
@@ -214,6 +227,7 @@ class Writer:
         places = [TopicPartition(self._settings.topic(topic), part, at) for (topic, part), at in offsets.items()]
         with watchdog().watching("committing a transaction", lambda: reach(self._settings)):
             if places and reader is not None:
+                self._rights = (*self._rights[:2], reader.right_to_group)
                 sending = producer.send_offsets_to_transaction
                 self._guarded("committing offsets", sending, places, reader.group_metadata(), TRANSACTION_SECONDS)
             self._guarded("committing a transaction", producer.commit_transaction, TRANSACTION_SECONDS)
@@ -230,7 +244,7 @@ class Writer:
     ) -> None:
         def delivered(error: KafkaError | None, message: Message) -> None:
             if error is not None:
-                self._failure = error
+                self._failure = error, name
                 return
             self._stored += 1
             counted.inc()
@@ -238,6 +252,7 @@ class Writer:
                 on_delivery(message.partition(), message.offset())
 
         place: dict[str, Any] = {} if partition is None else {"partition": partition}
+        self._touched.add(name)
         while True:
             try:
                 self._producer.produce(name, value=value, key=key, headers=headers, on_delivery=delivered, **place)
@@ -246,18 +261,21 @@ class Writer:
                 self._producer.poll(1.0)
                 self._raise_failure()
             except KafkaException as error:
-                raise BusError(f"writing to {name}", error.args[0]) from error
+                raise self._error(f"writing to {name}", error.args[0], name) from error
 
     def _guarded(self, doing: str, call: Callable[..., object], *arguments: object) -> None:
         try:
             call(*arguments)
         except KafkaException as error:
-            raise BusError(doing, error.args[0]) from error
+            raise self._error(doing, error.args[0], *sorted(self._touched)) from error
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise BusError("storing a record", failure)
+            (failure, name), self._failure = self._failure, None
+            raise self._error("storing a record", failure, name)
+
+    def _error(self, doing: str, error: KafkaError, *topics: str) -> BusError:
+        return BusError(doing, error, *(f"Write on topic {topic}" for topic in topics), *self._rights)
 
 
 def _beginning(raw: Raw) -> Raw:

@@ -91,7 +91,7 @@ def _read(settings: BusSettings) -> LogAudit:
     letters.read()
     for place in letters.places(PROMPTS):
         ledger.dead_prompt(place)
-    with closing(Reader(settings, CLIENT, group="log")) as reader:
+    with closing(Reader(settings, CLIENT)) as reader:
         outcomes_from = reader.watermarks((OUTCOMES, 0))[0]
     forgotten_before = time.time() - OUTCOMES_KEPT_SECONDS
     counts = {topic: count for topic in RECORD_TOPICS if (count := letters.count(topic))}

@@ -9,12 +9,13 @@ from rich.table import Table
 
 from pipeline.clock import told as moment
 from pipeline.command.broker import log_of
-from pipeline.command.config import Config, load
+from pipeline.command.config import load
 from pipeline.command.options import Common
 from schemas.errors import RoseError
-from topics.admin import create_topics, describe_topics, drift, reach
+from topics.access import ADMIN, PRODUCER, VIEW
+from topics.admin import create_topics, describe_topics, drift
 from topics.keeping import weaknesses
-from topics.settings import BusSettings
+from topics.permission import reach_as
 
 
 class LawBroken(RoseError):
@@ -28,9 +29,9 @@ class TopicsDrifted(RoseError):
 def create(common: Common) -> None:
     """`rose topics create`."""
     config = load(common)
-    created = create_topics(
-        config.bus(), config.partitions, replication_factor=config.settings.topics.replication_factor
-    )
+    settings = config.bus()
+    reach_as(settings, ADMIN)
+    created = create_topics(settings, config.partitions, replication_factor=config.settings.topics.replication_factor)
     for name in created:
         _say(f"created {name}")
     _say(f"{len(created)} topics created, all topics have their leaders")
@@ -45,6 +46,7 @@ def describe(common: Common) -> None:
         table.add_column(title, justify="right")
     table.add_column("settings")
     with log_of(config := load(common)) as settings:
+        reach_as(settings, ADMIN)
         for state in describe_topics(settings):
             told = ", ".join(f"{name} {value}" for name, value in state.config.items())
             name = f"{config.settings.broker.namespace}{state.topic.name}"
@@ -55,6 +57,7 @@ def describe(common: Common) -> None:
 def check(common: Common) -> None:
     """`rose topics check`. Raises TopicsDrifted."""
     with log_of(config := load(common)) as settings:
+        reach_as(settings, ADMIN)
         found = drift(settings, config.partitions)
         weak = weaknesses(settings, replication_factor=config.settings.topics.replication_factor)
     for each in found:
@@ -70,12 +73,13 @@ def check(common: Common) -> None:
 
 def submit_file(common: Common, file: Path) -> None:
     """`rose submit`. Raises BadPrompts."""
-    from pipeline.command.submit import read_prompts, send_prompts
+    from pipeline.command.submit import count_homes, read_prompts, send_prompts
 
     config = load(common)
     prompts = read_prompts(file, config.environments)
     settings = config.bus()
-    _check_topics(settings, config)
+    reach_as(settings, PRODUCER)
+    count_homes(settings)  # a prompt must not be the first to find out that there are none
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("prompts", total=len(prompts))
@@ -91,7 +95,7 @@ def watch_run(common: Common) -> None:
 
     config = load(common)
     settings = config.bus()
-    reach(settings)
+    reach_as(settings, VIEW)
     stop = stop_on_signals()
     limits = config.settings.environment.window_groups, config.settings.router.max_lag_versions
     trust = config.trust(settings)
@@ -107,7 +111,7 @@ def audit_run(common: Common) -> None:
     from pipeline.accounting.audit import inspect_log
 
     with log_of(load(common)) as settings:
-        reach(settings)
+        reach_as(settings, VIEW)
         found = inspect_log(settings)
     audit, terms = found.audit, found.audit.trajectories()
     if found.since is not None:
@@ -135,16 +139,9 @@ def report_run(common: Common) -> None:
     config = load(common)
     facts = earlier_facts(config.run_folder)
     with log_of(config) as settings:
-        reach(settings)
+        reach_as(settings, VIEW)
         summary = write_report(config, settings, facts)
     show_summary(Console(), summary, config.run_folder)
-
-
-def _check_topics(settings: BusSettings, config: Config) -> None:
-    """Raises TopicsDrifted when a topic is missing: a prompt must not be the first to find out."""
-    missing = [each for each in drift(settings, config.partitions) if each.what == "topic"]
-    if missing:
-        raise TopicsDrifted(f"topic {missing[0].topic} is not on the broker: run `rose topics create`")
 
 
 def _say(line: str) -> None:

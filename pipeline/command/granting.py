@@ -10,8 +10,9 @@ from pipeline.command.config import load
 from pipeline.command.options import Common
 from schemas.capacity import CapacityGrant
 from schemas.errors import UsageError
-from topics.admin import reach
+from topics.access import OPERATOR
 from topics.catalog import GRANTS
+from topics.permission import reach_as
 from topics.writer import Writer
 
 
@@ -30,7 +31,7 @@ def send_grant(common: Common, worker: str, *, lend: bool, kv_bytes: int, token_
     except msgspec.ValidationError as error:
         raise UsageError(f"no such grant can be made: {error}") from None
     settings = load(common).bus()
-    reach(settings)
+    reach_as(settings, OPERATOR)
     with closing(Writer(settings, "rose-grant")) as writer:
         writer.write(GRANTS, grant, key=worker)
         writer.flush()

@@ -24,9 +24,10 @@ from schemas.homes import home_of
 from schemas.prompts import Prompt, unpriced
 from schemas.record import Record
 from schemas.wire import SCHEMA_HEADER, decode, encode
-from topics.admin import reach
+from topics.access import OPERATOR, VIEW
 from topics.catalog import PROMPTS, RECORD_TOPICS, Topic
 from topics.letters import NOWHERE, Letter, read_burials, read_letters, send_back
+from topics.permission import reach_as
 from topics.reader import Reader
 from topics.records import Raw
 from topics.settings import BusSettings
@@ -45,7 +46,7 @@ class LetterRefused(UsageError):
 def list_letters(common: Common, topic: str | None) -> None:
     """`rose letters list`: one line each."""
     with log_of(load(common)) as settings:
-        reach(settings)
+        reach_as(settings, VIEW)
         letters = read_burials(settings, *_topics(topic))
     for letter in letters:
         key = (letter.key or b"").decode(errors="replace")
@@ -57,7 +58,7 @@ def list_letters(common: Common, topic: str | None) -> None:
 def show_letter(common: Common, place: str) -> None:
     """`rose letters show`: all of one."""
     with log_of(load(common)) as settings:
-        reach(settings)
+        reach_as(settings, VIEW)
         letter = _find(settings, place)
     value = letter.raw.value
     _say(f"place    {letter.place}")
@@ -77,7 +78,7 @@ def retry_letter(
 ) -> None:
     """`rose letters retry`. Raises LetterRefused, or UsageError for a letter that was sent back before."""
     with log_of(config := load(common)) as settings:
-        reach(settings)
+        reach_as(settings, OPERATOR)
         letter = _find(settings, place)
         if letter.partition == NOWHERE:
             raise UsageError(f"{place} does not say where its message lay, so nothing can note that it was sent back")
@@ -87,7 +88,7 @@ def retry_letter(
         record, partition = _checked(letter, raw), letter.partition
         if isinstance(record, Prompt):
             _check_prompt(settings, config, record)
-            with closing(Reader(settings, "rose-letters", group="log")) as reader:
+            with closing(Reader(settings, "rose-letters")) as reader:
                 partition = home_of(record.group_id, reader.partitions(PROMPTS))
             raw = raw._replace(key=raw.key or record.group_id.encode())
         send_back(settings, letter, raw, partition=partition)

@@ -344,6 +344,31 @@ def topics_prompt_schema() -> None:
     print_prompt_schema()
 
 
+@topics.command("acl")
+@with_common
+def topics_acl(
+    common: Common,
+    role: Annotated[
+        str,
+        typer.Option(
+            "--role",
+            metavar="ROLE",
+            help="environment, router, executor, lender, trainer, producer, view, operator or admin.",
+        ),
+    ],
+    principal: Annotated[
+        str | None, typer.Option("--principal", metavar="TYPE:NAME", help="Whose; left out, User:rose-ROLE.")
+    ] = None,
+    strimzi: Annotated[
+        str | None, typer.Option("--strimzi", metavar="CLUSTER", help="A KafkaUser of this Strimzi cluster instead.")
+    ] = None,
+) -> None:
+    """The ACLs that a role needs, and no more: lines of options for kafka-acls.sh. Needs no broker."""
+    from pipeline.command.acl import print_acls
+
+    print_acls(common, role, principal, strimzi)
+
+
 Place = Annotated[str, typer.Argument(metavar="PLACE", help="TOPIC/PARTITION/OFFSET, as `rose letters list` has it.")]
 
 

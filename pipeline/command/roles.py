@@ -9,9 +9,11 @@ from threading import Event
 from pipeline.command.config import Config, load
 from pipeline.command.options import Common
 from pipeline.command.processes import serve_metrics, stop_on_signals
-from topics.admin import reach
+from topics.access import ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role
+from topics.permission import reach_as
 from topics.settings import BusSettings
 from topics.tracing import traced
+from workers.weights.signing import refuse_unsigned
 
 
 def run_environment(common: Common, number: int) -> None:
@@ -19,7 +21,8 @@ def run_environment(common: Common, number: int) -> None:
     from workers.environments.main import run_environment_worker
 
     config, name = load(common), f"environment-{number}"
-    with _begun(config, config.settings.metrics.environment, number, name=name) as (settings, stop):
+    port = config.settings.metrics.environment
+    with _begun(config, ENVIRONMENT, port, number, name=name) as (settings, stop):
         run_environment_worker(settings, config.settings.environment, name, stop)
 
 
@@ -29,9 +32,10 @@ def run_executor_role(common: Common) -> None:
     from workers.executor.main import run_executor
 
     config = load(common)
+    _take_signed_alone(config)
     wanted, slot = config.settings.executor, config.settings.executor.slot
     port, name = config.settings.metrics.executor, f"executor-{slot}"
-    with EngineProcess(wanted) as engine, _begun(config, port, slot, name=name) as (settings, stop):
+    with EngineProcess(wanted) as engine, _begun(config, EXECUTOR, port, slot, name=name) as (settings, stop):
         run_executor(settings, wanted, name, engine.link, engine.shapes, stop, weights=config.weights)
 
 
@@ -40,6 +44,8 @@ def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, obse
     from workers.lender.beside import Plan, lend
 
     config = load(common)
+    if not observe:
+        _take_signed_alone(config)
     settings, slot = config.settings, config.settings.executor.slot
     os.environ.update(settings.serving.environment)
     plan = Plan(
@@ -58,8 +64,9 @@ def run_endpoint_role(common: Common) -> None:
     from workers.lender.endpoint.main import lend_endpoint
 
     config = load(common)
+    _take_signed_alone(config)
     executor, port = config.settings.executor, config.settings.metrics.executor
-    with _begun(config, port, executor.slot, name=f"executor-{executor.slot}") as (settings, stop):
+    with _begun(config, EXECUTOR, port, executor.slot, name=f"executor-{executor.slot}") as (settings, stop):
         lend_endpoint(settings, executor, config.settings.endpoint, config.weights, stop)
 
 
@@ -75,7 +82,7 @@ def run_router_role(common: Common, number: int) -> None:
     from pipeline.routing.main import run_router
 
     config, name = load(common), f"router-{number}"
-    with _begun(config, config.settings.metrics.router, number, name=name) as (settings, stop):
+    with _begun(config, ROUTER, config.settings.metrics.router, number, name=name) as (settings, stop):
         run_router(settings, config.settings.router, stop, name)
 
 
@@ -84,16 +91,19 @@ def run_trainer_role(common: Common) -> None:
     from workers.trainer.main import run_trainer
 
     config = load(common)
-    with _begun(config, config.settings.metrics.trainer, name="trainer") as (settings, stop):
+    refuse_unsigned(config.bus(), config.weights.signing_key, "signing_key")  # before it fences another
+    with _begun(config, TRAINER, config.settings.metrics.trainer, name="trainer") as (settings, stop):
         run_trainer(settings, config.settings.trainer, stop, weights=config.weights)
 
 
 @contextmanager
-def _begun(config: Config, metrics_port: int, number: int = 0, *, name: str) -> Iterator[tuple[BusSettings, Event]]:
-    """What every role does around its loop. Raises BrokerUnreachable, or what `_exporting` does."""
+def _begun(
+    config: Config, role: Role, metrics_port: int, number: int = 0, *, name: str
+) -> Iterator[tuple[BusSettings, Event]]:
+    """What every role does around its loop. Raises BrokerUnreachable, RightsMissing, or what `_exporting` does."""
     settings = config.bus()
     stop = stop_on_signals()
-    reach(settings)
+    reach_as(settings, role)
     with _exporting(config, metrics_port, number, name=name):
         yield settings, stop
 
@@ -105,3 +115,8 @@ def _exporting(config: Config, metrics_port: int, number: int, *, name: str) -> 
     serve_metrics(metrics.host, metrics.port_of(metrics_port, number))
     with traced(tracing.endpoint, tracing.ratio, role=name):
         yield
+
+
+def _take_signed_alone(config: Config) -> None:
+    """Before there is an engine: it would be of no use. Raises UsageError."""
+    refuse_unsigned(config.bus(), config.weights.trusted_key, "trusted_key")

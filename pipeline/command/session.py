@@ -25,6 +25,7 @@ from pipeline.command.watching import Watch
 from schemas.prompts import Prompt
 from topics.admin import create_topics
 from topics.broker import free_ports
+from workers.weights.signing import refuse_unsigned
 
 LOGS = "logs"
 """Folder of the roles' logs in a run's folder."""
@@ -37,7 +38,12 @@ class Interrupted(Exception):
 
 
 def prepare(config: Config, broker: RunBroker) -> Path:
-    """Create the topics, and write the configuration that the roles read. Raises BusError."""
+    """Create the topics, and write the configuration that the roles read.
+
+    Raises BusError, RightsMissing, or UsageError where versions would not be signed and have to be.
+    """
+    refuse_unsigned(broker.settings, config.weights.signing_key, "signing_key")
+    refuse_unsigned(broker.settings, config.weights.trusted_key, "trusted_key")
     create_topics(broker.settings, config.partitions, replication_factor=config.settings.topics.replication_factor)
     return write_configuration(config, broker)
 

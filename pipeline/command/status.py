@@ -23,7 +23,8 @@ from pipeline.command.screen import executor_table, finding_lines, work_line
 from pipeline.command.soundings import Sounding
 from pipeline.command.watching import Watch
 from schemas.errors import RoseError
-from topics.admin import reach
+from topics.access import VIEW
+from topics.permission import reach_as
 
 LOOK_SECONDS = 2.5
 """How long one look lasts; an executor speaks several times in it, and its word is good for 2 s."""
@@ -44,7 +45,7 @@ def show_status(common: Common, *, as_json: bool) -> None:
     config = load(common)
     settings = config.settings
     with log_of(config) as bus:
-        reach(bus)
+        reach_as(bus, VIEW)
         watch = Watch(
             bus,
             trust=config.trust(bus),

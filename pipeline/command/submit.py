@@ -14,7 +14,6 @@ from schemas.homes import home_of
 from schemas.prompts import Prompt, unpriced
 from schemas.wire import encode
 from topics.catalog import PROMPTS
-from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
 
@@ -73,13 +72,18 @@ def read_prompts(path: Path, environments: Collection[str]) -> list[Prompt]:
     return list(prompts.values())
 
 
+def count_homes(settings: BusSettings) -> int:
+    """How many homes prompts have. Raises TopicMissing or BusError."""
+    with closing(Writer(settings, "rose-submit")) as writer:
+        return writer.partitions(PROMPTS)
+
+
 def send_prompts(settings: BusSettings, prompts: Iterable[Prompt], *, sent: Callable[[], None] = lambda: None) -> None:
     """Write each prompt to its home and wait until all are stored; `sent` is called once for each.
 
     Raises TopicMissing or BusError.
     """
-    with closing(Reader(settings, "rose-submit", group="submit")) as reader:
-        homes = reader.partitions(PROMPTS)
+    homes = count_homes(settings)
     writer = Writer(settings, "rose-submit")
     for prompt in prompts:
         home = home_of(prompt.group_id, homes)

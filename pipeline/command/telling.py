@@ -12,8 +12,9 @@ from pipeline.replay.text import told
 from pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group, why_trajectory
 from schemas.homes import home_of
 from schemas.limits import GROUP_SIZE
-from topics.admin import reach
+from topics.access import VIEW
 from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic
+from topics.permission import reach_as
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
@@ -24,7 +25,7 @@ def replay_trajectory(common: Common, trajectory: str) -> None:
     """`rose replay`. Raises UnknownTrajectory."""
     config = load(common)
     with log_of(config) as settings:
-        reach(settings)
+        reach_as(settings, VIEW)
         group, index = _group_and_index(settings, trajectory)
         if group.size is None or index is None:
             raise UnknownTrajectory(trajectory)
@@ -41,7 +42,7 @@ def replay_trajectory(common: Common, trajectory: str) -> None:
 def tell_why(common: Common, name: str) -> None:
     """`rose why`, of a trajectory or a group. Raises UnknownTrajectory."""
     with log_of(load(common)) as settings:
-        reach(settings)
+        reach_as(settings, VIEW)
         whole_group = find_group(settings, name)
         group, index = (whole_group, None) if _is_known(whole_group) else _group_and_index(settings, name)
         if not _is_known(group) or (group is not whole_group and index is None):

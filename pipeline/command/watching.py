@@ -45,7 +45,7 @@ class Watch:
         self._max_lag_versions = max_lag_versions
         self.view = View(began=time.monotonic())
         self._soundings = SoundingThread(settings)
-        self._reader = Reader(settings, "rose-watch", group="watch", ends=True)
+        self._reader = Reader(settings, "rose-watch", ends=True)
         self._history: dict[Place, int] = {}
         self._behind: set[Place] = set()
         self._assign(settings, whole=whole)

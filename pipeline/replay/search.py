@@ -164,7 +164,7 @@ def _begins(settings: BusSettings, group: GroupFound) -> dict[Place, int]:
     if not group.prompts:
         return dict.fromkeys(places, 0)
     submitted = min(found.stamp for found in group.prompts)
-    with closing(Reader(settings, CLIENT, group="log")) as reader:
+    with closing(Reader(settings, CLIENT)) as reader:
         return reader.offsets_at(places, submitted - CLOCKS_APART_SECONDS)
 
 

@@ -77,7 +77,7 @@ class Reign:
         self._clock = steady_clock()
         self._log = structlog.get_logger("router").bind(router=name)
         ahead = replace(settings, properties={**FETCH_AHEAD, **settings.properties})
-        self._reader = Reader(ahead, name, group="log")
+        self._reader = Reader(ahead, name)
         self._writer = Writer(settings, name)
         self._places: dict[Topic, list[Place]] = {
             topic: [(topic, partition) for partition in range(self._reader.partitions(topic))]

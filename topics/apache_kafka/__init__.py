@@ -21,7 +21,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +55,23 @@ class _Place:
     port: int
     controller_port: int
     folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """What a node has beyond the plain one."""
+
+    settings: str = ""
+    """Lines of server.properties: what is said again there is what counts. Its ports are words between at signs."""
+    logging: str = ""
+    """Lines of log4j2.yaml, among its loggers."""
+    format_options: tuple[str, ...] = ()
+    """For the tool that formats a new node."""
+    client: Mapping[str, str] = field(default_factory=dict)
+    """librdkafka settings without which the node does not answer."""
+
+
+PLAIN = Addition()
 
 
 class Cluster:
@@ -107,11 +124,13 @@ class Cluster:
             node.kill()
 
 
-def lone_node(data_folder: Path, port: int, kafka_home: Path, java: Sequence[str] = LONE_JAVA) -> Kind:
+def lone_node(
+    data_folder: Path, port: int, kafka_home: Path, java: Sequence[str] = LONE_JAVA, addition: Addition = PLAIN
+) -> Kind:
     """A node that is alone, formatted. Raises BrokerFailed: no Kafka there, no Java, a folder that it cannot format."""
     own = data_folder / "apache-kafka"
     own.mkdir(exist_ok=True)
-    [kind] = _kinds([_Place(1, port, free_ports(1)[0], own)], kafka_home, java)
+    [kind] = _kinds([_Place(1, port, free_ports(1)[0], own)], kafka_home, java, addition)
     return kind
 
 
@@ -140,7 +159,7 @@ def start_cluster(data_folder: Path, *, kafka_home: Path, nodes: int = 3) -> Clu
     return cluster
 
 
-def _kinds(places: list[_Place], kafka_home: Path, options: Sequence[str]) -> list[Kind]:
+def _kinds(places: list[_Place], kafka_home: Path, options: Sequence[str], addition: Addition = PLAIN) -> list[Kind]:
     """How the nodes of one cluster are run; formats the folders of those that are new."""
     libs = kafka_home / "libs"
     found = sorted(match[1] for jar in libs.glob("kafka_*.jar") if (match := _JAR.fullmatch(jar.name)))
@@ -149,20 +168,21 @@ def _kinds(places: list[_Place], kafka_home: Path, options: Sequence[str]) -> li
     java = [_java(), *options]
     jars = ["-cp", f"{libs.resolve()}/*"]
     for place in places:
-        _write_configuration(place, places)
-    _format(places, [*java, *jars])
+        _write_configuration(place, places, addition)
+    _format(places, [*java, *jars], addition.format_options)
     return [
         Kind(
             name=f"Apache Kafka {found[-1]}",
             command=[*java, f"-Dlog4j2.configurationFile={_logging(place)}", *jars, "kafka.Kafka", str(_server(place))],
             node=place.node,
             orphaned=signal.SIGTERM if len(places) == 1 else signal.SIGKILL,
+            client=addition.client,
         )
         for place in places
     ]
 
 
-def _write_configuration(place: _Place, places: list[_Place]) -> None:
+def _write_configuration(place: _Place, places: list[_Place], addition: Addition) -> None:
     templates = files("topics.apache_kafka")
     filled = {
         "@NODE@": str(place.node),
@@ -173,21 +193,22 @@ def _write_configuration(place: _Place, places: list[_Place]) -> None:
         "@COPIES@": str(len(places)),
         "@ACKNOWLEDGED@": str(len(places) // 2 + 1),
     }
-    settings = (templates / "server.properties.in").read_text()
+    settings = (templates / "server.properties.in").read_text() + addition.settings
     for word, value in filled.items():
         settings = settings.replace(word, value)
     _server(place).write_text(settings)
-    _logging(place).write_text((templates / "log4j2.yaml").read_text())
+    _logging(place).write_text((templates / "log4j2.yaml").read_text() + addition.logging)
 
 
-def _format(places: list[_Place], java: list[str]) -> None:
+def _format(places: list[_Place], java: list[str], options: Sequence[str]) -> None:
     """Prepare the folders of new nodes, all at once."""
+    tool = "kafka.tools.StorageTool", "format"
     cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
     new = [place for place in places if not (place.folder / "log" / "meta.properties").exists()]
     formatters = [
         subprocess.Popen(
             # with "=": an id may begin with "-"
-            [*java, "kafka.tools.StorageTool", "format", f"--cluster-id={cluster_id}", "-c", str(_server(place))],
+            [*java, *tool, f"--cluster-id={cluster_id}", "-c", str(_server(place)), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

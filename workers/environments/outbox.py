@@ -17,7 +17,17 @@ import structlog
 
 from schemas.environments import Group, GroupState
 from schemas.prompts import Prompt, trajectory_id
-from topics.catalog import COMPLETED, GROUPS, OUTCOMES_KEPT_SECONDS, PROGRESS, PROMPTS, REQUESTED, SAMPLES, SNAPSHOTS
+from topics.catalog import (
+    COMPLETED,
+    ENVIRONMENT_WRITERS,
+    GROUPS,
+    OUTCOMES_KEPT_SECONDS,
+    PROGRESS,
+    PROMPTS,
+    REQUESTED,
+    SAMPLES,
+    SNAPSHOTS,
+)
 from topics.errors import BusError
 from topics.reader import Reader
 from topics.records import Place
@@ -88,7 +98,9 @@ class Outbox:
     def fence(self) -> None:
         """Make sure of a sound writer: transactions of an earlier one of this name are over. Raises BusError."""
         if self._writer is None:
-            self._writer = Writer(self._settings, f"rose-{self._name}", transactional_id=f"environment.{self._name}")
+            self._writer = Writer(
+                self._settings, f"rose-{self._name}", transactional_id=f"{ENVIRONMENT_WRITERS}{self._name}"
+            )
 
     def begins(self, offsets: Mapping[Place, int], request_ends: Mapping[int, int]) -> None:
         """The homes were recovered; the committed offsets of their inputs, and ends that their requests had."""

@@ -136,7 +136,7 @@ def _contents(settings: BusSettings, recoveries: dict[int, Recovery], meanwhile:
     results = {(COMPLETED, partition): recovery.results for partition, recovery in recoveries.items()}
     results = {place: offsets for place, offsets in results.items() if offsets}
     records = 0
-    with closing(Reader(settings, "rose-recovery", group="log", ends=True)) as reader:
+    with closing(Reader(settings, "rose-recovery", ends=True)) as reader:
         fetch = Fetch(reader, results, far=far, stopped=stopped)
         for envelope in fetch:
             records += 1

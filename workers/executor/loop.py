@@ -143,7 +143,7 @@ class Executor:
         self._deferred: list[TurnDispatch] = []
         """Taken on while the engine changes to the next version."""
         self._writer = Writer(settings, name)
-        self._reader = Reader(settings, name, group="executor")
+        self._reader = Reader(settings, name)
         self._homes = self._reader.partitions(COMPLETED)
         self._start = Start(name, worker_class, self._begin())
         self._beats = Heartbeats(self._start, config.slot)

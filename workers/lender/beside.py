@@ -24,8 +24,9 @@ import structlog
 
 from schemas.errors import RoseError, UsageError
 from schemas.slack import WorkerClass
-from topics.admin import reach
+from topics.access import LENDER
 from topics.health import HEALTH
+from topics.permission import reach_as
 from topics.processes import end_with, show_as
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
@@ -166,7 +167,7 @@ def _link(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path, name: s
     """One link with the server, from its beginning to its end."""
     settings = plan.settings
     if settings is not None:
-        reach(settings)
+        reach_as(settings, LENDER)
     end = _knock(path, stop)
     if end is None:
         return

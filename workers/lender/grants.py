@@ -61,7 +61,7 @@ class Grants:
                 self._stopping.wait(AGAIN_SECONDS)
 
     def _follow(self) -> None:
-        reader = Reader(self._settings, f"{self._worker}-grants", group="grants", ends=True)
+        reader = Reader(self._settings, f"{self._worker}-grants", ends=True)
         try:
             reader.assign({(GRANTS, 0): OFFSET_BEGINNING})
             while not self._stopping.is_set():

@@ -35,7 +35,7 @@ import structlog
 from schemas.environments import Group, GroupState
 from schemas.errors import RoseError, UsageError
 from schemas.samples import Sample, SampleOutcome
-from topics.catalog import GROUPS, OUTCOMES, SAMPLES
+from topics.catalog import GROUPS, OUTCOMES, SAMPLES, TRAINER_NAMES
 from topics.health import HEALTH
 from topics.letters import buried
 from topics.log import await_decided, read_back
@@ -62,9 +62,6 @@ LOOK_SECONDS = 0.2
 
 DELETING_SECONDS = 3600.0
 """How often samples are deleted that are settled and old enough."""
-
-TRAINER_GROUPS = "trainer-"
-"""What the names of trainers' consumer groups begin with, before the model's."""
 
 OUTCOMES_PLACE: Place = (OUTCOMES, 0)
 """Outcomes lie in one partition."""
@@ -118,8 +115,8 @@ class SampleStream:
         self._lock = Lock()
         self._committed_groups: deque[str] = deque()
         """As whichever thread committed them says: the assembly belongs to the stream's."""
-        self._writer = Writer(settings, client_id, transactional_id=f"{TRAINER_GROUPS}{model_id}")
-        self._reader = Reader(settings, client_id, group=f"{TRAINER_GROUPS}{model_id}", ends=True)
+        self._writer = Writer(settings, client_id, transactional_id=f"{TRAINER_NAMES}{model_id}")
+        self._reader = Reader(settings, client_id, group=f"{TRAINER_NAMES}{model_id}", ends=True)
         self._buried: set[tuple[int, int]] | None = None
         self._handed: set[str] = set()
         self._ended: set[str] = set()
@@ -332,7 +329,7 @@ class SampleStream:
         self._delete_at = time.monotonic() + DELETING_SECONDS
         own: Mapping[Place, int] = {(SAMPLES, part): offset for part, offset in self._committed.items()}
         try:  # the trainers of other models read the same topic
-            read = lowest_committed(self._settings, TRAINER_GROUPS, list(own), client_id=self._client_id)
+            read = lowest_committed(self._settings, TRAINER_NAMES, list(own), client_id=self._client_id)
             needed = {place: min(offset, read.get(place, offset)) for place, offset in own.items()}
             delete_before(self._settings, needed, client_id=self._client_id)
         except RoseError as error:

@@ -37,7 +37,6 @@ from schemas.weights import ChunkRef, SliceRef, WeightManifest
 from topics.catalog import CHUNKS
 from topics.log import await_decided
 from topics.metrics import export
-from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.weights import codec
@@ -50,7 +49,7 @@ from workers.weights.manifests import PLACE, SignedManifest, read_manifests, sig
 from workers.weights.numbering import Numbering
 from workers.weights.retention import release
 from workers.weights.shelves import LogShelf, Shelf, Stored, put_payload
-from workers.weights.signing import signer_of
+from workers.weights.signing import refuse_unsigned, signer_of
 from workers.weights.snapshot import Snapshot, snapshot_of
 from workers.weights.tensors import TORCH_DTYPES
 from workers.weights.trust import Trust, run_id
@@ -89,12 +88,13 @@ class WeightPublisher:
         store_above_bytes: int = 0,
         key: Ed25519PrivateKey | None = None,
     ) -> None:
-        """Raises TopicMissing, BusError, or UsageError for a run without a proper name.
+        """Raises TopicMissing, BusError, or UsageError for a run without a proper name, or no key where one must be.
 
         `run`: what the run is called in its namespace. `dtype`: what finer weights are rounded to on the wire; None is
         as they are. `column_parts`: see `geometry.cut`. Anchors of a model larger than `store_above_bytes` go to the
         `store`, if there is one. `key` signs the manifests.
         """
+        refuse_unsigned(settings, key, "signing_key")
         export(PUBLISHING)
         self.trust = Trust(model_id, run_id(settings.namespace, run), None if key is None else key.public_key())
         """Whose manifests on the log count as this run's."""
@@ -106,13 +106,8 @@ class WeightPublisher:
         self._store = store
         self._store_above_bytes = store_above_bytes
         self._key = key
-        reader = Reader(settings, "rose-weights", group="weights")
-        try:
-            partitions = reader.partitions(CHUNKS)
-        finally:
-            reader.close()
         self._writer = Writer(settings, f"rose-weights-{model_id}")
-        self._log = LogShelf(self._writer, partitions)
+        self._log = LogShelf(self._writer, self._writer.partitions(CHUNKS))
         self._base: Snapshot | None = None
         self._base_version = -1
         self._chain_bytes = self._chain_versions = 0

@@ -38,6 +38,7 @@ from workers.weights.index import opened
 from workers.weights.lineage import Lineage, Path, Placed
 from workers.weights.manifests import PLACE
 from workers.weights.refusals import Refusal, VersionRefused
+from workers.weights.signing import refuse_unsigned
 from workers.weights.trust import Doubt, Trust
 
 LOOK_SECONDS = 0.2
@@ -130,7 +131,9 @@ class WeightReceiver:
 
         `wanted`: the part of each tensor that this receiver's shard needs (`shards.wanted_by`); None is everything.
         `store`: where the trainer puts large anchors. `engine_dtype`: what must hold every value exactly, if given.
+        Raises UsageError where there must be a key and `trust` has none.
         """
+        refuse_unsigned(settings, trust.key, "trusted_key")
         export(RECEIVING)
         self.refusals: dict[Refusal, int] = dict.fromkeys(Refusal, 0)
         """Versions not taken, by reason."""
@@ -219,8 +222,8 @@ class WeightReceiver:
 
     def _follow(self) -> None:
         with (
-            closing(Reader(self._settings, self._client_id, group="weights", ends=True)) as manifests,
-            closing(Reader(self._settings, self._client_id, group="weights", ends=True, **SMALL_FETCHES)) as chunks,
+            closing(Reader(self._settings, self._client_id, ends=True)) as manifests,
+            closing(Reader(self._settings, self._client_id, ends=True, **SMALL_FETCHES)) as chunks,
         ):
             self._lineage.versions.clear()  # all that may still be taken is read again
             manifests.assign({PLACE: OFFSET_BEGINNING})

@@ -84,6 +84,18 @@ def trust_of(settings: BusSettings, model_id: str, config: WeightsConfig) -> Tru
     return Trust(model_id, run_id(settings.namespace, config.run), key)
 
 
+def refuse_unsigned(settings: BusSettings, key: object, field: str) -> None:
+    """Where clients prove who they are, so do versions. Raises UsageError where this field of the weights names no key.
+
+    A right to write manifests may be given by mistake, or stolen; the trainer's key never leaves the trainer.
+    """
+    if settings.authenticated and key is None:
+        raise UsageError(
+            "the clients of this broker prove who they are (security.protocol), and so must policy versions: "
+            f"set weights.{field}; `rose keys FILE` makes both keys"
+        )
+
+
 def signer_of(config: WeightsConfig) -> Ed25519PrivateKey | None:
     """The key with which a configuration signs. Raises UsageError for a broken one, or if it is not the trusted one."""
     if config.signing_key is None:

@@ -1,0 +1,332 @@
+"""Every role on a broker where nobody may do anything that no ACL allows: each with its own ACLs, and with one less."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from threading import Event, Timer
+
+import pytest
+from confluent_kafka import OFFSET_BEGINNING, Producer
+
+from pipeline.command.nursery import Forked, Nursery
+from pipeline.command.sections import WARM_START
+from pipeline.command.soundings import Sounder
+from pipeline.routing.config import RouterConfig
+from pipeline.routing.main import run_router
+from schemas.errors import RoseError
+from schemas.homes import home_of as home_of_group
+from tests.integration.secured_kit import Users, rose, start_audited
+from tests.unit.routing_world import request
+from tests.waiting import WAIT_SECONDS, until
+from topics.access import (
+    ADMIN,
+    BURIED,
+    ENVIRONMENT,
+    EXECUTOR,
+    LENDER,
+    OPERATOR,
+    PRODUCER,
+    ROLES,
+    ROUTER,
+    TRAINER,
+    VIEW,
+    Acl,
+    Resource,
+    Role,
+    acls,
+)
+from topics.admin import create_topics, reach
+from topics.apache_kafka.secured import SecuredNode
+from topics.catalog import (
+    CHUNKS,
+    COMPLETED,
+    DISPATCHED,
+    HEARTBEATS,
+    LETTERS_WRITER,
+    PROMPTS,
+    RECORD_TOPICS,
+    REQUESTED,
+    SAMPLES,
+    TRAINER_NAMES,
+    Partitions,
+    Topic,
+)
+from topics.errors import NotLetIn
+from topics.keeping import weaknesses
+from topics.letters import read_letters, send_back
+from topics.permission import reach_as
+from topics.reader import Reader
+from topics.records import Place
+from topics.retention import delete_before, lowest_committed
+from topics.settings import BusSettings
+from topics.writer import Writer
+from workers.environments.config import EnvironmentConfig
+from workers.environments.main import run_environment_worker
+from workers.environments.sweeper import Sweeper
+from workers.lender.grants import Grants
+from workers.trainer.stream import SampleStream
+from workers.weights.signing import make_keys
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+PARTITIONS = Partitions(home=2, slots=2, samples=2, chunks=2)
+GROUPS_ASKED = 9
+"""Eight from a file, and the one that was a dead letter."""
+CONFIG = f"""
+[topics]
+home_partitions = {PARTITIONS.home}
+inbox_slots = {PARTITIONS.slots}
+sample_partitions = {PARTITIONS.samples}
+chunk_partitions = {PARTITIONS.chunks}
+
+[environment]
+max_turn_tokens = 16
+max_context_tokens = 256
+window_groups = 8
+
+[executor]
+max_turns = 16
+max_model_len = 256
+step_tokens = 512
+kv_cache_bytes = 16777216
+
+[trainer]
+groups_per_step = 4
+total_groups = {GROUPS_ASKED}
+minibatches = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredNode]:
+    with start_audited(tmp_path_factory.mktemp("secured")) as running:
+        yield running
+
+
+class Run:
+    """The roles of one run, each a process with a user of its own."""
+
+    def __init__(self, users: Users, folder: Path, nursery: Nursery) -> None:
+        self.users, self.folder, self._nursery = users, folder, nursery
+        public = make_keys(folder / "trainer.pem")
+        trusted = ("--set", f"weights.trusted_key={public}")
+        self._keys = {role.name: trusted for role in (EXECUTOR, LENDER, VIEW)}
+        self._keys[TRAINER.name] = ("--set", f"weights.signing_key={folder / 'trainer.pem'}")
+        (folder / "rose.toml").write_text(CONFIG)
+
+    def log(self, role: Role) -> str:
+        return (self.folder / f"{role.name}.log").read_text()
+
+    def start(self, role: Role, *arguments: str) -> Forked:
+        """A lender's engine is one of its own here: what a server is to it, the bus never sees."""
+        command, log = "executor" if role is LENDER else role.name, self.folder / f"{role.name}.log"
+        return self._nursery.start((command, *arguments, *self.common(role)), name=role.name, log=log)
+
+    def ask(self, role: Role, *arguments: str) -> str:
+        """What the command prints to a user of this role."""
+        done = rose(self.folder, *arguments, *self.common(role))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def common(self, role: Role) -> tuple[str, ...]:
+        config = ("--config", str(self.folder / "rose.toml"))
+        return (*config, *self._keys.get(role.name, ()), *self.users.flags(role))
+
+
+@pytest.fixture
+def run(node: SecuredNode, tmp_path: Path) -> Iterator[Run]:
+    with Nursery(tmp_path) as nursery:
+        yield Run(Users(node, "loop.", tmp_path), tmp_path, nursery)
+
+
+def prompt(number: int) -> dict[str, object]:
+    return {"group_id": f"g{number}", "group_size": 4, "environment": "calculator", "seed": number}
+
+
+def litter(settings: BusSettings, *places: tuple[Topic, int]) -> None:
+    """What is no record."""
+    producer = Producer(settings.producer("litter"))
+    for topic, partition in places:
+        producer.produce(settings.topic(topic), value=b"litter", key=b"litter", partition=partition)
+    producer.flush()
+
+
+def mislead(settings: BusSettings) -> None:
+    """Before anybody has begun: letters of nobody's, a prompt far from home, a turn that nobody takes up in time."""
+    producer = Producer(settings.producer("mislead"))
+    for topic in BURIED:
+        producer.produce(f"{settings.namespace}{topic.dead_letters}", value=b"litter", key=b"litter", partition=0)
+    far = 1 - home_of_group("g0", PARTITIONS.home)
+    producer.produce(settings.topic(PROMPTS), value=json.dumps(prompt(0)).encode(), key=b"g0", partition=far)
+    producer.flush()
+    writer = Writer(settings, "mislead")
+    vain = request("nobody:0", requested_at=time.time(), patience_seconds=0.001)
+    writer.write(REQUESTED, vain, key="nobody:0", partition=0)
+    writer.flush()
+
+
+def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(run: Run) -> None:
+    users = run.users
+    everything = users.node.settings(users.namespace)
+    assert "all topics have their leaders" in run.ask(ADMIN, "topics", "create")
+    assert "no right" not in run.ask(ADMIN, "topics", "check")
+    assert PROMPTS.name in run.ask(ADMIN, "topics", "describe")
+    mislead(everything)
+    litter(everything, (PROMPTS, 0), (REQUESTED, 0), (COMPLETED, 0), (SAMPLES, 0))
+    file = run.folder / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps(prompt(number)) for number in range(1, GROUPS_ASKED - 1)))
+    run.ask(PRODUCER, "submit", str(file))
+    processes = {role: run.start(role) for role in (ROUTER, ENVIRONMENT, TRAINER)}
+    until(lambda: "event=serving" in run.log(ROUTER))
+    until(lambda: sum(ends(everything, REQUESTED).values()) > 2 * 4)  # some groups are open, and nobody answers yet
+    processes[ENVIRONMENT].send_signal(signal.SIGKILL)
+    processes[ENVIRONMENT] = run.start(ENVIRONMENT)
+    processes[EXECUTOR] = run.start(EXECUTOR, "--slot", "0")
+    processes[LENDER] = run.start(LENDER, "--slot", "1")
+    until(lambda: all("event=serving" in run.log(role) for role in (EXECUTOR, LENDER)))
+    litter(everything, (HEARTBEATS, 0), (DISPATCHED, 0), (DISPATCHED, 1))
+    viewer = users.settings(VIEW)
+    until(lambda: {each.topic for each in read_letters(viewer, *BURIED) if each.partition >= 0} == set(BURIED))
+    file.write_text(json.dumps(prompt(GROUPS_ASKED)))
+    place = next(each.place for each in read_letters(viewer, PROMPTS) if each.partition >= 0)
+    run.ask(OPERATOR, "letters", "retry", place, "--edit", str(file))
+    run.ask(OPERATOR, "grant", "executor-1", "--no-lend")
+    assert processes.pop(TRAINER).wait(300) == 0, run.log(TRAINER)
+    for role, process in processes.items():
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, run.log(role)
+    assert f"{4 * GROUPS_ASKED} requested" in run.ask(VIEW, "audit")
+    assert "outcome" in run.ask(VIEW, "replay", "g0:0")
+    assert "g0:0" in run.ask(VIEW, "why", "g0:0")
+    assert place in run.ask(VIEW, "letters", "list")
+    json.loads(rose(run.folder, "status", "--json", *run.common(VIEW)).stdout)
+    do_what_is_seldom(users)
+    refused = {
+        f"{seen.user}: {seen.operation} {seen.name} ({seen.request})" for seen in users.seen() if not seen.allowed
+    }
+    assert not refused
+    never = {f"Read on topic {users.namespace}{topic.dead_letters}" for topic in RECORD_TOPICS if topic not in BURIED}
+    assert users.unused() == {VIEW.name: never}  # it would read them if anything lay there
+
+
+def do_what_is_seldom(users: Users) -> None:
+    """What roles do once in hours or days: follow a grant, delete what is old, send every kind of letter back."""
+    grants = Grants(users.settings(LENDER), "executor-1")
+    grants.known(Event())
+    assert grants.newest is not None
+    grants.stop()
+    operator = users.settings(OPERATOR)
+    for topic in BURIED:
+        letter = next(each for each in read_letters(operator, topic) if each.partition >= 0)
+        send_back(operator, letter, letter.raw, partition=letter.partition)
+    environment, trainer = users.settings(ENVIRONMENT), users.settings(TRAINER)
+    sweeper = Sweeper(environment, "environment-0", keep_seconds=0.0)
+    sweeper.sweep(ends(environment, PROMPTS, REQUESTED, COMPLETED))
+    sweeper.join()
+    lowest_committed(trainer, TRAINER_NAMES, [(SAMPLES, 0)], client_id="trainer")
+    delete_before(trainer, ends(trainer, SAMPLES, CHUNKS), keep_seconds=0.0, client_id="trainer")
+    for settings, topics in ((environment, (PROMPTS, REQUESTED, COMPLETED)), (trainer, (SAMPLES, CHUNKS))):
+        with closing(Reader(settings, "test")) as reader:
+            for place in ends(settings, *topics):
+                low, high = reader.watermarks(place)
+                assert low == high, f"nothing was deleted from {place}"
+
+
+def ends(settings: BusSettings, *topics: Topic) -> dict[Place, int]:
+    with closing(Reader(settings, "test")) as reader:
+        places = [(topic, partition) for topic in topics for partition in range(reader.partitions(topic))]
+        return {place: reader.watermarks(place)[1] for place in places}
+
+
+@pytest.fixture(scope="module")
+def others(node: SecuredNode, tmp_path_factory: pytest.TempPathFactory) -> Users:
+    """Users of another namespace, whose topics are there."""
+    users = Users(node, "less.", tmp_path_factory.mktemp("less"))
+    create_topics(node.settings(users.namespace), PARTITIONS)
+    return users
+
+
+def begin(role: Role, settings: BusSettings) -> None:
+    """What a role does first that takes rights to groups and transactional ids, until it raises."""
+    reach_as(settings, role)
+    stop = Event()
+    timer = Timer(WAIT_SECONDS / 2, stop.set)
+    timer.daemon = True
+    timer.start()
+    if role is ENVIRONMENT:
+        run_environment_worker(settings, EnvironmentConfig(model_folder=WARM_START), "environment-0", stop)
+    elif role is ROUTER:
+        run_router(settings, RouterConfig(), stop)
+    elif role is TRAINER:
+        SampleStream(settings, "policy").close()
+    elif role is VIEW:
+        sounder = Sounder(settings)
+        sounder.sound()
+        sounder.close()
+        if sounder.trouble:
+            raise RoseError(sounder.trouble)
+    elif role is OPERATOR:
+        Writer(settings, "letters", transactional_id=LETTERS_WRITER)
+    elif role is ADMIN:
+        for weakness in weaknesses(settings):
+            raise RoseError(weakness)
+    with closing(Reader(settings, "test")) as reader:  # by hand, as every reader of the log
+        reader.assign({(role.reads[0], 0): OFFSET_BEGINNING})
+        while not stop.is_set():
+            reader.read(1, 0.1)
+
+
+@pytest.mark.parametrize("role", ROLES.values(), ids=list(ROLES))
+def test_a_role_that_lacks_a_right_names_it(others: Users, role: Role) -> None:
+    settings = others.settings(role)
+    reach_as(settings, role)
+    for acl in acls(role, others.namespace):
+        others.node.forbid(others.name(role), acl)
+        with pytest.raises(RoseError) as refused:
+            begin(role, settings)
+        others.node.allow(others.name(role), [acl])
+        told = str(refused.value)
+        assert "this client has no right to " in told, f"without {acl}: {told}"
+        assert named(acl) in told, f"without {acl}: {told}"
+    reach_as(settings, role)
+
+
+def named(acl: Acl) -> str:
+    """How a sentence names it: of what is allowed by prefix one that is used; of a group what is asked first of it."""
+    if acl.resource is Resource.CLUSTER:
+        return f"{acl.operation.value} on cluster"
+    if acl.resource is Resource.GROUP:
+        return f" on group {acl.name}"
+    return f"{acl.operation.value} on {acl.resource.words} {acl.name}"
+
+
+def test_a_role_on_the_command_line_says_it_in_one_sentence_and_ends(others: Users, tmp_path: Path) -> None:
+    write = next(acl for acl in acls(ROUTER, others.namespace) if str(acl).startswith("Write on topic"))
+    flags = others.flags(ROUTER)
+    others.node.forbid(others.name(ROUTER), write)
+    done = rose(tmp_path, "router", *flags)
+    others.node.allow(others.name(ROUTER), [write])
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        1,
+        f"rose: this client has no right to {write}: `rose topics acl --role router` prints the ACLs that a role needs",
+    )
+
+
+@pytest.mark.parametrize(("role", "field"), [(TRAINER, "signing_key"), (EXECUTOR, "trusted_key")])
+def test_versions_that_nobody_signed_are_neither_published_nor_taken(
+    others: Users, tmp_path: Path, role: Role, field: str
+) -> None:
+    done = rose(tmp_path, role.name, *others.flags(role))
+    assert done.returncode == 2, done.stderr
+    assert f"set weights.{field}; `rose keys FILE` makes both keys" in done.stderr.splitlines()[-1]
+
+
+def test_who_is_not_known_is_told_so(others: Users) -> None:
+    settings = others.node.settings()
+    for changed in ({"sasl.password": "guessed"}, {"ssl.ca.location": ""}):
+        with pytest.raises(NotLetIn, match=r"do not trust each other .* correct sasl\.\* and ssl\.\*"):
+            reach(replace(settings, properties={**settings.properties, **changed}))

@@ -1,0 +1,16 @@
+"""Where nobody is refused anything, a role is told so."""
+
+from tests.brokers import AnyBroker
+from topics.access import ROLES
+from topics.admin import create_topics
+from topics.catalog import Partitions
+from topics.permission import reach_as
+
+
+def test_every_role_may_begin_on_a_broker_without_rights(broker: AnyBroker, namespace: str) -> None:
+    settings = broker.settings(namespace)
+    for role in ROLES.values():
+        reach_as(settings, role)  # also before there are topics: whoever needs one says that it is missing
+    create_topics(settings, Partitions(1, 1, 1, 1))
+    for role in ROLES.values():
+        reach_as(settings, role)

@@ -1,0 +1,54 @@
+"""What this client may do, as the broker says: asked for when a role starts.
+
+Keeps true
+- A right that is missing is told at the start, by name, also if it would be needed only on a bad day.
+- What a broker does not say is not held against it: only a refusal is one.
+"""
+
+from confluent_kafka import KafkaError, KafkaException, TopicCollection
+from confluent_kafka.admin import AclOperation
+
+from topics.access import Acl, Operation, Resource, Role, topic_rights
+from topics.admin import ADMIN_SECONDS, reach
+from topics.errors import RightsMissing
+from topics.settings import BusSettings
+
+_SAID = {
+    AclOperation.READ: Operation.READ,
+    AclOperation.WRITE: Operation.WRITE,
+    AclOperation.CREATE: Operation.CREATE,
+    AclOperation.DELETE: Operation.DELETE,
+    AclOperation.DESCRIBE: Operation.DESCRIBE,
+    AclOperation.DESCRIBE_CONFIGS: Operation.DESCRIBE_CONFIGS,
+}
+
+SHOWING = (Operation.READ, Operation.WRITE, Operation.DELETE, Operation.DESCRIBE)
+"""Who may do one of these sees that a topic is there. Of one that is hidden it is not known what else is allowed."""
+
+
+def reach_as(settings: BusSettings, role: Role) -> None:
+    """See that a broker answers and lets this client do what the role does with its topics.
+
+    Rights to groups and transactional ids are told of by the first use. Raises BrokerUnreachable, RightsMissing, or
+    UsageError for settings that are none.
+    """
+    client = reach(settings)
+    if settings.embedded:
+        return
+    wanted = {settings.topic(topic): operations for topic, operations in topic_rights(role).items()}
+    asked = TopicCollection(list(wanted))
+    answers = client.describe_topics(asked, include_authorized_operations=True, request_timeout=ADMIN_SECONDS)
+    missing: list[str] = []
+    for name, answer in answers.items():
+        try:
+            said = answer.result().authorized_operations
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                continue  # a topic that is not there is told of by whoever needs it
+            said = [said for said, operation in _SAID.items() if operation not in SHOWING]
+        if said is not None:
+            may = {_SAID[operation] for operation in said if operation in _SAID}
+            lacks = (operation for operation in Operation if operation in wanted[name] - may)
+            missing += [str(Acl(operation, Resource.TOPIC, name)) for operation in lacks]
+    if missing:
+        raise RightsMissing(role.name, missing)
