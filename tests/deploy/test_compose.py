@@ -25,9 +25,6 @@ OF_OTHERS = {"kafka", "prometheus", "grafana"}
 ROOTS_OWN = {"runs"}
 """Gives a volume to the user of the others, and ends."""
 
-DRAWN_ELSEWHERE = {"dashboards", "alerts"}
-"""Folders that the observability of the project fills."""
-
 Service = dict[str, Any]
 
 
@@ -92,13 +89,16 @@ def test_roles_run_without_rights_and_write_nowhere_but_where_they_may() -> None
         assert all(port.startswith("127.0.0.1:") for port in each.get("ports", []))
         for volume in each.get("volumes", []):
             source = volume.split(":")[0]
-            if source.startswith("./") and Path(source).parts[0] not in DRAWN_ELSEWHERE:
+            if source.startswith("./"):
                 assert (FILE.parent / source).exists()
 
 
 def test_prometheus_asks_every_role_where_it_answers() -> None:
     scraped = yaml.safe_load(compose()["configs"]["prometheus.yml"]["content"])
-    (targets,) = [one["targets"] for each in scraped["scrape_configs"] for one in each["static_configs"]]
+    (scrape,) = scraped["scrape_configs"]
+    targets, serving = [each["targets"] for each in scrape["static_configs"]]
     running = {name for name, each in roles().items() if each["restart"] != "no"}
     assert {target.partition(":")[0] for target in targets} == running
     assert {target.partition(":")[2] for target in targets} == {"9464"}
+    lender = services()["lender"]["command"]
+    assert serving == [f"lender:{lender[lender.index('--port') + 1]}"], "vLLM's own metrics, in the run's one job"
