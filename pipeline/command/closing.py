@@ -8,6 +8,7 @@ from rich.table import Table
 
 from pipeline.accounting.audit import audit_log
 from pipeline.command.config import RESOLVED, Config
+from pipeline.command.resolved import without_secrets
 from pipeline.report.history import read_history
 from pipeline.report.lending import Promised, lending_of
 from pipeline.report.machine import this_machine
@@ -57,7 +58,7 @@ def write_report(config: Config, settings: BusSettings, facts: RunFacts) -> Summ
     if rows:
         (folder / MOMENTS).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     (folder / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    configuration = (folder / RESOLVED).read_text()
+    configuration = without_secrets((folder / RESOLVED).read_text())
     steps = read_step_log(folder)
     (folder / REPORT).write_text(report_html(summary, history, configuration=configuration, steps=steps, rows=rows))
     return summary

@@ -5,6 +5,7 @@ Keeps true: reading back what was written gives the same configuration.
 
 import dataclasses
 import json
+import re
 import textwrap
 from enum import Enum
 from pathlib import Path
@@ -14,6 +15,9 @@ from pipeline.command.config import SHARED, Config, section_types
 from pipeline.command.documentation import field_sentences
 
 COLUMNS = 110
+
+SECRET = re.compile(r'("[^"\\]*(?:password|secret|passphrase|key\.pem|oauthbearer\.config)" = )"(?:[^"\\]|\\.)*"')
+"""A setting of librdkafka that is told in confidence, in TOML as it is written here."""
 
 
 def resolved_toml(config: Config, *, explained: bool) -> str:
@@ -34,6 +38,11 @@ def resolved_toml(config: Config, *, explained: bool) -> str:
             lines.append(f"# {field.name} =" if value is None else f"{field.name} = {_toml(value)}")
         lines.append("")
     return "\n".join(lines)
+
+
+def without_secrets(resolved: str) -> str:
+    """The resolved TOML for others to read: what librdkafka is told in confidence is left out."""
+    return SECRET.sub(r'\1"(not shown)"', resolved)
 
 
 def _toml(value: Any) -> str:

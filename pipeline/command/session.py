@@ -27,6 +27,8 @@ from topics.admin import create_topics
 from topics.broker import free_ports
 from workers.weights.signing import refuse_unsigned
 
+OWNERS_ALONE = 0o600
+
 LOGS = "logs"
 """Folder of the roles' logs in a run's folder."""
 
@@ -61,6 +63,8 @@ def write_configuration(config: Config, broker: RunBroker) -> Path:
         said.append(("broker", "broker.kafka_home", str(home)))
     path = config.run_folder / RESOLVED
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    path.chmod(OWNERS_ALONE)  # a password may be in it
     path.write_text(resolved_toml(config, explained=False))
     path.write_text(resolved_toml(load(Common(config=path, said=tuple(said))), explained=True))
     return path

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeline.command.config import Config, load, section_types
 from pipeline.command.documentation import field_sentences
 from pipeline.command.options import Common
-from pipeline.command.resolved import resolved_toml
+from pipeline.command.resolved import resolved_toml, without_secrets
 from schemas.errors import UsageError
 
 
@@ -168,3 +168,17 @@ def test_the_resolved_configuration_reads_back_as_it_was(
         text = resolved_toml(config, explained=explained)
         tomllib.loads(text)
         assert load(in_file(tmp_path, text)).settings == config.settings
+
+
+def test_what_librdkafka_is_told_in_confidence_is_left_out_for_others() -> None:
+    secrets = ("sasl.password", "ssl.key.password", "ssl.key.pem", "sasl.oauthbearer.client.secret")
+    properties = {"sasl.username": "rose", **dict.fromkeys(secrets, 'a"b\\c } \n\u00fc hidden')}
+    config = load(Common())
+    broker = dataclasses.replace(config.settings.broker, properties=properties)
+    config = Config(config.settings.model_copy(update={"broker": broker}), {})
+    shown = without_secrets(resolved_toml(config, explained=True))
+    assert "hidden" not in shown
+    assert tomllib.loads(shown)["broker"]["properties"] == {
+        "sasl.username": "rose",
+        **dict.fromkeys(secrets, "(not shown)"),
+    }
