@@ -60,7 +60,7 @@ Wanted = TypeVar("Wanted", bound=Order)
 class OneVersion:
     """A receiver to which version 3 came."""
 
-    refused_newest = None
+    newest, refused_newest = 3, None
 
     def __init__(self) -> None:
         self._staged: StagedVersion | None = StagedVersion(3, {"w": torch.zeros(4)}, 16, None, 0.0)  # type: ignore[arg-type]

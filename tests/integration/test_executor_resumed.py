@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,4 +147,8 @@ def check(log: Log, stopped: str, other: str) -> None:
         assert end.context_tokens == CONTEXT_TOKENS + count(part.tokens), "the rest alone was sampled"
         assert unpack_tokens(end.tokens)[: count(part.tokens)] == unpack_tokens(part.tokens)
         assert end.device_seconds["dedicated"] > part.device_seconds["dedicated"] > 0
-    assert {each.request.attempt for each in log.dispatches if each.request.trajectory_id not in parts} == {0}
+    workers: dict[str, list[str]] = defaultdict(list)
+    for each in log.dispatches:
+        workers[each.request.trajectory_id].append(each.worker)
+    for name in done.keys() - parts.keys():  # at once, or after it lay unread in the inbox of who left
+        assert len(workers[name]) == 1 or workers[name] == [stopped, other], name
