@@ -54,7 +54,7 @@ def submit(settings: BusSettings, folder: Path) -> None:
     assert said_by(shell(JAVA), settings, folder).count("stored at") == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_prompts_of_kcat_and_of_java_are_prompts_and_lie_at_home(
     brokers: Callable[[str], AnyBroker], namespace: str, tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ def forget(settings: BusSettings) -> None:
             deleted.result()
 
 
+@pytest.mark.long
 def test_a_run_goes_on_after_a_quiet_week(tmp_path: Path, namespace: str) -> None:
     prompts = [
         Prompt(group_id=f"g{number}", group_size=GROUP_SIZE, environment="calculator", seed=number)

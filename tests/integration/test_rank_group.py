@@ -51,6 +51,7 @@ def live(number: int, port: int, told: Connection) -> None:
     told.recv()  # no end of this process ends the others' wait
 
 
+@pytest.mark.long
 def test_no_rank_waits_in_a_long_call_for_one_that_has_failed() -> None:
     spawn, [port] = multiprocessing.get_context("spawn"), free_ports(1)
     pipes = [spawn.Pipe() for _ in range(RANKS)]

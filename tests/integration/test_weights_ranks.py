@@ -68,7 +68,7 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(33, ROWS), torch.nn.LayerNorm(ROWS))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_publish_one_version(broker: AnyBroker, namespace: str, tmp_path: Path) -> None:
     """The first as an anchor in a store, a file each; the second as deltas on the log."""
     settings = broker.settings(namespace)
