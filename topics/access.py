@@ -59,6 +59,10 @@ class Operation(Enum):
     DESCRIBE_CONFIGS = "DescribeConfigs"
 
 
+MANAGING = (Operation.CREATE, Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS)
+"""What an admin does to topics."""
+
+
 class Resource(Enum):
     """By the names of Strimzi's resources."""
 
@@ -238,7 +242,7 @@ def topic_rights(role: Role) -> dict[Topic, set[Operation]]:
             rights[topic].add(operation)
     if role.manages:
         for topic in CATALOG:
-            rights[topic] |= {Operation.CREATE, Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS}
+            rights[topic] |= {*MANAGING}
     return dict(rights)
 
 
@@ -246,9 +250,8 @@ def acls(role: Role, namespace: str = "") -> list[Acl]:
     """Every right that the role needs, and no other, in a stable order."""
     own = f"{namespace}{PREFIX}"
     if role.manages:
-        managing = (Operation.CREATE, Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS)
         return [
-            *(Acl(operation, Resource.TOPIC, own, prefixed=True) for operation in managing),
+            *(Acl(operation, Resource.TOPIC, own, prefixed=True) for operation in MANAGING),
             Acl(Operation.DESCRIBE_CONFIGS, Resource.CLUSTER, CLUSTER_NAME),
         ]
     found = [

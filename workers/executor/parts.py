@@ -43,7 +43,10 @@ def flaw_of(dispatch: TurnDispatch, *, homes: int) -> str:
     if begun.flaw:
         return f"what it is to go on from is malformed: {begun.flaw}"
     if len(begun.spans) >= SPANS or len(begun.device_seconds) >= CLASSES:
-        return f"what it is to go on from has {len(begun.spans)} spans of {len(begun.device_seconds)} worker classes"
+        return (
+            f"what it is to go on from has {len(begun.spans)} spans and {len(begun.device_seconds)} worker classes, "
+            f"and what is sampled on needs one more of each: {SPANS} and {CLASSES} are the most"
+        )
     return ""
 
 
