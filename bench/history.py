@@ -11,13 +11,14 @@ from itertools import count
 from zlib import crc32
 
 from pipeline.routing.router import Decision, Router
+from pipeline.routing.waiting import Asked
 from schemas.arrays import count as token_count
 from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnRequest, TurnResult, VersionSpan, held_hash
 
-Event = tuple[float, Record]
+Event = tuple[float, Record | Asked]
 """What the router hears, and when."""
 
 HEARTBEAT_SECONDS = 0.2
@@ -51,7 +52,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.fleet.seed)
-        self._due: list[tuple[float, int, Record | int]] = []
+        self._due: list[tuple[float, int, Record | Asked | int]] = []
         """A worker's number stands for its next heartbeat, which says what it holds at that moment."""
         self._order = count()
         self._groups = count()
@@ -79,14 +80,14 @@ class Recorder:
     def _obey(self, decision: Decision) -> None:
         assert isinstance(decision, TurnDispatch), "nothing fails in this history"
         request = decision.request
-        self._held[decision.slot][request.key] = held_hash(request.key).to_bytes(8, "little")
+        self._held[decision.slot][decision.key] = held_hash(decision.key).to_bytes(8, "little")
         new_tokens = self._random.randint(MAX_TOKENS // 8, MAX_TOKENS)
         result = TurnResult(
             trajectory_id=request.trajectory_id,
             group_id=request.group_id,
             home=request.home,
             turn=request.turn,
-            attempt=request.attempt,
+            attempt=decision.attempt,
             outcome=TurnOutcome.COMPLETED,
             worker=decision.worker,
             incarnation=decision.incarnation,
@@ -96,7 +97,7 @@ class Recorder:
         )
         self._at(self.now + self._random.expovariate(1 / (0.9 * self.fleet.turn_seconds)), result)
 
-    def _follow(self, event: Record) -> None:
+    def _follow(self, event: Record | Asked) -> None:
         if isinstance(event, SlackHeartbeat):
             self._at(self.now + HEARTBEAT_SECONDS, event.slot)
         elif isinstance(event, TurnResult):
@@ -132,7 +133,7 @@ class Recorder:
             requested_at=at,
             patience_seconds=600.0,
         )
-        self._at(at, request)
+        self._at(at, Asked.anew(request))
 
     def _beat(self, worker: int) -> SlackHeartbeat:
         speed = 1 + worker % 4
@@ -158,5 +159,5 @@ class Recorder:
             sent_at=self.now,
         )
 
-    def _at(self, at: float, event: Record | int) -> None:
+    def _at(self, at: float, event: Record | Asked | int) -> None:
         heapq.heappush(self._due, (at, next(self._order), event))

@@ -156,7 +156,8 @@ class Lane:
         if value is None:
             return None  # a router's claim
         decoded = decode(self._record, value)
-        request = decoded.request if isinstance(decoded, TurnDispatch) else decoded
+        dispatch = decoded if isinstance(decoded, TurnDispatch) else None
+        request = decoded if dispatch is None else dispatch.request
         assert isinstance(request, TurnRequest)
         flying = self._flying.pop(request.trajectory_id, None)
         if flying is None:
@@ -167,9 +168,9 @@ class Lane:
             group_id=request.group_id,
             home=request.home,
             turn=request.turn,
-            attempt=request.attempt,
+            attempt=dispatch.attempt if dispatch else 0,
             outcome=TurnOutcome.COMPLETED,
-            worker=decoded.worker if isinstance(decoded, TurnDispatch) else "bare",
+            worker=dispatch.worker if dispatch else "bare",
             incarnation=1,
             tokens=self._tokens,
             logprobs=self._tokens,

@@ -56,7 +56,6 @@ def request(number: int) -> TurnRequest:
         group_id=f"group-{number // 16}",
         home=0,
         turn=0,
-        attempt=0,
         context=CONTEXT,
         sampling=SAMPLING,
         requested_at=1.0,

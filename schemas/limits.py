@@ -7,6 +7,9 @@ from msgspec import Meta
 RECORD_BYTES = 900 * 1024
 """No record on any topic is larger; a bigger payload is cut into chunks or lives in an object store."""
 
+RECORD_OVERHEAD_BYTES = 16 * 1024
+"""Room for field names and ids beside the largest payload."""
+
 CONTEXT_TOKENS = 65_536
 """Tokens of the longest context: a Sample has 9 bytes for each of them (id, mask, logprob), and is one record."""
 

@@ -45,7 +45,7 @@ def span_of(record: Record) -> str:
         case TurnRequest():
             return request_span(record.turn)
         case TurnDispatch():
-            return dispatch_span(record.request.turn, record.request.attempt)
+            return dispatch_span(record.request.turn, record.attempt)
         case TurnResult():
             return execution_span(record.turn, record.attempt)
         case Sample():

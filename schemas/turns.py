@@ -5,6 +5,7 @@ Keeps true: (trajectory, turn, attempt) names one execution, and a result is app
 
 import hashlib
 from enum import Enum
+from functools import cached_property
 from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
@@ -12,7 +13,20 @@ import numpy as np
 from msgspec import Meta
 
 from schemas.arrays import ITEM_BYTES, count, unpack_logprobs
-from schemas.limits import SPANS, TURNS, Count, GroupId, Id, Logprobs, Moment, Seconds, Text, Tokens, Version
+from schemas.limits import (
+    CONTEXT_TOKENS,
+    SPANS,
+    TURNS,
+    Count,
+    GroupId,
+    Id,
+    Logprobs,
+    Moment,
+    Seconds,
+    Text,
+    Tokens,
+    Version,
+)
 from schemas.prompts import Sampling
 from schemas.record import Record
 
@@ -45,15 +59,16 @@ def held_hash(key: TurnKey) -> int:
 class TurnRequest(Record, frozen=True, kw_only=True):
     """An environment worker asks for the next turn of a trajectory."""
 
-    SCHEMA: ClassVar[str] = "turn-request/2"
+    SCHEMA: ClassVar[str] = "turn-request/3"
+
+    MOST_BYTES: ClassVar[int] = ITEM_BYTES * CONTEXT_TOKENS + 32 * 1024
+    """What else it says, and what a newer writer adds, leaves its dispatch room for all that may have been sampled."""
 
     trajectory_id: Id
     group_id: GroupId
     home: Partition
     """The partition of the prompt; the result comes back to the same one."""
     turn: Turn
-    attempt: Attempt = 0
-    """0 from the environment worker; the router counts up when it issues a turn again."""
     context: Tokens
     """All tokens so far: observations and sampled tokens alike."""
     sampling: Sampling
@@ -61,10 +76,6 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     """Unix seconds, of the environment worker's clock."""
     patience_seconds: Annotated[float, Meta(gt=0, le=1e12)]
     """The router fails the turn once it has waited for so long and no executor has taken it up."""
-
-    @property
-    def key(self) -> TurnKey:
-        return TurnKey(self.trajectory_id, self.turn, self.attempt)
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -118,11 +129,13 @@ class PlacementCost(msgspec.Struct, frozen=True, kw_only=True):
     passed_over_seconds: Seconds = 0.0
 
 
+_request = msgspec.msgpack.Decoder(TurnRequest)
+
 CLAIM_KEY = "router"
 """Of the tombstone by which a router claims an inbox; its offset is the claim."""
 
 
-class TurnDispatch(Record, frozen=True, kw_only=True):
+class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
     """The router puts a turn into one executor's inbox.
 
     It carries what was generated of a preempted turn, as it carries the context, and does not name the PREEMPTED
@@ -131,9 +144,14 @@ class TurnDispatch(Record, frozen=True, kw_only=True):
     of context takes 4 bytes and a generated one 8, so with both at their bounds a dispatch is still one record.
     """
 
-    SCHEMA: ClassVar[str] = "turn-dispatch/3"
+    SCHEMA: ClassVar[str] = "turn-dispatch/4"
 
-    request: TurnRequest
+    asked: Annotated[msgspec.Raw, Meta(extra={"record": "TurnRequest"})] = msgspec.field(name="request")
+    """The TurnRequest's bytes as they came: what a newer writer added passes an older router unharmed."""
+    home: Partition
+    """Where the request lay, whatever it says itself; the result goes there."""
+    attempt: Attempt = 0
+    """The router counts up when it issues a turn again."""
     worker: Id
     slot: Partition
     incarnation: Count
@@ -148,6 +166,22 @@ class TurnDispatch(Record, frozen=True, kw_only=True):
     """Unix seconds; since when this attempt has waited in the router."""
     begun: Part | None = None
     """What attempts before this one sampled: the turn goes on from there."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError when what was asked is no TurnRequest: nobody who holds a dispatch meets a flaw in it."""
+        try:
+            self.request  # noqa: B018
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"what was asked is no {TurnRequest.SCHEMA}: {error}") from error
+
+    @cached_property
+    def request(self) -> TurnRequest:
+        """What was asked."""
+        return _request.decode(self.asked)
+
+    @property
+    def key(self) -> TurnKey:
+        return TurnKey(self.request.trajectory_id, self.request.turn, self.attempt)
 
 
 class TurnOutcome(Enum):

@@ -16,7 +16,6 @@ import msgspec
 from schemas.capacity import CapacityGrant
 from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
 from schemas.errors import RecordError
-from schemas.limits import RECORD_BYTES
 from schemas.prompts import Prompt
 from schemas.record import Record
 from schemas.samples import Sample, SampleOutcome
@@ -44,8 +43,6 @@ RECORDS: tuple[type[Record], ...] = (
 
 SCHEMA_HEADER = "rose-schema"
 TRACE_HEADER = "traceparent"
-RECORD_OVERHEAD_BYTES = 16 * 1024
-"""Room for field names and ids beside the largest payload."""
 
 R = TypeVar("R", bound=Record)
 Headers = Iterable[tuple[str, bytes | str | None]]
@@ -92,8 +89,8 @@ def headers_of(record: Record, trajectory_id: str | None = None) -> list[tuple[s
 
 
 def _check_size(record: Record | type[Record], wire: bytes) -> None:
-    if len(wire) > RECORD_BYTES + RECORD_OVERHEAD_BYTES:
-        raise RecordError(f"{record.SCHEMA} of {len(wire)} bytes is over the limit of {RECORD_BYTES}: cut it up")
+    if len(wire) > record.MOST_BYTES:
+        raise RecordError(f"{record.SCHEMA} of {len(wire)} bytes is over the limit of {record.MOST_BYTES}: cut it up")
 
 
 def _check_schema(record: type[Record], headers: Headers) -> None:
@@ -102,8 +99,3 @@ def _check_schema(record: type[Record], headers: Headers) -> None:
             said = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
             if said.partition("/")[0] != record.SCHEMA.partition("/")[0]:
                 raise RecordError(f"header {SCHEMA_HEADER} says {said}, the topic holds {record.SCHEMA}")
-
-
-def plain(record: Record) -> dict[str, Any]:
-    """The record as plain Python values, for people and JSON."""
-    return msgspec.to_builtins(record)  # type: ignore[no-any-return]

@@ -61,7 +61,7 @@ def written(record: Record, topic: str, now: float) -> Iterator[Hop]:
             yield _sent(record.trajectory_id, record, topic, TRAJECTORY, record.requested_at, now, turn=record.turn)
         case TurnDispatch():
             request = record.request
-            said: dict[str, Value] = {"turn": request.turn, "attempt": request.attempt, "worker": record.worker}
+            said: dict[str, Value] = {"turn": request.turn, "attempt": record.attempt, "worker": record.worker}
             under, begins = request_span(request.turn), record.queued_at or record.dispatched_at
             yield _sent(request.trajectory_id, record, topic, under, begins, record.dispatched_at, **said)
         case TurnResult():

@@ -63,8 +63,8 @@ def _declared(kind: types.StructType | types.EnumType, ref: Callable[[str], str]
         told = " ".join(f"`{each.value}`: {sentences[each.name]}" for each in kind.cls if each.name in sentences)
         whole = " ".join(filter(None, (named.get("description"), told)))
         return named | ({"description": whole} if whole else {}) | {"enum": [each.value for each in kind.cls]}
-    fields = {field.name: _field(field, sentences.get(field.name, ""), ref) for field in kind.fields}
-    required = [field.name for field in kind.fields if field.required]
+    fields = {field.encode_name: _field(field, sentences.get(field.name, ""), ref) for field in kind.fields}
+    required = [field.encode_name for field in kind.fields if field.required]
     if kind.array_like:
         places = [{"title": name, **schema} for name, schema in fields.items()]
         return named | {"type": "array", "items": places, "minItems": len(required)}
@@ -93,6 +93,8 @@ def _default(field: types.Field) -> Iterator[Any]:
 
 def _schema(kind: types.Type, ref: Callable[[str], str]) -> Schema:
     match kind:
+        case types.Metadata(type=types.RawType(), extra={"record": str(name)}):
+            return {"$ref": ref(name)}
         case types.Metadata():
             return _schema(kind.type, ref) | (kind.extra_json_schema or {})
         case types.IntType() | types.FloatType():

@@ -87,7 +87,7 @@ def fold_lives(trajectory_id: str, found: Found) -> Lives:
     for dispatch in found.dispatches:
         request = dispatch.request
         turn = _turn_of(told, request.turn, request.requested_at)
-        turn.attempts.setdefault(request.attempt, Attempt()).dispatches.append(dispatch)
+        turn.attempts.setdefault(dispatch.attempt, Attempt()).dispatches.append(dispatch)
     for result in found.results:
         turn = _turn_of(told, result.turn, result.times.requested_at)
         turn.attempts.setdefault(result.attempt, Attempt()).results.append(result)

@@ -161,10 +161,10 @@ def _under_way(facts: TrajectoryFacts, progress: TrajectoryProgress) -> str:
         when = f" at {_clock(ended.times.finished_at)}" if ended.times.finished_at else ""
         return f"turn {turn} was completed by {ended.worker}{when} and waits for its environment worker to apply it"
     before = _attempts_before(results)
-    running = [each for each in dispatches if each.request.attempt not in {result.attempt for result in results}]
+    running = [each for each in dispatches if each.attempt not in {result.attempt for result in results}]
     if running:
         last = running[-1]
-        since = f"since {_clock(last.dispatched_at)} (attempt {last.request.attempt})"
+        since = f"since {_clock(last.dispatched_at)} (attempt {last.attempt})"
         return f"turn {turn} is with {last.worker} {since}{before}"
     if request is None and not results:
         return f"turn {turn} is asked for, and its request is on the log no more"

@@ -18,8 +18,6 @@ Example
 import struct
 from collections.abc import Iterable
 
-import msgspec
-
 from pipeline.routing.liveness import Execution, Executor, Liveness
 from pipeline.routing.placement import Placement
 from pipeline.routing.waiting import Turn, Waiting
@@ -48,8 +46,8 @@ class Custody:
     def give(self, turn: Turn, worker: str, now: float) -> None:
         """Enter a turn that does not wait any more and whose room is taken already."""
         turn.worker = worker
-        turn.execution = held_hash(turn.request.key)
-        turn.next_attempt = max(turn.next_attempt, turn.request.attempt + 1)
+        turn.execution = held_hash(turn.key)
+        turn.next_attempt = max(turn.next_attempt, turn.attempt + 1)
         self._seen(turn, now)
         self._liveness.executors[worker].holds[turn.request.trajectory_id] = None
 
@@ -70,10 +68,7 @@ class Custody:
         execution = turn.execution
         executor = self._leave(turn)
         if executor is not None:
-            request = turn.request
-            executor.ghosts[execution] = Execution(
-                request.trajectory_id, request.turn, request.attempt, turn.room_tokens, turn.new_tokens, charged
-            )
+            executor.ghosts[execution] = Execution(*turn.key, turn.room_tokens, turn.new_tokens, charged)
 
     def held_by(self, executor: Executor) -> list[Turn]:
         """The turns in its books."""
@@ -128,20 +123,20 @@ class Custody:
             incarnations[dispatch.worker] = max(dispatch.incarnation, incarnations.get(dispatch.worker, 0))
             turn = self._turns.get(dispatch.request.trajectory_id)
             if turn is not None and turn.request.turn == dispatch.request.turn:
-                of_turn.setdefault(dispatch.request.trajectory_id, {})[held_hash(dispatch.request.key)] = dispatch
+                of_turn.setdefault(dispatch.request.trajectory_id, {})[held_hash(dispatch.key)] = dispatch
         for worker, incarnation in incarnations.items():
             self._liveness.remembered(worker, incarnation)
         orphans: list[Turn] = []
         for trajectory_id, found in of_turn.items():
             turn = self._turns[trajectory_id]
-            newest = max(found.values(), key=lambda dispatch: dispatch.request.attempt)
+            newest = max(found.values(), key=lambda dispatch: dispatch.attempt)
             for execution, dispatch in found.items():
                 if dispatch is not newest and dispatch.incarnation == incarnations[dispatch.worker]:
                     self._liveness.executors[dispatch.worker].ghosts[execution] = Execution(
-                        trajectory_id, turn.request.turn, dispatch.request.attempt, turn.room_tokens, 0.0, charged=False
+                        *dispatch.key, turn.room_tokens, 0.0, charged=False
                     )
             turn.failures = newest.failures  # of its request the log has the original: what is dispatched is a copy
-            turn.request = msgspec.structs.replace(turn.request, attempt=newest.request.attempt)
+            turn.attempt = newest.attempt
             if newest.begun is not None:
                 turn.keep(newest.begun)
             self._waiting.remove(turn)
@@ -161,7 +156,7 @@ class Custody:
             return
         del executor.ghosts[execution]
         self._waiting.remove(turn)
-        turn.request = msgspec.structs.replace(turn.request, attempt=ghost.attempt)
+        turn.attempt = ghost.attempt
         turn.new_tokens = ghost.new_tokens
         self.give(turn, executor.worker, now)
 

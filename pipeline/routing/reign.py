@@ -25,6 +25,7 @@ from pipeline.routing.low_water import LowWater, Offsets
 from pipeline.routing.router import Decision, Router
 from pipeline.routing.seat import Seat
 from pipeline.routing.skew import Skews
+from pipeline.routing.waiting import Asked
 from schemas.slack import SlackHeartbeat
 from schemas.turns import CLAIM_KEY, TurnDispatch, TurnRequest, TurnResult
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Topic
@@ -120,7 +121,7 @@ class Reign:
             self._next[place] = min(max(low, committed[place] or 0), high)
         self._low_water = LowWater(self._next)
         decisions = self.router.restore(
-            (self._at_home(each) for each in self._read_on(REQUESTED) if isinstance(each.record, TurnRequest)),
+            (self._asked(each) for each in self._read_on(REQUESTED) if isinstance(each.record, TurnRequest)),
             valid(self._read_on(DISPATCHED)),
             (each.record for each in self._read_on(COMPLETED) if isinstance(each.record, TurnResult)),
             self._clock,
@@ -157,7 +158,7 @@ class Reign:
                 self._carry_out(self.router.completed(envelope.record, self._clock()))
         for envelope in records:
             if isinstance(envelope.record, TurnRequest):
-                self._carry_out(self.router.requested(self._at_home(envelope), self._clock()))
+                self._carry_out(self.router.requested(self._asked(envelope), self._clock()))
         for item in found:
             if isinstance(item, Envelope | Spoiled) and item.topic is not HEARTBEATS:
                 self._next[item.topic, item.partition] = item.offset + 1
@@ -210,13 +211,13 @@ class Reign:
             self._unstored += 1
             self._writer.dead_letter(found, found.reason, on_delivery=self._stored)
 
-    def _at_home(self, envelope: Envelope) -> TurnRequest:
+    def _asked(self, envelope: Envelope) -> Asked:
         """The request with the partition it lies in as its home, which is where its result is waited for."""
-        request = envelope.record
-        assert isinstance(request, TurnRequest)
-        if request.home == envelope.partition:
-            return request
-        return msgspec.structs.replace(request, home=envelope.partition)
+        request, wire = envelope.record, envelope.raw.value
+        assert isinstance(request, TurnRequest) and wire is not None
+        if request.home != envelope.partition:
+            request = msgspec.structs.replace(request, home=envelope.partition)
+        return Asked(request, wire)
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:

@@ -29,7 +29,7 @@ from pipeline.routing.lengths import Lengths
 from pipeline.routing.liveness import Executor, Liveness, Standing
 from pipeline.routing.placement import Ask, Choice, Placement
 from pipeline.routing.prefixes import Prefix, Prefixes
-from pipeline.routing.waiting import Turn, Waiting
+from pipeline.routing.waiting import Asked, Turn, Waiting
 from schemas.arrays import count
 from schemas.record import Record
 from schemas.slack import SlackHeartbeat
@@ -104,19 +104,19 @@ class Router:
         oldest = next(iter(self.turns.values()), None)
         return self.epoch if oldest is None else oldest.epoch
 
-    def on(self, event: Record, now: float) -> list[Decision]:
+    def on(self, event: Record | Asked, now: float) -> list[Decision]:
         """Take any record of the router's inputs in, as a replayed log has them."""
-        if isinstance(event, TurnRequest):
-            return self.requested(event, now)
+        if isinstance(event, Asked | TurnRequest):
+            return self.requested(event if isinstance(event, Asked) else Asked.anew(event), now)
         if isinstance(event, TurnResult):
             return self.completed(event, now)
         if isinstance(event, SlackHeartbeat):
             return self.heard(event, now)
         raise TypeError(f"{type(event).__name__} is no input of the router")
 
-    def requested(self, request: TurnRequest, now: float) -> list[Decision]:
+    def requested(self, asked: Asked, now: float) -> list[Decision]:
         """An environment worker asks for a turn."""
-        turn = self._open(request, now)
+        turn = self._open(asked, now)
         if turn is None:
             return []
         self.waiting.push(turn)
@@ -129,7 +129,7 @@ class Router:
         if turn is None or turn.request.turn != result.turn:
             self.counters.late += result.outcome is not TurnOutcome.FAILED  # FAILED is what the router itself wrote
             return self._drain(now)
-        present = bool(turn.worker) and turn.worker == result.worker and turn.request.attempt == result.attempt
+        present = bool(turn.worker) and turn.worker == result.worker and turn.attempt == result.attempt
         behind = turn.begun_tokens if present else 0
         if result.outcome is TurnOutcome.COMPLETED:
             self._remember(turn, result, behind)
@@ -202,7 +202,7 @@ class Router:
 
     def restore(
         self,
-        requests: Iterable[TurnRequest],
+        requests: Iterable[Asked],
         dispatches: Iterable[TurnDispatch],
         results: Iterable[TurnResult],
         clock: Callable[[], float],
@@ -213,8 +213,8 @@ class Router:
         take long: all times begin once it is over. `dispatches` are those that their executors took for valid.
         """
         began = clock()
-        for request in requests:
-            opened = self._open(request, began)
+        for asked in requests:
+            opened = self._open(asked, began)
             if opened is not None:
                 self.waiting.push(opened)
         decisions: list[Decision] = []
@@ -233,8 +233,9 @@ class Router:
                 self.waiting.push(turn)
         return decisions
 
-    def _open(self, request: TurnRequest, now: float) -> Turn | None:
+    def _open(self, asked: Asked, now: float) -> Turn | None:
         """Take a request in; None if it asks for nothing new."""
+        request, context_tokens = asked.request, count(asked.request.context)
         known = self.turns.get(request.trajectory_id)
         newest = self.prefixes.finished_turn(request.trajectory_id) if known is None else known.request.turn
         if request.turn <= newest:
@@ -244,9 +245,11 @@ class Router:
             self._overtake(known)
         self.counters.requested += 1
         turn = self.turns[request.trajectory_id] = Turn(
-            request=request,
+            request=msgspec.structs.replace(request, context=b""),
+            wire=asked.wire,
+            context_tokens=context_tokens,
             epoch=self.epoch,
-            room_tokens=count(request.context) + request.sampling.max_tokens,
+            room_tokens=context_tokens + request.sampling.max_tokens,
             due=now + request.patience_seconds,
             queued_at=now,
         )
@@ -256,7 +259,7 @@ class Router:
         """Let a turn that nobody has any more wait under a new attempt; it fails when that is one too many."""
         turn.failures += fault
         turn.queued_at = now
-        turn.request = msgspec.structs.replace(turn.request, attempt=min(turn.next_attempt, MOST_ATTEMPTS - 1))
+        turn.attempt = min(turn.next_attempt, MOST_ATTEMPTS - 1)
         self.waiting.push(turn)
         if turn.failures >= self._max_attempts:
             return [self._fail(turn, f"{turn.failures} attempts have failed, the last: {reason}", now)]
@@ -268,7 +271,7 @@ class Router:
     def _overtake(self, turn: Turn) -> None:
         executor = self.liveness.executors.get(turn.worker)
         if executor is not None and executor.beat is not None:
-            prefix = Prefix(executor.incarnation, executor.beat.policy_version, count(turn.request.context))
+            prefix = Prefix(executor.incarnation, executor.beat.policy_version, turn.context_tokens)
             self.prefixes.left(turn.request.trajectory_id, turn.worker, prefix)
         self._finish(turn, answered=False)
         self.counters.finished += 1
@@ -310,7 +313,7 @@ class Router:
 
     def _ask(self, turn: Turn) -> Ask:
         request = turn.request
-        context_tokens = count(request.context) + turn.begun_tokens
+        context_tokens = turn.context_tokens + turn.begun_tokens
         return Ask(
             context_tokens=context_tokens,
             new_tokens=max(1.0, self.lengths.expected(request.sampling.max_tokens) - turn.begun_tokens),
@@ -329,11 +332,13 @@ class Router:
         executor = self.liveness.executors[choice.worker]
         assert executor.beat is not None
         if request.turn == 0:
-            prefix = Prefix(choice.incarnation, executor.beat.policy_version, count(request.context))
+            prefix = Prefix(choice.incarnation, executor.beat.policy_version, turn.context_tokens)
             self.prefixes.prompted(request.group_id, choice.worker, prefix)
         self.counters.dispatched += 1
         return TurnDispatch(
-            request=request,
+            asked=msgspec.Raw(turn.wire),
+            home=request.home,
+            attempt=turn.attempt,
             worker=choice.worker,
             slot=choice.slot,
             incarnation=choice.incarnation,
@@ -352,7 +357,7 @@ class Router:
         """
         began = next((span.version for span in result.spans if span.end > behind), None)
         if began is not None and result.worker is not None:
-            prefix = Prefix(result.incarnation, began, count(turn.request.context) + count(result.tokens))
+            prefix = Prefix(result.incarnation, began, turn.context_tokens + count(result.tokens))
             self.prefixes.left(turn.request.trajectory_id, result.worker, prefix)
 
     def _let_go(self, executor: Executor, reason: str, now: float) -> list[Decision]:
@@ -389,10 +394,10 @@ class Router:
             group_id=request.group_id,
             home=request.home,
             turn=request.turn,
-            attempt=request.attempt,
+            attempt=turn.attempt,
             outcome=TurnOutcome.FAILED,
             reason=f"turn {request.turn} was given up: {reason}"[:4096],
-            context_tokens=count(request.context),
+            context_tokens=turn.context_tokens,
             times=TurnTimes(requested_at=request.requested_at, finished_at=now),
         )
 

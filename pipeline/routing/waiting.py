@@ -11,9 +11,23 @@ Keeps true
 
 import heapq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from schemas.arrays import count
-from schemas.turns import Part, TurnRequest
+from schemas.turns import Part, TurnKey, TurnRequest
+from schemas.wire import encode
+
+
+class Asked(NamedTuple):
+    """A request, and its bytes as they came."""
+
+    request: TurnRequest
+    wire: bytes
+
+    @classmethod
+    def anew(cls, request: TurnRequest) -> "Asked":
+        """As its writer would send it."""
+        return cls(request, encode(request))
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +35,10 @@ class Turn:
     """One unfinished turn. Times are the router's own, in seconds."""
 
     request: TurnRequest
-    """With the attempt that runs or is to run next."""
+    """Without its context, which `wire` has."""
+    wire: bytes
+    """The request as it came, for its dispatches."""
+    context_tokens: int
     epoch: int
     """The router's epoch in which it was asked for."""
     room_tokens: int
@@ -30,6 +47,8 @@ class Turn:
     """When its first patience ends: its place in the order."""
     queued_at: float
     """Since when it waits, or waited before it was dispatched."""
+    attempt: int = 0
+    """The one that runs or is to run next."""
     next_attempt: int = 0
     """Above that of every dispatch of it."""
     failures: int = 0
@@ -48,6 +67,10 @@ class Turn:
     """Its place in the waiting order, 0 when it does not wait."""
     begun: Part | None = None
     """The most that any attempt handed back of it: the next one goes on from there."""
+
+    @property
+    def key(self) -> TurnKey:
+        return TurnKey(self.request.trajectory_id, self.request.turn, self.attempt)
 
     @property
     def begun_tokens(self) -> int:

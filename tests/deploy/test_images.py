@@ -13,11 +13,11 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from schemas.prompts import Prompt
-from schemas.wire import plain
 from tests.brokers import KAFKA, start
 from tests.deploy.images_kit import VERSION, Builder, Container, need_builder
 from tests.waiting import until
@@ -199,7 +199,7 @@ def test_the_loop_runs_from_the_images_as_another_user_and_its_law_holds(
             for n in range(GROUPS_OF_OWN)
         ),
     ]
-    (runs / "prompts.jsonl").write_text("".join(f"{json.dumps(plain(each))}\n" for each in prompts))
+    (runs / "prompts.jsonl").write_text("".join(f"{json.dumps(msgspec.to_builtins(each))}\n" for each in prompts))
     toml = f"""
 [topics]
 home_partitions = 2

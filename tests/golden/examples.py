@@ -5,6 +5,8 @@ Bytes that are there are never written again: they are what some log holds for e
 
 from pathlib import Path
 
+import msgspec
+
 from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.capacity import CapacityGrant
 from schemas.environments import Applied, EnvSnapshot, Group, GroupState, TrajectoryProgress
@@ -53,7 +55,6 @@ REQUEST = TurnRequest(
     group_id="g-1",
     home=5,
     turn=2,
-    attempt=1,
     context=pack_tokens([1, 2, 70_000]),
     sampling=SAMPLING,
     requested_at=1.5,
@@ -76,7 +77,9 @@ EXAMPLES: tuple[Record, ...] = (
     PROMPT,
     REQUEST,
     TurnDispatch(
-        request=REQUEST,
+        asked=msgspec.Raw(encode(REQUEST)),
+        home=5,
+        attempt=1,
         worker="executor-0",
         slot=0,
         incarnation=1_700_000_000_000,

@@ -13,6 +13,7 @@ from schemas.arrays import pack_tokens
 from schemas.prompts import Sampling
 from schemas.slack import SlackHeartbeat
 from schemas.turns import Part, PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, held_hash
+from schemas.wire import encode
 from tests.brokers import flags
 from tests.integration.policies import new_policy, save_policy, tensors_of
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
@@ -85,13 +86,14 @@ class Router:
             home=home,
             turn=0,
             context=pack_tokens(context),
-            attempt=attempt,
             sampling=Sampling(max_tokens=max_tokens, stop_token_ids=stop, **sampling),
             requested_at=time.time(),
             patience_seconds=600.0,
         )
         record = TurnDispatch(
-            request=request,
+            asked=msgspec.Raw(encode(request)),
+            home=home,
+            attempt=attempt,
             worker="executor-1",
             slot=SLOT,
             incarnation=self.beats[-1].incarnation if incarnation is None else incarnation,
@@ -102,7 +104,7 @@ class Router:
         )
         self.writer.write(DISPATCHED, record, key=name, partition=SLOT)
         self.writer.flush()
-        return request.key
+        return record.key
 
     def lists(self, key: TurnKey) -> bool:
         """Whether the newest heartbeat says that it holds the turn."""

@@ -11,6 +11,7 @@ from schemas.record import Record
 from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
 from schemas.slack import SlackHeartbeat
 from schemas.turns import TurnDispatch, TurnRequest, TurnResult, TurnTimes, VersionSpan
+from schemas.wire import encode
 from tests.golden.examples import EXAMPLES
 from topics.admin import create_topics
 from topics.catalog import (
@@ -85,7 +86,8 @@ class Log:
 
     def dispatch(self, request: TurnRequest) -> None:
         example = next(record for record in EXAMPLES if isinstance(record, TurnDispatch))
-        record = msgspec.structs.replace(example, request=request, queued_at=request.requested_at + 0.02)
+        asked, queued_at = msgspec.Raw(encode(request)), request.requested_at + 0.02
+        record = msgspec.structs.replace(example, asked=asked, home=request.home, attempt=0, queued_at=queued_at)
         self.put(DISPATCHED, record, partition=record.slot, key=request.trajectory_id)
 
     def result(self, request: TurnRequest) -> TurnResult:
@@ -96,7 +98,7 @@ class Log:
             group_id=request.group_id,
             home=request.home,
             turn=request.turn,
-            attempt=request.attempt,
+            attempt=0,
             times=TurnTimes(requested_at=request.requested_at, finished_at=request.requested_at + 1),
         )
         self.put(COMPLETED, record, partition=request.home, key=request.trajectory_id)

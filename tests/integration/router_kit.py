@@ -91,7 +91,7 @@ class Bus:
     def answer(self, dispatch: TurnDispatch, outcome: TurnOutcome = TurnOutcome.COMPLETED) -> None:
         if dispatch in self.fleet.held.get(dispatch.slot, []):
             self.fleet.held[dispatch.slot].remove(dispatch)
-        self.say(COMPLETED, result(dispatch, outcome), dispatch.request.trajectory_id, dispatch.request.home)
+        self.say(COMPLETED, result(dispatch, outcome), dispatch.request.trajectory_id, dispatch.home)
 
     def look(self) -> list[TurnDispatch]:
         """Let the executors that are alive take what there is and send heartbeats; all dispatches so far."""

@@ -75,7 +75,7 @@ def test_a_restarted_router_knows_what_is_outstanding_and_what_waits(bus: Bus) -
         bus.until(lambda: len(bus.inboxes) >= 4)
         bus.go_on(0.5)
     assert sorted(each.request.trajectory_id for each in bus.inboxes) == ["g0:0", "g0:1", "g0:2", "g1:0"]
-    assert {each.request.attempt for each in bus.inboxes} == {0}
+    assert {each.attempt for each in bus.inboxes} == {0}
     assert not bus.zombies
 
 
@@ -116,7 +116,7 @@ def test_what_was_generated_of_a_preempted_turn_outlives_the_router(bus: Bus) ->
         bus.until_dispatched(3)
     again = bus.inboxes[2]
     assert again.begun == result(bus.inboxes[1], TurnOutcome.PREEMPTED).part
-    assert (again.request.attempt, again.failures) == (1, 0)
+    assert (again.attempt, again.failures) == (1, 0)
 
 
 def test_turns_of_a_silent_executor_go_to_another_as_the_next_attempt(bus: Bus) -> None:
@@ -129,7 +129,7 @@ def test_turns_of_a_silent_executor_go_to_another_as_the_next_attempt(bus: Bus) 
         bus.until_dispatched(2)
     first, second = bus.inboxes
     assert (first.worker, second.worker) == ("w0", "w1")
-    assert (first.request.attempt, second.request.attempt) == (0, 1)
+    assert (first.attempt, second.attempt) == (0, 1)
 
 
 def test_a_silence_of_the_whole_fleet_fails_no_turn_and_burns_no_attempt(bus: Bus) -> None:
@@ -145,7 +145,7 @@ def test_a_silence_of_the_whole_fleet_fails_no_turn_and_burns_no_attempt(bus: Bu
             bus.until(lambda: bus.fleet.held[0])
             bus.answer(bus.fleet.held[0][0])
     assert len(bus.inboxes) == 12
-    assert {(each.request.attempt, each.failures) for each in bus.inboxes} == {(0, 0)}
+    assert {(each.attempt, each.failures) for each in bus.inboxes} == {(0, 0)}
     assert all(each.outcome is TurnOutcome.COMPLETED for each in bus.results())
 
 

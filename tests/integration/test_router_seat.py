@@ -48,7 +48,7 @@ def finish(bus: Bus) -> None:
     bus.until(lambda: not any(bus.fleet.held.values()), answer_next)
     results = bus.results()
     assert len(results) == len({each.trajectory_id for each in results}) == bus.asked
-    assert {each.request.attempt for each in bus.inboxes} == {0}
+    assert {each.attempt for each in bus.inboxes} == {0}
 
 
 def test_a_router_that_was_frozen_does_no_harm_when_it_goes_on(bus: Bus, broker_kind: str) -> None:

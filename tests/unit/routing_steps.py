@@ -56,7 +56,7 @@ def step(world: World, what: str, *values: object) -> None:
                 done = world.running[which % len(world.running)]
                 trajectory, turn = done.request.trajectory_id, done.request.turn
                 if world.asked[trajectory][0].turn == turn and world.done.get(trajectory, -1) < turn:
-                    del world.executors[done.worker].held[done.request.key]
+                    del world.executors[done.worker].held[done.key]
                     world.ask(request(trajectory, turn + 1))
                     world.feed(result(done))
         case "beat", int(worker), int(turns), int(tokens), ExecutorState() as state, int(lag):
@@ -83,7 +83,7 @@ def step(world: World, what: str, *values: object) -> None:
             if world.running:
                 world.reject(world.running[which % len(world.running)], outcome, refusal)
         case "echo", int(which), bool(completed):
-            sent = [each for each in world.sent.values() if each.request.key not in world.executors[each.worker].held]
+            sent = [each for each in world.sent.values() if each.key not in world.executors[each.worker].held]
             if sent and completed:
                 world.complete(sent[which % len(sent)])
             elif sent:

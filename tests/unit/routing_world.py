@@ -8,9 +8,12 @@ compares them with the router's after every event.
 import struct
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.liveness import Standing
 from pipeline.routing.router import Decision, Router
+from pipeline.routing.waiting import Asked
 from schemas.arrays import count
 from schemas.prompts import Sampling
 from schemas.record import Record
@@ -26,6 +29,7 @@ from schemas.turns import (
     VersionSpan,
     held_hash,
 )
+from schemas.wire import encode
 
 TTL_SECONDS = 2.0
 CONFIG = RouterConfig(max_attempts=4, max_lag_versions=1, remembered_trajectories=50)
@@ -75,7 +79,14 @@ def heartbeat(worker: int, **other: object) -> SlackHeartbeat:
 def dispatched(asked: TurnRequest, worker: int = 0, **other: object) -> TurnDispatch:
     fields: dict[str, object] = {"incarnation": 1, "claim": 0, "dispatched_at": 0.0, **other}
     cost = PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0)
-    return TurnDispatch(request=asked, worker=f"w{worker}", slot=worker, cost=cost, **fields)  # type: ignore[arg-type]
+    return TurnDispatch(
+        asked=msgspec.Raw(encode(asked)),
+        home=asked.home,
+        worker=f"w{worker}",
+        slot=worker,
+        cost=cost,
+        **fields,  # type: ignore[arg-type]
+    )
 
 
 def result(
@@ -89,9 +100,9 @@ def result(
     return TurnResult(
         trajectory_id=asked.trajectory_id,
         group_id=asked.group_id,
-        home=asked.home,
+        home=dispatch.home,
         turn=asked.turn,
-        attempt=asked.attempt,
+        attempt=dispatch.attempt,
         outcome=outcome,
         refusal=refusal,
         worker=dispatch.worker,
@@ -109,7 +120,7 @@ def begun_tokens(dispatch: TurnDispatch) -> int:
 
 def packed(dispatches: list[TurnDispatch]) -> bytes:
     """`holds` of a heartbeat."""
-    return struct.pack(f"<{len(dispatches)}Q", *(held_hash(each.request.key) for each in dispatches))
+    return struct.pack(f"<{len(dispatches)}Q", *(held_hash(each.key) for each in dispatches))
 
 
 @dataclass
@@ -157,7 +168,7 @@ class World:
     @property
     def held(self) -> dict[str, TurnDispatch]:
         """By trajectory: the dispatch that the router's books have."""
-        return {name: self.sent[turn.request.key] for name, turn in self.router.turns.items() if turn.worker}
+        return {name: self.sent[turn.key] for name, turn in self.router.turns.items() if turn.worker}
 
     def feed(self, event: Record | None) -> list[Decision]:
         """Let the router hear something (None: time has passed) and check everything that must hold."""
@@ -214,14 +225,14 @@ class World:
 
     def complete(self, dispatch: TurnDispatch) -> None:
         asked = dispatch.request
-        self.executors[dispatch.worker].held.pop(asked.key, None)
+        self.executors[dispatch.worker].held.pop(dispatch.key, None)
         present, _ = self.asked[asked.trajectory_id]
         if present.turn == asked.turn and self.done.get(asked.trajectory_id, -1) < asked.turn:
             self._settle(asked.trajectory_id, asked.turn)
         self.feed(result(dispatch))
 
     def reject(self, dispatch: TurnDispatch, outcome: TurnOutcome, refusal: Refusal | None = None) -> None:
-        self.executors[dispatch.worker].held.pop(dispatch.request.key, None)
+        self.executors[dispatch.worker].held.pop(dispatch.key, None)
         if outcome is TurnOutcome.REFUSED and refusal is Refusal.ENGINE:
             self._fault(dispatch)
         self.feed(result(dispatch, outcome, refusal=refusal))
@@ -237,7 +248,7 @@ class World:
         self.unread.clear()
         self.router = Router(CONFIG)
         decisions = self.router.restore(
-            [record for record in self.log if isinstance(record, TurnRequest)],
+            [Asked.anew(record) for record in self.log if isinstance(record, TurnRequest)],
             [record for record in self.log if isinstance(record, TurnDispatch)],
             [record for record in self.log if isinstance(record, TurnResult)],
             lambda: self.now,
@@ -280,8 +291,8 @@ class World:
             self._note_failure(decision)
             return
         asked = decision.request
-        assert asked.key not in self.sent, "an attempt was numbered twice"
-        self.sent[asked.key] = decision
+        assert decision.key not in self.sent, "an attempt was numbered twice"
+        self.sent[decision.key] = decision
         assert decision.failures < CONFIG.max_attempts
         generated = self.generated.get((asked.trajectory_id, asked.turn), 0)
         assert begun_tokens(decision) >= generated, "generated tokens are sampled again"
@@ -295,7 +306,7 @@ class World:
             self.loses = False
             self._fault(decision)
             return
-        model.held[asked.key] = decision
+        model.held[decision.key] = decision
         turns, tokens = load(list(model.held.values()))
         assert turns <= beat.max_turns and tokens <= beat.token_budget, "an executor was overfilled"
 

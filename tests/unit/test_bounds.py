@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgpack
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -80,6 +81,8 @@ def drawn(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return odd | st.sampled_from([1, "text", None, {"n": 1}, [1, 2.5]])
         case inspect.StructType():
             return structs(kind.cls)
+        case inspect.RawType():
+            return st.just(msgspec.Raw(encode(REQUEST)))
     raise AssertionError(f"a record has a field of {kind}, which this test cannot draw")
 
 
@@ -97,9 +100,7 @@ def examples_with_one_field_drawn() -> st.SearchStrategy[Record]:
         assert isinstance(kind, inspect.StructType)
         fields = st.sampled_from(kind.fields)
         return fields.flatmap(
-            lambda field: drawn(field.type).map(
-                lambda value: msgspec.structs.replace(example, **{field.encode_name: value})
-            )
+            lambda field: drawn(field.type).map(lambda value: msgspec.structs.replace(example, **{field.name: value}))
         )
 
     return st.sampled_from(EXAMPLES).flatmap(changes)
@@ -137,7 +138,6 @@ REQUEST = TurnRequest(
     group_id=LONGEST_GROUP,
     home=2**31 - 1,
     turn=TURNS - 1,
-    attempt=2**16 - 1,
     context=TOKENS,
     sampling=SAMPLING,
     requested_at=1.7e9,
@@ -201,7 +201,9 @@ def largest_dispatch() -> TurnDispatch:
         wait_seconds=0.1, prefill_seconds=0.1, decode_seconds=0.1, passed_over=LONGEST_WORKER, passed_over_seconds=0.1
     )
     return TurnDispatch(
-        request=REQUEST,
+        asked=msgspec.Raw(encode(msgspec.structs.replace(REQUEST, context=TOKENS))),
+        home=2**31 - 1,
+        attempt=2**16 - 1,
         worker=LONGEST_WORKER,
         slot=2**31 - 1,
         incarnation=2**53,
@@ -220,9 +222,28 @@ def test_what_every_bound_allows_at_once_is_one_record(record: Record) -> None:
     assert len(encode(record)) <= RECORD_BYTES
 
 
+def test_the_largest_request_that_a_newer_writer_may_send_leaves_its_dispatch_room_for_all_that_was_sampled() -> None:
+    said = msgspec.to_builtins(REQUEST, builtin_types=(bytes,))
+    framed = len(msgpack.packb(said | {"new": bytes(2**15)})) - 2**15
+    wider = said | {"new": bytes(TurnRequest.MOST_BYTES - framed)}
+    wire = msgpack.packb(wider)
+    assert len(wire) == TurnRequest.MOST_BYTES and decode(TurnRequest, wire) == REQUEST
+    sent = encode(msgspec.structs.replace(largest_dispatch(), asked=msgspec.Raw(wire)))
+    assert bytes(decode(TurnDispatch, sent).asked) == wire
+    with pytest.raises(RecordError, match="over the limit"):
+        decode(TurnRequest, msgpack.packb(wider | {"newer": 1}))
+
+
+@pytest.mark.parametrize("asked", [b"\xc0", b"\x80", encode(PROMPT)])
+def test_a_dispatch_of_what_is_no_request_is_refused(asked: bytes) -> None:
+    fields = msgpack.unpackb(encode(largest_dispatch())) | {"request": msgpack.unpackb(asked)}
+    with pytest.raises(RecordError, match="what was asked is no turn-request"):
+        decode(TurnDispatch, msgpack.packb(fields))
+
+
 def test_every_trajectory_of_a_group_has_an_id_that_every_record_takes() -> None:
     key = TurnKey(trajectory_id(LONGEST_GROUP, GROUP_SIZE - 1), TURNS - 1, 2**16 - 1)
-    assert decode(TurnRequest, encode(REQUEST)).key == key
+    assert decode(TurnDispatch, encode(largest_dispatch())).key == key
 
 
 @pytest.mark.parametrize(

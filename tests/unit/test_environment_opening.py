@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from schemas.environments import Group, GroupState
 from schemas.errors import RecordError, UsageError
-from schemas.limits import GROUP_ID_CHARACTERS, RECORD_BYTES
+from schemas.limits import GROUP_ID_CHARACTERS, RECORD_BYTES, RECORD_OVERHEAD_BYTES
 from schemas.prompts import Prompt, Sampling
 from schemas.samples import Sample
-from schemas.wire import RECORD_OVERHEAD_BYTES, decode, encode
+from schemas.wire import decode, encode
 from tests.unit.trajectory_world import RULES, prompt_of
 from workers.environments.opening import refusal_of
 from workers.environments.outbox import group_of

@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +27,6 @@ def dispatch(
         group_id="g",
         home=0,
         turn=0,
-        attempt=attempt,
         context=pack_tokens([1] * context_tokens),
         sampling=Sampling(max_tokens=5),
         requested_at=0.0,
@@ -34,7 +34,9 @@ def dispatch(
     )
     cost = PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0)
     return TurnDispatch(
-        request=request,
+        asked=msgspec.Raw(encode(request)),
+        home=0,
+        attempt=attempt,
         worker="executor-0",
         slot=0,
         incarnation=incarnation,
@@ -102,8 +104,8 @@ def test_what_is_held_never_passes_the_offer_is_listed_and_comes_back_once(
             key = next(iter(held))
             assert box.release(key) is held.pop(key)
         elif box.offer(offered, 0, offset=10).verdict is Verdict.TAKE:
-            assert offered.request.key not in held
-            held[offered.request.key] = offered
+            assert offered.key not in held
+            held[offered.key] = offered
         assert len(box) == len(held) <= 3
         assert box.tokens == sum(map(tokens_of, held.values())) <= 100
         assert packed_hashes(box.hashes) == b"".join(held_hash(key).to_bytes(8, "little") for key in held)

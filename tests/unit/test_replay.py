@@ -17,6 +17,7 @@ from schemas.prompts import Prompt
 from schemas.record import Record
 from schemas.samples import Outcome, Sample, SampleOutcome
 from schemas.turns import TurnDispatch, TurnOutcome, TurnResult, TurnTimes
+from schemas.wire import encode
 from tests.golden.examples import EXAMPLES, PROMPT, REQUEST
 
 R = TypeVar("R", bound=Record)
@@ -78,7 +79,7 @@ def test_a_life_is_told_with_every_attempt_and_text() -> None:
     [life] = lives.lives
     turn = life.turns[REQUEST.turn]
     assert turn.request == REQUEST
-    assert turn.attempts[DISPATCH.request.attempt].dispatches == [DISPATCH]
+    assert turn.attempts[DISPATCH.attempt].dispatches == [DISPATCH]
     assert [each for _, attempt in sorted(turn.attempts.items()) for each in attempt.results] == [late, RESULT]
     assert life.samples == [SAMPLE]
     text = "\n".join(told(lives, lambda tokens: f"<{len(tokens)} tokens>"))
@@ -99,10 +100,10 @@ def test_two_lives_of_one_trajectory_are_not_mixed(first: int, second: int, orde
     rest: list[Record] = []
     for life, turns in enumerate((first, second)):
         for turn in range(turns):
-            asked = replace(REQUEST, turn=turn, attempt=0, requested_at=100.0 * life + turn + 1)
+            asked = replace(REQUEST, turn=turn, requested_at=100.0 * life + turn + 1)
             times = TurnTimes(requested_at=asked.requested_at)
             requests.append(asked)
-            rest.append(replace(DISPATCH, request=asked, worker=f"executor-{life}"))
+            rest.append(replace(DISPATCH, asked=msgspec.Raw(encode(asked)), attempt=0, worker=f"executor-{life}"))
             rest.append(replace(RESULT, turn=turn, attempt=0, worker=f"executor-{life}", times=times))
     order.shuffle(rest)  # type: ignore[attr-defined]
     lives = fold_lives(NAME, found(*requests, *rest)).lives

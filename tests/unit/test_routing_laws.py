@@ -72,7 +72,7 @@ def test_silences_of_everybody_take_nothing_from_anybody(
     assert world.held == sent and world.router.counters.reissued == 0
     settle(world)
     assert all(isinstance(decision, TurnDispatch) and decision.failures == 0 for decision in world.decisions)
-    assert all(decision.request.attempt == 0 for decision in world.decisions if isinstance(decision, TurnDispatch))
+    assert all(decision.attempt == 0 for decision in world.decisions if isinstance(decision, TurnDispatch))
 
 
 @settings(max_examples=30, print_blob=True)

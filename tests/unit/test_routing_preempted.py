@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from pipeline.routing.router import Router
+from pipeline.routing.waiting import Asked
 from schemas.arrays import pack_logprobs
 from schemas.slack import ExecutorState
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
@@ -19,7 +20,7 @@ def preempted(dispatch: TurnDispatch, tokens: int = 5) -> TurnResult:
 def restored(requests: list[TurnRequest], dispatches: list[TurnDispatch], results: list[TurnResult]) -> TurnDispatch:
     """What a router that read this back dispatches once another executor is heard."""
     router = Router(CONFIG)
-    assert router.restore(requests, dispatches, results, lambda: 0.0) == []
+    assert router.restore(map(Asked.anew, requests), dispatches, results, lambda: 0.0) == []
     (again,) = router.on(heartbeat(9), 0.1)
     assert isinstance(again, TurnDispatch)
     return again
@@ -31,7 +32,7 @@ def test_each_dispatch_carries_all_that_was_generated_before_it() -> None:
     world.ask(request("g0:0", max_tokens=100))
     for attempt in range(3):
         dispatch = world.held["g0:0"]
-        assert (dispatch.request.attempt, begun_tokens(dispatch), dispatch.failures) == (attempt, 5 * attempt, 0)
+        assert (dispatch.attempt, begun_tokens(dispatch), dispatch.failures) == (attempt, 5 * attempt, 0)
         assert decode(TurnDispatch, encode(dispatch)) == dispatch
         world.reject(dispatch, TurnOutcome.PREEMPTED)
         world.beat(attempt + 1)
@@ -71,7 +72,7 @@ def test_what_nobody_can_go_on_from_is_sampled_anew(spoiled: dict[str, object]) 
     assert isinstance(sent, TurnDispatch)
     router.on(msgspec.structs.replace(preempted(sent), **spoiled), 0.1)
     (again,) = router.on(heartbeat(0), 0.2)
-    assert isinstance(again, TurnDispatch) and again.begun is None and again.request.attempt == 1
+    assert isinstance(again, TurnDispatch) and again.begun is None and again.attempt == 1
 
 
 def test_a_later_part_that_is_shorter_takes_nothing_away() -> None:
@@ -90,20 +91,20 @@ def test_a_later_part_that_is_shorter_takes_nothing_away() -> None:
 def test_a_restored_router_goes_on_from_a_result_that_nobody_has_acted_on() -> None:
     asked = request("g0:0", max_tokens=100)
     again = restored([asked], [dispatched(asked)], [preempted(dispatched(asked))])
-    assert (begun_tokens(again), again.request.attempt, again.failures) == (5, 1, 0)
+    assert (begun_tokens(again), again.attempt, again.failures) == (5, 1, 0)
 
 
 def test_a_restored_router_goes_on_from_what_the_newest_dispatch_carries() -> None:
     asked = request("g0:0", max_tokens=100)
     part = preempted(dispatched(asked)).part
-    second = dispatched(msgspec.structs.replace(asked, attempt=1), 1, begun=part)
+    second = dispatched(asked, 1, attempt=1, begun=part)
     for results in ([], [preempted(dispatched(asked))]):
         router = Router(CONFIG)
-        router.restore([asked], [dispatched(asked), second], results, lambda: 0.0)
+        router.restore([Asked.anew(asked)], [dispatched(asked), second], results, lambda: 0.0)
         assert router.turns["g0:0"].worker == "w1" and router.turns["g0:0"].begun == part
         assert router.on(result(second), 0.1) == [] and router.counters.finished == 1
     again = restored([asked], [dispatched(asked), second], [preempted(second)])
-    assert (begun_tokens(again), again.request.attempt) == (10, 2)
+    assert (begun_tokens(again), again.attempt) == (10, 2)
 
 
 def test_a_restored_router_charges_nobody_whose_executor_handed_back_and_started_anew() -> None:
@@ -122,7 +123,7 @@ def test_the_turns_of_an_executor_that_stops_wait_for_what_it_has_handed_back() 
     assert world.held["g0:0"].worker == "w0", "its result is on the log, and about to be read"
     world.read_on()
     again = world.held["g0:0"]
-    assert (again.worker, begun_tokens(again), again.failures, again.request.attempt) == ("w1", 5, 0, 1)
+    assert (again.worker, begun_tokens(again), again.failures, again.attempt) == ("w1", 5, 0, 1)
     settle(world)
 
 

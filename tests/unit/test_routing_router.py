@@ -1,15 +1,17 @@
 """Leases, attempts, patience and restarts of the router's core, each in one small history."""
 
+import msgpack
 import msgspec
 import pytest
 
 from pipeline.routing.custody import LEASE_SECONDS
 from pipeline.routing.router import MOST_ATTEMPTS, Router
+from pipeline.routing.waiting import Asked
 from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.slack import ExecutorState, Hardware
 from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnResult
-from schemas.wire import encode
+from schemas.wire import decode, encode
 from tests.unit.routing_steps import settle, started, step
 from tests.unit.routing_world import CONFIG, World, dispatched, heartbeat, packed, request, result
 
@@ -21,7 +23,7 @@ def test_two_executors_that_hold_one_turn_both_run_it_and_the_first_result_wins(
     first = world.held["g0:0"]
     step(world, "beats_of", {1}, 20)
     second = world.held["g0:0"]
-    assert (second.worker, second.request.attempt, second.failures) == ("w1", 1, 1)
+    assert (second.worker, second.attempt, second.failures) == ("w1", 1, 1)
     world.beat(0, max_turns=1)
     assert world.held["g0:0"] is second and world.router.turns["g0:0"].failures == 0
     world.beat(1, max_turns=1)
@@ -41,7 +43,7 @@ def test_what_came_back_is_issued_under_a_new_number_when_it_is_lost_again() -> 
     step(world, "beats_of", {2}, 20)
     world.beat(0)
     world.beat(0, state=ExecutorState.STOPPING)
-    attempts = [decision.request.attempt for decision in world.decisions if isinstance(decision, TurnDispatch)]
+    attempts = [decision.attempt for decision in world.decisions if isinstance(decision, TurnDispatch)]
     assert attempts == sorted(set(attempts))
     settle(world)
 
@@ -56,7 +58,7 @@ def test_a_lone_executor_that_dies_gives_its_turns_back_once_its_next_start_is_h
     world.beat(0, restart=True, policy_version=-1)
     assert len(world.router.waiting) == 1
     world.beat(0)
-    assert world.held["g0:0"].request.attempt == 1 and world.held["g0:0"].failures == 1
+    assert world.held["g0:0"].attempt == 1 and world.held["g0:0"].failures == 1
 
 
 def test_a_turn_with_a_seed_goes_to_who_takes_seeds_and_fails_by_nobody_s_fault() -> None:
@@ -106,7 +108,7 @@ def test_a_turn_that_runs_has_all_the_time_in_the_world() -> None:
     world.beat(0)
     world.ask(request("g0:0", patience_seconds=5.0))
     step(world, "beats_of", {0}, 500)
-    assert world.held["g0:0"].request.attempt == 0
+    assert world.held["g0:0"].attempt == 0
     # When its executor dies after that, it is issued again, and has its patience anew.
     step(world, "beats_of", {1}, 20)
     assert world.held["g0:0"].worker == "w1" and not world.ended
@@ -138,9 +140,9 @@ def test_a_dispatch_that_a_living_executor_does_not_list_is_issued_again() -> No
     world.loses = True
     world.ask(request("g0:0"))
     step(world, "beats_of", {0}, int(LEASE_SECONDS / 0.2) - 1)
-    assert world.held["g0:0"].request.attempt == 0
+    assert world.held["g0:0"].attempt == 0
     step(world, "beats_of", {0}, 2)
-    assert world.held["g0:0"].request.attempt == 1 and world.router.counters.lost == 1
+    assert world.held["g0:0"].attempt == 1 and world.router.counters.lost == 1
 
 
 def test_a_dispatch_is_not_lost_while_nothing_is_heard() -> None:
@@ -151,7 +153,7 @@ def test_a_dispatch_is_not_lost_while_nothing_is_heard() -> None:
     for _ in range(30):  # heartbeats from before the dispatch, that were on their way while the broker was away
         world.beat(0, holds=b"")
         world.now += 0.001
-    assert world.held["g0:0"].request.attempt == 0
+    assert world.held["g0:0"].attempt == 0
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_what_is_nobodys_fault_counts_against_no_limit(outcome: TurnOutcome, ref
     world.ask(request("g0:0"))
     for attempt in range(3 * CONFIG.max_attempts):
         dispatch = world.held["g0:0"]
-        assert (dispatch.request.attempt, dispatch.failures) == (attempt, 0)
+        assert (dispatch.attempt, dispatch.failures) == (attempt, 0)
         world.reject(dispatch, outcome, refusal)
         assert len(world.router.waiting) == 1, "it gets nothing before its next heartbeat"
         world.beat(0)
@@ -194,7 +196,7 @@ def test_an_executor_that_is_full_of_what_the_router_does_not_know_is_not_asked_
     for beat in range(1, 100):
         assert router.on(heartbeat(0, holds=unknown), 0.1 * beat) == []
     (again,) = router.on(heartbeat(0), 10.0)
-    assert isinstance(again, TurnDispatch) and again.request.attempt == 1
+    assert isinstance(again, TurnDispatch) and again.attempt == 1
 
 
 def test_attempts_are_numbered_within_their_bound() -> None:
@@ -236,7 +238,7 @@ def test_a_restored_router_has_read_for_nobodys_time() -> None:
     times = iter([0.0, 500.0])
     restored = Router(CONFIG)
     restored.restore(
-        [request("g0:0", patience_seconds=60.0), request("g1:0", patience_seconds=60.0)],
+        [Asked.anew(request(name, patience_seconds=60.0)) for name in ("g0:0", "g1:0")],
         [dispatched(request("g0:0", patience_seconds=60.0))],
         [],
         lambda: next(times),
@@ -246,20 +248,34 @@ def test_a_restored_router_has_read_for_nobodys_time() -> None:
     assert restored.tick(550.0) == []
 
 
+def test_what_a_newer_writer_adds_to_a_request_reaches_the_executor_on_every_attempt() -> None:
+    asked = request("g0:0", home=3)
+    wire = msgpack.packb(msgpack.unpackb(encode(asked)) | {"added": [1, {"deep": b"bytes"}]})
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    (sent,) = router.on(Asked(asked, wire), 0.0)
+    assert isinstance(sent, TurnDispatch)
+    assert router.on(result(sent, TurnOutcome.PREEMPTED), 0.1) == []
+    for attempt, dispatch in enumerate([sent, *router.on(heartbeat(0), 0.2)]):
+        assert isinstance(dispatch, TurnDispatch)
+        read = decode(TurnDispatch, encode(dispatch))
+        assert (bytes(read.asked), read.request, read.attempt, read.home) == (wire, asked, attempt, 3)
+
+
 def test_failures_are_remembered_over_a_restart() -> None:
-    asked = request("g0:0", attempt=7)
+    sent = dispatched(request("g0:0"), attempt=7, failures=CONFIG.max_attempts - 1)
     restored = Router(CONFIG)
-    restored.restore([request("g0:0")], [dispatched(asked, failures=CONFIG.max_attempts - 1)], [], lambda: 0.0)
-    refused = result(dispatched(asked), TurnOutcome.REFUSED, refusal=Refusal.ENGINE)
+    restored.restore([Asked.anew(request("g0:0"))], [sent], [], lambda: 0.0)
+    refused = result(sent, TurnOutcome.REFUSED, refusal=Refusal.ENGINE)
     (failed,) = restored.on(refused, 1.0)
     assert isinstance(failed, TurnResult) and failed.outcome is TurnOutcome.FAILED
 
 
 def test_a_restored_turn_is_as_it_was_asked_for_whatever_a_dispatch_says_of_it() -> None:
     asked = request("g0:0", home=1, patience_seconds=60.0)
-    forged = msgspec.structs.replace(asked, home=2**31 - 1, context=b"", attempt=3, patience_seconds=1e9)
+    forged = msgspec.structs.replace(asked, home=2**31 - 1, context=b"", patience_seconds=1e9)
     restored = Router(CONFIG)
-    restored.restore([asked], [dispatched(forged)], [], lambda: 0.0)
+    restored.restore([Asked.anew(asked)], [dispatched(forged, attempt=3)], [], lambda: 0.0)
     (failed,) = restored.on(request("g1:0"), 1.0) or restored.tick(61.0)
     assert isinstance(failed, TurnResult)
     assert (failed.home, failed.attempt, failed.context_tokens) == (1, 3, 20)
@@ -267,20 +283,20 @@ def test_a_restored_turn_is_as_it_was_asked_for_whatever_a_dispatch_says_of_it()
 
 def test_a_restored_turn_of_a_silent_executor_is_issued_again() -> None:
     restored = Router(CONFIG)
-    restored.restore([request("g0:0")], [dispatched(request("g0:0"), 1)], [], lambda: 0.0)
+    restored.restore([Asked.anew(request("g0:0"))], [dispatched(request("g0:0"), 1)], [], lambda: 0.0)
     decisions: list[Record] = []
     for beat in range(13):
         assert not decisions or beat > 9, "it may be silent for 2 s"
         decisions += restored.on(heartbeat(9), 0.2 * beat)
         decisions += restored.tick(0.2 * beat)
     (again,) = decisions
-    assert isinstance(again, TurnDispatch) and again.worker == "w9" and again.request.attempt == 1
+    assert isinstance(again, TurnDispatch) and again.worker == "w9" and again.attempt == 1
 
 
 def test_a_restored_turn_stays_with_an_executor_that_is_heard_from_and_fills_its_room() -> None:
     sent = dispatched(request("g0:0"))
     restored = Router(CONFIG)
-    restored.restore([request("g0:0")], [sent], [], lambda: 0.0)
+    restored.restore([Asked.anew(request("g0:0"))], [sent], [], lambda: 0.0)
     assert restored.on(heartbeat(0, max_turns=1, holds=packed([sent])), 0.1) == []
     assert restored.on(request("g1:0"), 0.2) == [] and len(restored.waiting) == 1
     (after,) = restored.on(result(sent), 0.3)
@@ -288,14 +304,14 @@ def test_a_restored_turn_stays_with_an_executor_that_is_heard_from_and_fills_its
 
 
 def test_a_restored_router_gives_a_turn_back_to_the_executor_of_an_older_dispatch() -> None:
-    old, new = dispatched(request("g0:0"), 0), dispatched(request("g0:0", attempt=1), 1)
+    old, new = dispatched(request("g0:0"), 0), dispatched(request("g0:0"), 1, attempt=1)
     restored = Router(CONFIG)
-    restored.restore([request("g0:0")], [new, old], [], lambda: 0.0)
+    restored.restore([Asked.anew(request("g0:0"))], [new, old], [], lambda: 0.0)
     assert restored.turns["g0:0"].worker == "w1"
     for beat in range(14):  # w1 is dead
         restored.on(heartbeat(0, holds=packed([old]), max_turns=1), 0.2 * beat)
         restored.tick(0.2 * beat)
-    assert (restored.turns["g0:0"].worker, restored.turns["g0:0"].request.attempt) == ("w0", 0)
+    assert (restored.turns["g0:0"].worker, restored.turns["g0:0"].attempt) == ("w0", 0)
 
 
 def test_a_request_for_the_next_turn_proves_that_the_present_one_was_applied() -> None:

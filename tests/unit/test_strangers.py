@@ -17,6 +17,7 @@ from pipeline.replay.text import told
 from pipeline.report.history import fold_history
 from pipeline.routing.router import Router
 from pipeline.routing.skew import Skews
+from pipeline.routing.waiting import Asked
 from schemas.arrays import pack_tokens
 from schemas.capacity import CapacityGrant
 from schemas.environments import EnvSnapshot, Group, GroupState, TrajectoryProgress
@@ -96,7 +97,7 @@ class House:
         self.view.take(record, self.now, wall=self.now)
         match record:
             case TurnRequest():
-                self.route(self.router.requested(msgspec.structs.replace(record, home=0), self.now))
+                self.route(self.router.requested(Asked.anew(msgspec.structs.replace(record, home=0)), self.now))
             case SlackHeartbeat():
                 self.skews.heard(record.worker, record.sent_at, self.now)
                 self.route(self.router.heard(record, self.now))

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from schemas.arrays import count, pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
 from schemas.errors import RecordError
-from schemas.limits import RECORD_BYTES
+from schemas.limits import RECORD_BYTES, RECORD_OVERHEAD_BYTES
 from schemas.prompts import Prompt
 from schemas.record import Record
 from schemas.turns import TurnRequest
 from schemas.weights import WeightChunk
-from schemas.wire import RECORD_OVERHEAD_BYTES, RECORDS, SCHEMA_HEADER, decode, encode, headers_of
+from schemas.wire import RECORDS, SCHEMA_HEADER, decode, encode, headers_of
 from tests.golden.examples import EXAMPLES, PROMPT, REQUEST
 
 

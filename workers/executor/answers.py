@@ -75,9 +75,9 @@ def _answer(start: Start, dispatch: TurnDispatch, outcome: TurnOutcome, reason: 
     return TurnResult(
         trajectory_id=request.trajectory_id,
         group_id=request.group_id,
-        home=request.home,
+        home=dispatch.home,
         turn=request.turn,
-        attempt=request.attempt,
+        attempt=dispatch.attempt,
         outcome=outcome,
         reason=reason[:MOST_CHARACTERS],
         worker=start.worker,

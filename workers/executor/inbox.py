@@ -90,19 +90,18 @@ class Inbox:
 
         No claim lies behind what is dispatched under it: one that says so, whoever wrote it, claims no more than that.
         """
-        request = dispatch.request
         if dispatch.claim < self.claim:
             return Answer(Verdict.DROP, "claim")
         self.claimed(min(dispatch.claim, offset))
         if dispatch.incarnation != self.incarnation:
             return Answer(Verdict.DROP, "incarnation")
-        if request.key in self._held:
+        if dispatch.key in self._held:
             return Answer(Verdict.DROP, "duplicate")
         if policy_version < 0:
             return Answer(Verdict.REFUSE, "no policy version has been proven yet", Refusal.VERSION)
         if len(self._held) >= self.max_turns or self._tokens + tokens_of(dispatch) > self.token_budget:
             return Answer(Verdict.REFUSE, "full", Refusal.ROOM)
-        self._held[request.key] = dispatch, held_hash(request.key)
+        self._held[dispatch.key] = dispatch, held_hash(dispatch.key)
         self._tokens += tokens_of(dispatch)
         return TAKE
 

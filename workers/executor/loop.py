@@ -209,7 +209,7 @@ class Executor:
         elif answer.verdict is Verdict.REFUSE:
             self._refuse(dispatch, answer.reason, answer.refusal)
         elif self._gate.reason:
-            self._inbox.release(dispatch.request.key)
+            self._inbox.release(dispatch.key)
             self._refuse(dispatch, self._gate.reason, Refusal.ROOM)
         elif self._changing:
             self._deferred.append(dispatch)
@@ -218,9 +218,8 @@ class Executor:
 
     def _order(self, dispatch: TurnDispatch) -> None:
         """Hand a turn that was taken on to the engine."""
-        request = dispatch.request
-        name = "/".join(map(str, request.key))
-        self._running[name] = Running(request.key, time.time())
+        name = "/".join(map(str, dispatch.key))
+        self._running[name] = Running(dispatch.key, time.time())
         self._link.order(Take(name, context_of(dispatch), sampling_of(dispatch), self._version))
 
     def _hear(self) -> None:
@@ -263,7 +262,7 @@ class Executor:
             self._link.order(GiveUp(name))
         deferred, self._deferred = self._deferred, []
         for dispatch in deferred:
-            self._inbox.release(dispatch.request.key)
+            self._inbox.release(dispatch.key)
             self._refuse(dispatch, self._gate.reason, Refusal.ROOM)
 
     def _take_report(self, report: Report) -> None:

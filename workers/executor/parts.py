@@ -35,8 +35,8 @@ def sampling_of(dispatch: TurnDispatch) -> Sampling:
 
 def flaw_of(dispatch: TurnDispatch, *, homes: int) -> str:
     """Why this dispatch cannot be answered, where there are so many homes; empty when it can."""
-    if dispatch.request.home >= homes:
-        return f"its answer is awaited in home {dispatch.request.home}, and there are {homes}"
+    if dispatch.home >= homes:
+        return f"its answer is awaited in home {dispatch.home}, and there are {homes}"
     begun = dispatch.begun
     if begun is None:
         return ""

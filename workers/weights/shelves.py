@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from schemas.limits import RECORD_BYTES
+from schemas.limits import RECORD_BYTES, RECORD_OVERHEAD_BYTES
 from schemas.weights import ChunkRef, WeightChunk
-from schemas.wire import RECORD_OVERHEAD_BYTES
 from topics.catalog import CHUNKS
 from topics.writer import Writer
 from workers.weights.digests import digest_of
