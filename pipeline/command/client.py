@@ -65,8 +65,12 @@ def check(common: Common) -> None:
     for sentence in weak:
         _say(f"note: {sentence}")
     if found:
-        missing = any(each.what == "topic" for each in found)
-        advice = "run `rose topics create`" if missing else "correct the topics, or the [topics] configuration"
+        if any(each.creatable for each in found):
+            advice = "run `rose topics create`"
+        elif any(each.what == "partitions" for each in found):
+            advice = "say in [topics] how many partitions there are: they are for the life of a topic"
+        else:
+            advice = "correct the settings of the topics"
         raise TopicsDrifted(f"the broker differs from the catalog in {len(found)} things: {advice}")
     _say("the broker's topics are those of the catalog")
 
