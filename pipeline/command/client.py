@@ -75,12 +75,12 @@ def check(common: Common) -> None:
     _say("the broker's topics are those of the catalog")
 
 
-def submit_file(common: Common, file: Path) -> None:
+def submit_file(common: Common, file: Path, without: Path | None) -> None:
     """`rose submit`. Raises BadPrompts."""
     from pipeline.command.submit import count_homes, read_prompts, send_prompts
 
     config = load(common)
-    prompts = read_prompts(file, config.environments)
+    prompts = read_prompts(file, config.environments, without=without)
     settings = config.bus()
     reach_as(settings, PRODUCER)
     count_homes(settings)  # a prompt must not be the first to find out that there are none
