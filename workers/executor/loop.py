@@ -293,7 +293,7 @@ class Executor:
         self._beats.heard(tick)
         if tick.lent is not None:
             metrics.show_lent(tick.lent)
-        elif tick.parked:
+        if tick.parked:
             metrics.show_parked()
 
     @property
