@@ -31,7 +31,6 @@ from schemas.slack import HELD, ExecutorState, WorkerClass
 from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
 from topics.health import HEALTH
-from topics.metrics import export
 from topics.reader import Reader
 from topics.records import Envelope, Spoiled
 from topics.settings import BusSettings
@@ -117,7 +116,6 @@ class Executor:
         granted: Granted | None,
     ) -> None:
         """`tick`: the first of the engine at the link. `granted`: of a lender. Raises TopicMissing or BusError."""
-        export(metrics.EXECUTOR)
         self._config = config
         self._name = name
         self._link = link
@@ -172,13 +170,14 @@ class Executor:
         """
         self._log.info("started", incarnation=self._start.incarnation, slot=self._config.slot)
         try:
-            while not stop.is_set():
-                self._take_in()
-                self._hear()
-                self._open_or_close()
-                self._change_version()
-                self._writer.poll()
-            self._hand_back()
+            with metrics.exported():
+                while not stop.is_set():
+                    self._take_in()
+                    self._hear()
+                    self._open_or_close()
+                    self._change_version()
+                    self._writer.poll()
+                self._hand_back()
             self._writer.flush()
         except EngineBroken:  # its turns are lost: the router need not wait for silence
             self._writer.flush()
