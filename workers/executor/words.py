@@ -291,12 +291,16 @@ def _both(before: Tick, tick: Tick) -> Tick:
 
 
 def _both_slacks(before: Slack | None, slack: Slack | None) -> Slack | None:
-    if before is None or slack is None:
+    """Also where the newer tick is of no engine, which sees nothing of serving: it was held back before."""
+    if before is None:
         return slack
+    now = slack or msgspec.structs.replace(
+        before, running=0, waiting=0, prefill_headroom=None, decode_headroom=None, longest_seconds=0.0, held_back={}
+    )
     return msgspec.structs.replace(
-        slack,
-        longest_seconds=max(before.longest_seconds, slack.longest_seconds),
-        held_back=dict(Counter(before.held_back) + Counter(slack.held_back)),
+        now,
+        longest_seconds=max(before.longest_seconds, now.longest_seconds),
+        held_back=dict(Counter(before.held_back) + Counter(now.held_back)),
     )
 
 
