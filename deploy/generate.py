@@ -17,7 +17,7 @@ from topics.catalog import CATALOG, LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions,
 
 CHART = Path(__file__).parent / "chart"
 
-SECTIONS = ("run", "topics", "model", "environment", "executor", "lender", "router", "trainer", "weights")
+SECTIONS = ("run", "topics", "model", "environment", "executor", "lender", "router", "trainer", "weights", "tracing")
 """Of rose.toml, those that roles on a cluster read and the chart does not write itself."""
 
 OF_THE_CHART = {
@@ -148,7 +148,7 @@ def values_schema() -> Schema:
             kafkaPorts={"type": "array", "items": at_least(1)},
             metricsFrom=ANYTHINGS,
             usersFrom=ANYTHINGS,
-            egress=closed(**dict.fromkeys(("environment", "executor", "trainer", "lenders"), ANYTHINGS)),
+            egress=closed(**dict.fromkeys(("router", "environment", "executor", "trainer", "lenders"), ANYTHINGS)),
         ),
         disruptionBudgets=FLAG,
         autoscaling=closed(

@@ -72,12 +72,15 @@ class RouterCollector(Collector):
         families["rose_router_waiting_turns"].add_metric([], len(router.waiting))
         families["rose_router_oldest_waiting_seconds"].add_metric([], _oldest_seconds(router))
         families["rose_router_outstanding_turns"].add_metric([], router.outstanding)
-        found = Counter(executor.standing for executor in list(router.liveness.executors.values()))
+        executors = list(router.liveness.executors.values())
+        found = Counter(executor.standing for executor in executors)
         for standing in Standing:
             families["rose_router_executors"].add_metric([standing.value], found[standing])
         families["rose_router_policy_version"].add_metric([], router.liveness.current_version)
-        for worker, seconds in list(serving.skews.seconds.items()):
-            families["rose_router_clock_behind_seconds"].add_metric([worker], seconds)
+        behind = dict(serving.skews.seconds)
+        for executor in executors:
+            if executor.standing is not Standing.GONE and executor.worker in behind:
+                families["rose_router_clock_behind_seconds"].add_metric([executor.worker], behind[executor.worker])
         yield from others
 
     @staticmethod

@@ -7,6 +7,7 @@ from prometheus_client import REGISTRY
 from pipeline.routing.metrics import exported
 from pipeline.routing.router import Router
 from pipeline.routing.skew import Skews
+from schemas.slack import ExecutorState
 from tests.unit.routing_world import World, request
 
 
@@ -37,6 +38,21 @@ def test_the_exported_counts_are_the_cores() -> None:
         assert REGISTRY.get_sample_value("rose_router_clock_behind_seconds", {"worker": "w0"}) == 7
         assert REGISTRY.get_sample_value("rose_router_serves") == 1
     assert REGISTRY.get_sample_value("rose_router_turns_requested_total") is None
+
+
+def test_of_a_clock_whose_executor_is_gone_or_was_never_there_nothing_is_said() -> None:
+    world = World()
+    world.beat(0)
+    skews = Skews()
+    for second in range(12):
+        for worker in ("w0", "nobody"):
+            skews.heard(worker, second - 7.0, float(second))
+    with exported(lambda: Serving(world.router, skews)):
+        behind = "rose_router_clock_behind_seconds"
+        assert REGISTRY.get_sample_value(behind, {"worker": "w0"}) == 7
+        assert REGISTRY.get_sample_value(behind, {"worker": "nobody"}) is None
+        world.beat(0, state=ExecutorState.STOPPING)
+        assert REGISTRY.get_sample_value(behind, {"worker": "w0"}) is None
 
 
 def test_a_router_that_waits_exports_that_it_does() -> None:

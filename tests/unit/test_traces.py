@@ -1,7 +1,9 @@
 """A trajectory is one trace, and what its records say are its spans."""
 
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TypeVar
 
@@ -100,6 +102,18 @@ def test_a_collector_gets_the_spans_under_the_ids_that_the_headers_say() -> None
     assert asked.attributes["messaging.message.conversation_id"] == request.trajectory_id
     (whole,) = [span for span in found.spans if not span.under]
     assert whole.failed and whole.name == f"invoke_agent {sample.environment}"
+
+
+def test_no_process_stays_for_a_collector_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "2")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with tracing.traced(endpoint, 1.0, role="router-0"):
+            assert tracing.exporter is not None
+            tracing.exporter.wrote(example(TurnRequest), TOPIC)
+        (sending,) = [thread for thread in threading.enumerate() if thread.name == "last-spans"]
+    sending.join()
 
 
 def test_of_a_share_of_the_trajectories_every_hop_is_told() -> None:
