@@ -1,5 +1,6 @@
 """What the router exports is what its core counts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from prometheus_client import REGISTRY
@@ -14,6 +15,7 @@ from tests.unit.routing_world import World, request
 class Serving:
     router: Router
     skews: Skews
+    clock: Callable[[], float]
 
 
 def test_the_exported_counts_are_the_cores() -> None:
@@ -23,7 +25,7 @@ def test_the_exported_counts_are_the_cores() -> None:
     skews = Skews()
     for second in range(12):
         skews.heard("w0", second - 7.0, float(second))
-    with exported(lambda: Serving(world.router, skews)):
+    with exported(lambda: Serving(world.router, skews, lambda: world.now + 30.0)):
         for index in range(3):
             world.ask(request(f"g0:{index}"))
         found = {
@@ -31,6 +33,7 @@ def test_the_exported_counts_are_the_cores() -> None:
             for name in ("turns_requested_total", "waiting_turns")
         }
         assert found == {"turns_requested_total": 3, "waiting_turns": 2}
+        assert REGISTRY.get_sample_value("rose_router_oldest_waiting_seconds") == 30.0
         assert REGISTRY.get_sample_value("rose_router_outstanding_turns") == 1
         assert REGISTRY.get_sample_value("rose_router_executors", {"standing": "live"}) == 1
         assert REGISTRY.get_sample_value("rose_router_policy_version") == 4
