@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import structlog
@@ -31,6 +32,10 @@ TRACES_PATH = "/v1/traces"
 MISSING = "OpenTelemetry is not installed: pip install 'rose-rollouts[otel]'"
 
 NANOSECONDS = 1_000_000_000
+
+CLOSE_SECONDS = 5.0
+"""How long a process that leaves waits for its collector. OpenTelemetry would wait for half a minute, which may be all
+of the time that a process is given."""
 
 
 class Exporter:
@@ -62,8 +67,10 @@ class Exporter:
         self._tell(applied(result, topic, began=began, now=time.time()))
 
     def close(self) -> None:
-        """Send what is left, for as long as OpenTelemetry allows."""
-        self._processor.shutdown()  # type: ignore[no-untyped-call]
+        """Send what is left, for CLOSE_SECONDS at most."""
+        leaving = Thread(target=self._processor.shutdown, name="spans", daemon=True)
+        leaving.start()
+        leaving.join(CLOSE_SECONDS)
 
     def _tell(self, hop: Hop) -> None:
         trace = int(trace_id(hop.trajectory_id), 16)
@@ -102,11 +109,11 @@ exporter: Exporter | None = None
 def traced(endpoint: str, ratio: float, *, role: str) -> Iterator[None]:
     """Export this process's hops for as long as this runs, where a collector is named.
 
-    `endpoint` is the configuration's. Raises UsageError where it is set and OpenTelemetry is not installed.
+    `endpoint` is the configuration's. Raises UsageError where it is set and OpenTelemetry is not installed, or for
+    variables that OpenTelemetry does not take.
     """
     global exporter
-    named = endpoint or next(filter(None, map(os.environ.get, ENDPOINTS)), "")
-    if not named:
+    if not endpoint and not any(map(os.environ.get, ENDPOINTS)):
         yield
         return
     try:
@@ -114,7 +121,9 @@ def traced(endpoint: str, ratio: float, *, role: str) -> Iterator[None]:
     except ImportError:
         if endpoint:
             raise UsageError(f"tracing.endpoint is set, and {MISSING}") from None
-        structlog.get_logger("tracing").warning("no traces are exported", endpoint=named, reason=MISSING)
+        structlog.get_logger("tracing").warning("no traces are exported", reason=MISSING)
+    except ValueError as error:
+        raise UsageError(f"OpenTelemetry does not take its variables OTEL_*: {error}") from None
     try:
         yield
     finally:

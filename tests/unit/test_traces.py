@@ -1,7 +1,9 @@
 """A trajectory is one trace, and what its records say are its spans."""
 
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TypeVar
 
@@ -102,6 +104,20 @@ def test_a_collector_gets_the_spans_under_the_ids_that_the_headers_say() -> None
     assert whole.failed and whole.name == f"invoke_agent {sample.environment}"
 
 
+def test_a_time_that_somebody_made_up_spoils_no_spans_of_others() -> None:
+    request, sample = example(TurnRequest), example(Sample)
+    times = TurnTimes(**dict.fromkeys(TurnTimes.__struct_fields__, 253_402_300_799.0))
+    turns = tuple(msgspec.structs.replace(turn, times=times) for turn in sample.turns)
+    with collector() as found, tracing.traced(found.endpoint, 1.0, role="environment-0"):
+        assert tracing.exporter is not None
+        tracing.exporter.wrote(request, TOPIC)
+        tracing.exporter.wrote(msgspec.structs.replace(sample, turns=turns, completed_at=times.applied_at), TOPIC)
+        tracing.exporter.wrote(example(TurnResult, times=times), TOPIC)
+        tracing.exporter.applied(example(TurnResult, times=times), TOPIC, began=times.applied_at)
+    assert len(found.spans) == 5
+    assert all(span.begins <= span.ends < 2**62 for span in found.spans)
+
+
 def test_of_a_share_of_the_trajectories_every_hop_is_told() -> None:
     names = [f"group:{index}" for index in range(200)]
     with collector() as found, tracing.traced(found.endpoint, 0.5, role="router-0"):
@@ -121,7 +137,28 @@ def test_what_exports_no_traces_imports_nothing_for_them() -> None:
     assert ran.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("said", ["tracing.endpoint=collector:4318", "tracing.ratio=1.5"])
+@pytest.mark.timeout(20)
+def test_who_leaves_does_not_stay_for_a_collector_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with tracing.traced(f"http://127.0.0.1:{silent.getsockname()[1]}", 1.0, role="router-0"):
+            assert tracing.exporter is not None
+            tracing.exporter.wrote(example(TurnRequest), TOPIC)
+        assert "spans" in {thread.name for thread in threading.enumerate()}, "it is still being asked"
+
+
+def test_a_variable_that_opentelemetry_refuses_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")
+    with pytest.raises(UsageError, match="OTEL_"), tracing.traced("", 1.0, role="router-0"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["tracing.endpoint=collector:4318", "tracing.endpoint=http://me:secret@collector:4318", "tracing.ratio=1.5"],
+)
 def test_a_setting_that_is_none_is_refused(said: str) -> None:
-    with pytest.raises(UsageError, match=said.partition("=")[0]):
+    with pytest.raises(UsageError, match=said.partition("=")[0]) as refusal:
         load(Common(settings=[said]))
+    assert "secret" not in str(refusal.value)
