@@ -293,11 +293,11 @@ def report(common: Common) -> None:
 @app.command("config", rich_help_panel=LOOKING)
 @with_common
 def show_config(common: Common) -> None:
-    """The resolved configuration: every field, its value, what it is and who said so."""
+    """The resolved configuration: every field, its value, what it is and who said so. Passwords are not shown."""
     from pipeline.command.config import load
-    from pipeline.command.resolved import resolved_toml
+    from pipeline.command.resolved import resolved_toml, without_secrets
 
-    sys.stdout.write(resolved_toml(load(common), explained=True))
+    sys.stdout.write(without_secrets(resolved_toml(load(common), explained=True)))
 
 
 Place = Annotated[str, typer.Argument(metavar="PLACE", help="TOPIC/PARTITION/OFFSET, as `rose letters list` has it.")]

@@ -209,6 +209,8 @@ def changed(values: Values, path: str, value: Any) -> Values:
         ("environment.replicas", 9, "config.topics.home_partitions: 8"),
         ("autoscaling.enabled", True, "autoscaling.prometheus"),
         ("lenders.replicas", 1, "lenders.image"),
+        ("kafka.properties", {"sasl.password": "hidden"}, "sasl.password"),
+        ("lenders.flags", ["--api-key", "hidden"], "lenders/flags"),
     ],
 )
 def test_a_typo_and_what_cannot_work_are_refused_by_name(path: str, value: object, words: str) -> None:
