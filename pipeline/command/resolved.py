@@ -16,11 +16,11 @@ from pipeline.command.documentation import field_sentences
 
 COLUMNS = 110
 
-_CONFIDENTIAL = r"pass(?:word|phrase)|secret|credential|token|(?:api|access)_?key|key\.pem|oauthbearer\.config"
+_CONFIDENTIAL = r"(?i:pass(?:word|phrase)|secret|credential|token|(?:api|access)_?key|key\.pem|oauthbearer\.config)"
 _QUOTED = r'(?:[^"\\]|\\.)*"'
 
 SECRET = re.compile(
-    rf'("[^"\\]*(?i:{_CONFIDENTIAL})[^"\\]*" = "|"--(?:api[-_]key|hf[-_]token)(?:=|", ")){_QUOTED}',
+    rf'("[^"\\]*{_CONFIDENTIAL}[^"\\]*" = "|"--(?:api[-_]key|hf[-_]token)(?:=|", ")){_QUOTED}',
 )
 """What is told in confidence, in TOML as it is written here: settings of librdkafka, variables and flags of vLLM."""
 

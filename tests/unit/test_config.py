@@ -124,7 +124,7 @@ def test_a_run_writes_in_a_folder_of_its_own(name: str) -> None:
     assert "names a folder of its own" in refusal(Common(said=(("--name", "run.name", name),)))
 
 
-@pytest.mark.parametrize("namespace", ["a b", "a/b", "a:b", "x" * 101, "ä"])
+@pytest.mark.parametrize("namespace", ["a b", "a/b", "a:b", "x" * 101, "ä", "rose.b.", "team.rose."])
 def test_a_namespace_that_no_topic_can_have_is_refused(namespace: str) -> None:
     assert "broker.namespace" in refusal(Common(namespace=namespace))
 
@@ -195,3 +195,12 @@ def test_what_is_told_in_confidence_is_left_out_for_others() -> None:
     ]
     plain = resolved_toml(load(Common()), explained=True)
     assert without_secrets(plain) == plain, "of what is none nothing is left out"
+
+
+def test_what_is_refused_is_not_shown_if_it_may_be_a_password(tmp_path: Path) -> None:
+    numeric = in_file(tmp_path, '[broker]\nproperties = { "sasl.password" = 12345678 }\n')
+    assert "sasl.password" in refusal(numeric) and "12345678" not in refusal(numeric)
+    nameless = tmp_path / "client.properties"
+    nameless.write_text("sasl.username=me\nsasl.password hidden\n")
+    for said in (Common(command_config=nameless), Common(properties=["sasl.password hidden"])):
+        assert "no key=value" in refusal(said) and "hidden" not in refusal(said)
