@@ -20,6 +20,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import make_wsgi_app
 
 from pipeline.command.options import Common
+from pipeline.command.saying import say
 from schemas.errors import RoseError, UsageError
 from topics.health import HEALTH, Health
 
@@ -129,7 +130,7 @@ def tell_health(common: Common, address: str | None, *, live: bool) -> None:
         connection.close()
     if answer.status != 200:
         raise Unwell(sentence)
-    sys.stdout.write(f"{sentence}\n")
+    say(sentence)
 
 
 def _own_address(common: Common) -> str:

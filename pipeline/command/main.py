@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from pipeline.command.options import Common, with_common
+from pipeline.command.saying import harmless
 from pipeline.command.topics_commands import topics
 from schemas.errors import RoseError, UsageError
 
@@ -348,7 +349,7 @@ def main() -> None:
     try:
         app()
     except RoseError as error:
-        sys.stderr.write(f"rose: {error}\n")
+        sys.stderr.write(f"rose: {harmless(str(error))}\n")
         sys.exit(error.exit_status)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -49,8 +49,10 @@ class Serving(Protocol):
 
     router: Router
     skews: Skews
-    clock: Callable[[], float]
-    """The router's own: what has waited is measured by it."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The router's own: what has waited is measured by it."""
 
 
 class RouterCollector(Collector):
