@@ -83,7 +83,9 @@ def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
             decoded: R = msgspec.json.decode(wire, type=record)
         else:
             decoded = _decoders[record].decode(wire)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        if record is TurnRequest and len(wire) != len(_encoder.encode(decoded)):
+            _check_levels(record, msgspec.msgpack.decode(wire))  # it goes on as it came, with what is not known of it
+    except (msgspec.MsgspecError, TypeError, UnicodeDecodeError, RecursionError) as error:
         raise RecordError(f"not a {record.SCHEMA}: {error}") from error
     _check_nesting(decoded)
     return decoded
@@ -103,10 +105,12 @@ def _check_size(record: Record | type[Record], wire: bytes) -> None:
 
 
 def _check_nesting(record: Record) -> None:
-    """Raises RecordError."""
-    if (loose := _loose.get(type(record))) is None:
-        return
-    level = [loose(record)]
+    if (loose := _loose.get(type(record))) is not None:
+        _check_levels(record, loose(record))
+
+
+def _check_levels(record: Record | type[Record], value: object) -> None:
+    level = [value]
     for _ in range(NESTED + 1):
         nests = [each for each in level if isinstance(each, dict | list | tuple)]  # keys of MessagePack may be lists
         if not nests:

@@ -298,6 +298,20 @@ def test_what_is_read_on_one_stack_can_be_written_on_another(
             decode(type(deeper), encoding(deeper))
 
 
+@pytest.mark.parametrize("levels", [NESTED, NESTED + 1, 900])
+def test_a_request_that_is_taken_in_can_be_dispatched_whatever_a_newer_writer_added(levels: int) -> None:
+    """It goes on as it came; one that was as deep as the stack ended every router that read it."""
+    fields = msgspec.msgpack.decode(encode(REQUEST)) | {"of_the_future": nested(levels - 1)}
+    wire = msgspec.msgpack.encode(fields)
+    if levels > NESTED:
+        with pytest.raises(RecordError, match="within one another"):
+            decode(TurnRequest, wire)
+        return
+    assert decode(TurnRequest, wire) == REQUEST
+    dispatch = msgspec.structs.replace(largest_dispatch(), asked=msgspec.Raw(wire))
+    assert decode(TurnDispatch, encode(dispatch)).request == REQUEST
+
+
 def test_lists_that_are_keys_are_no_way_around() -> None:
     key: Any = ()
     for _ in range(NESTED):

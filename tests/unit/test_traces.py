@@ -140,6 +140,7 @@ def test_what_exports_no_traces_imports_nothing_for_them() -> None:
 @pytest.mark.timeout(20)
 def test_who_leaves_does_not_stay_for_a_collector_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with tracing.traced(f"http://127.0.0.1:{silent.getsockname()[1]}", 1.0, role="router-0"):
             assert tracing.exporter is not None
