@@ -21,7 +21,7 @@ from topics.catalog import PROMPTS, Topic
 from topics.records import Raw
 
 NUMBERS = [-1, 0, 1, 2, 7, 255, 4096, 65_535, 65_536, 2**31 - 1, 2**31, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1]
-FLOATS = [0.0, -0.0, -1.0, 0.5, 1e-320, 1e-9, 1e308, -1e308, float("nan"), float("inf"), float("-inf")]
+FLOATS = [0.0, -0.0, -1.0, 0.5, 1e-320, 1e-9, 1e12, 1e308, -1e308, float("nan"), float("inf"), float("-inf")]
 TEXTS = ["", "g-1", "g-2", "g-1:3", "g-1:0", "g-1:4096", "executor-0", CLAIM_KEY, "\x1b[2J", "ä" * 40, "x" * 5_000]
 DEEP = (2, 40, 200, 900)
 """How deep what is nested goes: the last is about as deep as a stack."""
