@@ -123,6 +123,8 @@ class Stranger:
                 continue
             if isinstance(within, dict) and self.draw.random() < 0.05:
                 del within[key]
+            elif isinstance(within, dict) and self.draw.random() < 0.05:
+                within["of_the_future"] = self._nested()
             else:
                 within[key] = self._like(inner)
             return
