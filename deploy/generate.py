@@ -32,6 +32,9 @@ OF_THE_CHART = {
 }
 """Fields that other values say."""
 
+CONFIDENTIAL = r"password|passphrase|secret|key\.pem|oauthbearer\.config"
+"""In the names of librdkafka's settings that belong into a Secret."""
+
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
@@ -115,7 +118,12 @@ def values_schema() -> Schema:
                 "description": "host:port[,host:port] of the brokers; has to be given",
             },
             namespace={"type": "string", "pattern": r"^[A-Za-z0-9._-]{0,100}$"},
-            properties={"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}},
+            properties={
+                "type": "object",
+                "description": "no secrets: they would lie in the pods' arguments",
+                "propertyNames": {"not": {"pattern": CONFIDENTIAL}},
+                "additionalProperties": {"type": ["string", "number", "boolean"]},
+            },
             secret=TEXT,
         ),
         topics=closed(
@@ -137,7 +145,11 @@ def values_schema() -> Schema:
             image=TEXT,
             python=TEXT,
             model=TEXT,
-            flags=TEXTS,
+            flags={
+                "type": "array",
+                "description": "no keys: VLLM_API_KEY and HF_TOKEN, from a Secret, are extraEnv",
+                "items": {**TEXT, "not": {"pattern": "^--(api[-_]key|hf[-_]token)"}},
+            },
             port=at_least(1),
             startSeconds=at_least(10),
             updateStrategy=one_of("OnDelete", "RollingUpdate"),

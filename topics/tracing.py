@@ -111,11 +111,11 @@ exporter: Exporter | None = None
 def traced(endpoint: str, ratio: float, *, role: str) -> Iterator[None]:
     """Export this process's hops for as long as this runs, where a collector is named.
 
-    `endpoint` is the configuration's. Raises UsageError where it is set and OpenTelemetry is not installed.
+    `endpoint` is the configuration's. Raises UsageError where it is set and OpenTelemetry is not installed, or for
+    variables that OpenTelemetry does not take.
     """
     global exporter
-    named = endpoint or next(filter(None, map(os.environ.get, ENDPOINTS)), "")
-    if not named:
+    if not endpoint and not any(map(os.environ.get, ENDPOINTS)):
         yield
         return
     try:
@@ -123,7 +123,9 @@ def traced(endpoint: str, ratio: float, *, role: str) -> Iterator[None]:
     except ImportError:
         if endpoint:
             raise UsageError(f"tracing.endpoint is set, and {MISSING}") from None
-        structlog.get_logger("tracing").warning("no traces are exported", endpoint=named, reason=MISSING)
+        structlog.get_logger("tracing").warning("no traces are exported", reason=MISSING)
+    except ValueError as error:
+        raise UsageError(f"OpenTelemetry does not take its variables OTEL_*: {error}") from None
     try:
         yield
     finally:

@@ -1,6 +1,5 @@
 """What the router exports to Prometheus. Counts are read from the core when they are asked for, not kept twice."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -51,6 +50,10 @@ class Serving(Protocol):
     router: Router
     skews: Skews
 
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The router's own: what has waited is measured by it."""
+
 
 class RouterCollector(Collector):
     """Reads a router's counts at the moment of a scrape; while another router serves there are none."""
@@ -70,7 +73,7 @@ class RouterCollector(Collector):
         for counter in fields(Counters):
             families[f"rose_router_{COUNTS[counter.name][0]}"].add_metric([], getattr(router.counters, counter.name))
         families["rose_router_waiting_turns"].add_metric([], len(router.waiting))
-        families["rose_router_oldest_waiting_seconds"].add_metric([], _oldest_seconds(router))
+        families["rose_router_oldest_waiting_seconds"].add_metric([], _oldest_seconds(router, serving.clock()))
         families["rose_router_outstanding_turns"].add_metric([], router.outstanding)
         executors = list(router.liveness.executors.values())
         found = Counter(executor.standing for executor in executors)
@@ -100,9 +103,9 @@ class RouterCollector(Collector):
         ]
 
 
-def _oldest_seconds(router: Router) -> float:
+def _oldest_seconds(router: Router, now: float) -> float:
     queued = [turn.queued_at for turn in list(router.waiting.turns.values())]
-    return max(0.0, time.time() - min(queued)) if queued else 0.0
+    return max(0.0, now - min(queued)) if queued else 0.0
 
 
 @contextmanager

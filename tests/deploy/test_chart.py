@@ -259,6 +259,8 @@ def changed(values: Values, path: str, value: Any) -> Values:
         ("lenders.replicas", 1, "lenders.image"),
         ("lenders", {"replicas": 2, "firstSlot": 0, "image": "i", "model": "/m"}, "lenders.firstSlot (0)"),
         ("lenders", {"replicas": 2, "firstSlot": 31, "image": "i", "model": "/m"}, "config.topics.inbox_slots: 32"),
+        ("kafka.properties", {"sasl.password": "hidden"}, "sasl.password"),
+        ("lenders.flags", ["--api-key", "hidden"], "lenders/flags"),
     ],
 )
 def test_a_typo_and_what_cannot_work_are_refused_by_name(path: str, value: object, words: str) -> None:

@@ -62,13 +62,13 @@ SERVING_REQUESTS = Gauge(
 )
 HEADROOM_SECONDS = Gauge(
     "rose_lender_headroom_seconds",
-    "Least slack when serving was last looked at, by kind of step; NaN where nothing waits for it.",
+    "Least slack when serving was last looked at, by kind of step; NaN where nothing waits, or no guest wants it.",
     ["kind"],
     registry=LENDER,
 )
 GUEST_PIECE_SECONDS = Histogram(
     "rose_lender_guest_piece_seconds",
-    "Longest piece of the guest's work between two reports.",
+    "Longest piece of the guest's work between two reports, where there was any.",
     buckets=SECONDS,
     registry=LENDER,
 )
@@ -113,7 +113,8 @@ def show(slack: Slack) -> None:
     SERVING_REQUESTS.labels("waiting").set(slack.waiting)
     for kind, headroom in (("prefill", slack.prefill_headroom), ("decode", slack.decode_headroom)):
         HEADROOM_SECONDS.labels(kind).set(math.nan if headroom is None else headroom)
-    GUEST_PIECE_SECONDS.observe(slack.longest_seconds)
+    if slack.longest_seconds:  # reports without any would hide the long ones among the many
+        GUEST_PIECE_SECONDS.observe(slack.longest_seconds)
     for step in ("guest", "prefill", "decode"):
         PREDICTION_ERROR.labels(step).set(getattr(slack, f"{step}_error"))
     for why, times in slack.held_back.items():

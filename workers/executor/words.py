@@ -118,11 +118,11 @@ class Slack(msgspec.Struct, frozen=True, array_like=True):
     running: int
     waiting: int
     prefill_headroom: float | None
-    """Least S_prf when serving was last looked at; None while no request waited for its first token."""
+    """Least S_prf when serving was last looked at; None where it was not, or no request waited for its first token."""
     decode_headroom: float | None
-    """Least S_dec; None while none decoded."""
+    """Least S_dec; None also where none decoded."""
     longest_seconds: float
-    """The longest piece of the guest's work: what the yield bound is about."""
+    """The longest piece of the guest's work, 0 where there was none: what the yield bound is about."""
     guest_error: float
     """How wrong predicted steps are: nine in ten end within this share of what was predicted."""
     prefill_error: float
