@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.check import Check
+from tests.chaos.stalls import SESSION_SECONDS
 from tests.chaos.storm import MOST_STALL_SECONDS, Report, blow
 from tests.chaos.storm_plan import draw
 from tests.chaos.storm_shape import Shape, leaving
@@ -47,15 +48,31 @@ def storm(seed: int, shape: Shape) -> Report:
     return report
 
 
-def checks_of(reports: list[Report]) -> list[Check]:
+def checks_of(reports: list[Report], *, leaving: bool) -> list[Check]:
     """The bounds on all storms together."""
     faults = sum(sum(report.faults.values()) for report in reports)
     stall = max(report.stall_seconds for report in reports)
     against = f"{len(reports)} storms, {faults} faults"
     unclean = sum(bool(report.breaches) for report in reports)
-    return [
+    checks = [
         Check("storms not clean", unclean, "", 0, "max", against),
         Check("longest stall", round(stall, 1), "s", MOST_STALL_SECONDS, "max", against),
+    ]
+    return checks + _checks_of_leaving(reports) if leaving else checks
+
+
+def _checks_of_leaving(reports: list[Report]) -> list[Check]:
+    """Everybody leaves well, and nobody waits for whoever left."""
+    left = sum((report.left for report in reports), Counter())
+    asked = f"{left.total()} that left"
+    return [
+        Check("left otherwise than with status 0", left.total() - left[0], "", 0, "max", asked),
+        Check("attempts that failed", max(report.attempts_at_fault for report in reports), "", 0, "max", asked),
+        *(
+            Check(f"longest wait for the {role.value}", round(seconds, 1), "s", SESSION_SECONDS[role], "max", asked)
+            for role in reports[0].waits
+            for seconds in [max(report.waits.get(role, 0.0) for report in reports)]
+        ),
     ]
 
 
@@ -66,6 +83,7 @@ def figures_of(report: Report) -> dict[str, Any]:
     return {
         **plain,
         **{name: dict(count) for name, count in counts.items()},
+        "left_with_status": {str(status): many for status, many in report.left.items()},
         "trajectories": report.trajectories,
         "longest_stall_seconds": report.stall_seconds,
         "longest_waits_seconds": {role.value: seconds for role, seconds in report.waits.items()},
@@ -73,7 +91,7 @@ def figures_of(report: Report) -> dict[str, Any]:
     }
 
 
-def show(reports: list[Report]) -> None:
+def show(reports: list[Report], *, leaving: bool) -> None:
     """All storms together."""
     faults = sum((report.faults for report in reports), Counter())
     outcomes = sum((report.outcomes for report in reports), Counter())
@@ -83,7 +101,7 @@ def show(reports: list[Report]) -> None:
     turns, repeated = sum(report.turns for report in reports), sum(report.repeated for report in reports)
     dropped = sum(report.dropped for report in reports)
     print(f"  {turns} turns, {repeated} repeated, {dropped} results dropped")
-    for check in checks_of(reports):
+    for check in checks_of(reports, leaving=leaving):
         print(f"  {check}")
 
 
@@ -110,10 +128,10 @@ def main() -> None:
         print(f"seed {seed}", flush=True)
         reports.append(storm(seed, shape))
         print(reports[-1], flush=True)
-    show(reports)
+    show(reports, leaving=bool(arguments.leaves))
     if arguments.json:
         figures = {
-            "checks": [asdict(check) for check in checks_of(reports)],
+            "checks": [asdict(check) for check in checks_of(reports, leaving=bool(arguments.leaves))],
             "storms": [figures_of(report) for report in reports],
         }
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -17,7 +17,7 @@ from topics.catalog import CATALOG, LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions,
 
 CHART = Path(__file__).parent / "chart"
 
-SECTIONS = ("run", "topics", "model", "environment", "executor", "lender", "router", "trainer", "weights")
+SECTIONS = ("run", "topics", "model", "environment", "executor", "lender", "router", "trainer", "weights", "tracing")
 """Of rose.toml, those that roles on a cluster read and the chart does not write itself."""
 
 OF_THE_CHART = {
@@ -31,6 +31,9 @@ OF_THE_CHART = {
     "weights.trusted_key",
 }
 """Fields that other values say."""
+
+CONFIDENTIAL = r"password|passphrase|secret|key\.pem|oauthbearer\.config"
+"""In the names of librdkafka's settings that belong into a Secret."""
 
 Schema = dict[str, Any]
 
@@ -115,7 +118,12 @@ def values_schema() -> Schema:
                 "description": "host:port[,host:port] of the brokers; has to be given",
             },
             namespace={"type": "string", "pattern": r"^[A-Za-z0-9._-]{0,100}$"},
-            properties={"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}},
+            properties={
+                "type": "object",
+                "description": "no secrets: they would lie in the pods' arguments",
+                "propertyNames": {"not": {"pattern": CONFIDENTIAL}},
+                "additionalProperties": {"type": ["string", "number", "boolean"]},
+            },
             secret=TEXT,
         ),
         topics=closed(
@@ -137,7 +145,11 @@ def values_schema() -> Schema:
             image=TEXT,
             python=TEXT,
             model=TEXT,
-            flags=TEXTS,
+            flags={
+                "type": "array",
+                "description": "no keys: VLLM_API_KEY and HF_TOKEN, from a Secret, are extraEnv",
+                "items": {**TEXT, "not": {"pattern": "^--(api[-_]key|hf[-_]token)"}},
+            },
             port=at_least(1),
             startSeconds=at_least(10),
             updateStrategy=one_of("OnDelete", "RollingUpdate"),
@@ -148,7 +160,7 @@ def values_schema() -> Schema:
             kafkaPorts={"type": "array", "items": at_least(1)},
             metricsFrom=ANYTHINGS,
             usersFrom=ANYTHINGS,
-            egress=closed(**dict.fromkeys(("environment", "executor", "trainer", "lenders"), ANYTHINGS)),
+            egress=closed(**dict.fromkeys(("router", "environment", "executor", "trainer", "lenders"), ANYTHINGS)),
         ),
         disruptionBudgets=FLAG,
         autoscaling=closed(

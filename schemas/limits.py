@@ -25,6 +25,10 @@ SPANS = 2_048
 STOPS = 16
 """Stop tokens of a turn."""
 
+NESTED = 64
+"""Lists and maps within one another, at most, where a record holds values of any type: how much of a stack is left to
+whoever checks, writes or reads a record must not matter."""
+
 INFO_BYTES = 64 * 1024
 """An environment's remarks at the end of a trajectory, encoded."""
 

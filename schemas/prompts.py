@@ -41,7 +41,7 @@ class Prompt(Record, frozen=True, kw_only=True):
     seed: Seed
     """Seeds the environment; every trajectory of the group gets the same task."""
     arguments: dict[str, Any] = {}
-    """Handed to the environment's `reset`."""
+    """Handed to the environment's `reset`; at most 64 lists and maps within one another."""
     sampling: Sampling | None = None
     """None: the environment worker's configured sampling."""
     max_turns: Annotated[int, Meta(ge=1, le=TURNS)] = 64

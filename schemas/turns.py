@@ -41,6 +41,9 @@ CLASSES = 8
 DeviceSeconds = Annotated[dict[Annotated[str, Meta(max_length=32)], Seconds], Meta(max_length=CLASSES)]
 """By worker class."""
 
+MOST_DEVICE_SECONDS = 1e9
+"""Of one turn in one class, some thirty years: sums of them stay within the bound of a record."""
+
 
 class TurnKey(NamedTuple):
     """Names one execution of one turn."""
@@ -106,6 +109,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
             return f"{len(self.logprobs)} bytes of logprobs for {len(self.tokens)} bytes of tokens"
         if not np.isfinite(unpack_logprobs(self.logprobs)).all():
             return "a logprob is not finite"
+        if any(abs(seconds) > MOST_DEVICE_SECONDS for seconds in self.device_seconds.values()):
+            return f"it took more than {MOST_DEVICE_SECONDS:g} device-seconds"
         at = 0
         for span in self.spans:
             if span.start != at or span.end <= at or span.version < 0:

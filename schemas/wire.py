@@ -8,7 +8,8 @@ Keeps true
 - Only a Prompt may also come as JSON, told by its first byte: MessagePack maps never begin with `{`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from schemas.capacity import CapacityGrant
 from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
 from schemas.errors import RecordError
+from schemas.limits import NESTED
 from schemas.prompts import Prompt
 from schemas.record import Record
 from schemas.samples import Sample, SampleOutcome
@@ -49,6 +51,12 @@ Headers = Iterable[tuple[str, bytes | str | None]]
 
 _encoder = msgspec.msgpack.Encoder()
 
+_loose: dict[type[Record], Callable[[Any], object]] = {
+    Prompt: lambda prompt: prompt.arguments,
+    Group: lambda group: group.prompt and group.prompt.arguments,
+    Sample: lambda sample: sample.info,
+}
+"""Where a record holds values of any type."""
 
 _decoders: dict[type[Record], msgspec.msgpack.Decoder[Any]] = {
     record: msgspec.msgpack.Decoder(record) for record in RECORDS
@@ -60,7 +68,7 @@ def encode(record: Record) -> bytes:
     try:
         wire = _encoder.encode(record)
         _check_size(record, wire)
-        _decoders[type(record)].decode(wire)
+        _check_nesting(_decoders[type(record)].decode(wire))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RecordError(f"no {record.SCHEMA} can be written of this: {error}") from error
     return wire
@@ -75,8 +83,11 @@ def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
             decoded: R = msgspec.json.decode(wire, type=record)
         else:
             decoded = _decoders[record].decode(wire)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        if record is TurnRequest and len(wire) != len(_encoder.encode(decoded)):
+            _check_levels(record, msgspec.msgpack.decode(wire))  # it goes on as it came, with what is not known of it
+    except (msgspec.MsgspecError, TypeError, UnicodeDecodeError, RecursionError) as error:
         raise RecordError(f"not a {record.SCHEMA}: {error}") from error
+    _check_nesting(decoded)
     return decoded
 
 
@@ -91,6 +102,23 @@ def headers_of(record: Record, trajectory_id: str | None = None) -> list[tuple[s
 def _check_size(record: Record | type[Record], wire: bytes) -> None:
     if len(wire) > record.MOST_BYTES:
         raise RecordError(f"{record.SCHEMA} of {len(wire)} bytes is over the limit of {record.MOST_BYTES}: cut it up")
+
+
+def _check_nesting(record: Record) -> None:
+    if (loose := _loose.get(type(record))) is not None:
+        _check_levels(record, loose(record))
+
+
+def _check_levels(record: Record | type[Record], value: object) -> None:
+    level = [value]
+    for _ in range(NESTED + 1):
+        nests = [each for each in level if isinstance(each, dict | list | tuple)]  # keys of MessagePack may be lists
+        if not nests:
+            return
+        level = [
+            inner for each in nests for inner in (chain.from_iterable(each.items()) if isinstance(each, dict) else each)
+        ]
+    raise RecordError(f"{record.SCHEMA} holds more than {NESTED} lists and maps within one another")
 
 
 def _check_schema(record: type[Record], headers: Headers) -> None:

@@ -21,10 +21,10 @@ from topics.catalog import PROMPTS, Topic
 from topics.records import Raw
 
 NUMBERS = [-1, 0, 1, 2, 7, 255, 4096, 65_535, 65_536, 2**31 - 1, 2**31, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1]
-FLOATS = [0.0, -0.0, -1.0, 0.5, 1e-320, 1e-9, 1e308, -1e308, float("nan"), float("inf"), float("-inf")]
+FLOATS = [0.0, -0.0, -1.0, 0.5, 1e-320, 1e-9, 1e12, 1e308, -1e308, float("nan"), float("inf"), float("-inf")]
 TEXTS = ["", "g-1", "g-2", "g-1:3", "g-1:0", "g-1:4096", "executor-0", CLAIM_KEY, "\x1b[2J", "ä" * 40, "x" * 5_000]
-DEEP = 200
-"""How deep what is nested goes."""
+DEEP = (2, 40, 200, 900)
+"""How deep what is nested goes: the last is about as deep as a stack."""
 
 BOMBS = tuple(byte * (16 << 20) for byte in (b"\0", b"\x91", b"{"))
 """Much out of little: a broker takes by the size that travels, which compressed is a thousandth of this."""
@@ -123,6 +123,8 @@ class Stranger:
                 continue
             if isinstance(within, dict) and self.draw.random() < 0.05:
                 del within[key]
+            elif isinstance(within, dict) and self.draw.random() < 0.05:
+                within["of_the_future"] = self._nested()
             else:
                 within[key] = self._like(inner)
             return
@@ -165,7 +167,7 @@ class Stranger:
 
     def _nested(self) -> Any:
         found: Any = self.draw.choice([0, "x", b"x", None])
-        for _ in range(self.draw.choice([2, DEEP])):
+        for _ in range(self.draw.choice(DEEP)):
             found = [found] if self.draw.random() < 0.5 else {"n": found}
         return found
 

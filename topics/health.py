@@ -16,6 +16,7 @@ Example
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from threading import Lock
 
 HUNG_SECONDS = 120.0
 """Silence of a loop that turns over many times a second: twice what its longest call to the broker may take."""
@@ -53,19 +54,22 @@ def standing(word: Word, now: float) -> Standing:
 
 
 class Health:
-    """Keeps the newest word; the loop writes it and any thread reads it."""
+    """Keeps the newest word: the loop's, or its watchdog's that the loop waits properly. Any thread reads it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._word = Word("starting", False, clock(), START_SECONDS)
+        self._writing = Lock()
 
     def says(self, said: str, *, ready: bool = True, lasts_seconds: float = HUNG_SECONDS) -> None:
         """The loop turned over, and this is how it is."""
-        self._word = Word(said, ready, self._clock(), lasts_seconds)
+        with self._writing:
+            self._word = Word(said, ready, self._clock(), lasts_seconds)
 
     def turned_over(self) -> None:
         """The loop turned over, and is as it was."""
-        self._word = replace(self._word, at=self._clock())
+        with self._writing:
+            self._word = replace(self._word, at=self._clock())
 
     @property
     def standing(self) -> Standing:

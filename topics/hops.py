@@ -3,8 +3,9 @@
 Keeps true
 - Names and attributes are those of OpenTelemetry's conventions for messaging and generative AI; what they have no word
   for begins with `rose.`.
-- No text and no token is in them, only counts.
-- A span has the times of the process that tells it, in unix seconds, and never ends before it begins.
+- No token and no text of a turn is in them, only counts; of what failed they say why, as its record does.
+- A span has the times of the process that tells it, in unix seconds. It never ends after it is told, nor begins after
+  its end, whatever a record says.
 
 Pure: `now` is handed in.
 """
@@ -63,7 +64,7 @@ def written(record: Record, topic: str, now: float) -> Iterator[Hop]:
             request = record.request
             said: dict[str, Value] = {"turn": request.turn, "attempt": record.attempt, "worker": record.worker}
             under, begins = request_span(request.turn), record.queued_at or record.dispatched_at
-            yield _sent(request.trajectory_id, record, topic, under, begins, record.dispatched_at, **said)
+            yield _sent(request.trajectory_id, record, topic, under, begins, min(record.dispatched_at, now), **said)
         case TurnResult():
             yield _execution(record, now)
         case Sample():
@@ -82,8 +83,8 @@ def applied(result: TurnResult, topic: str, *, began: float, now: float) -> Hop:
         under=execution_span(result.turn, result.attempt),
         name=f"process {topic}",
         kind=Kind.CONSUMER,
-        begins=began,
-        ends=max(began, now),
+        begins=min(began, now),
+        ends=now,
         attributes=_messaging(result.trajectory_id, topic, "process", turn=result.turn, attempt=result.attempt),
     )
 
@@ -95,8 +96,8 @@ def _sent(trajectory_id: str, record: Record, topic: str, under: str, begins: fl
         under=under,
         name=f"send {topic}",
         kind=Kind.PRODUCER,
-        begins=begins,
-        ends=max(begins, ends),
+        begins=min(begins, ends),
+        ends=ends,
         attributes=_messaging(trajectory_id, topic, "send", **said),
     )
 
@@ -115,7 +116,7 @@ def _messaging(trajectory_id: str, topic: str, operation: str, **said: Value) ->
 def _execution(result: TurnResult, now: float) -> Hop:
     """What an executor made of a dispatch; of a turn that the router gave up, that it did."""
     times = result.times
-    ends = times.finished_at or now
+    ends = min(times.finished_at or now, now)
     begins = min(times.received_at or ends, ends)
     attributes: dict[str, Value] = {
         "gen_ai.operation.name": "text_completion",
@@ -170,8 +171,8 @@ def _trajectory(sample: Sample, now: float) -> Hop:
         span=TRAJECTORY,
         under="",
         name=f"invoke_agent {sample.environment}",
-        begins=begins,
-        ends=max(begins, now),
+        begins=min(begins, now),
+        ends=now,
         attributes=attributes,
         failure=sample.failure,
     )

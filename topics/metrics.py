@@ -3,12 +3,14 @@
 Keeps true
 - A topic is named as in the catalog, not as in a run.
 - A process exports what it is. Roles may be forked from one process that has imported all of them: so what a module
-  declares is in a registry of its own, until whoever it tells of begins.
+  declares is in a registry of its own, from when whoever it tells of begins until it ends: what nobody looks at any
+  more is not told as if it were so.
 """
 
 from functools import cache
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter
+from prometheus_client import REGISTRY, Counter
+from prometheus_client.registry import Collector
 
 from topics.catalog import Topic
 
@@ -33,7 +35,18 @@ def dead_letters(topic: Topic) -> Counter:
     return DEAD_LETTERS.labels(topic.name)
 
 
-@cache
-def export(registry: CollectorRegistry) -> None:
+_exported: set[Collector] = set()
+
+
+def export(figures: Collector) -> None:
     """Have this process export these from here on."""
-    REGISTRY.register(registry)
+    if figures not in _exported:
+        REGISTRY.register(figures)
+        _exported.add(figures)
+
+
+def withdraw(figures: Collector) -> None:
+    """Have it export these no more, until somebody does again."""
+    if figures in _exported:
+        REGISTRY.unregister(figures)
+        _exported.remove(figures)

@@ -150,5 +150,6 @@ def parse_properties(pairs: list[str], command_config: Path | None) -> dict[str,
 def _pair(text: str, where: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise UsageError(f"{where}: {text!r} is no key=value (for example security.protocol=SASL_SSL)")
+        # It is not shown: it may be a password without its name.
+        raise UsageError(f"{where}: that is no key=value (for example security.protocol=SASL_SSL)")
     return key.strip(), value.strip()

@@ -2,7 +2,8 @@
 
 Keeps true
 - Nothing of OpenTelemetry is imported unless traces are exported.
-- Nobody waits for a collector: spans go out on a thread of their own, and what finds no room there is dropped.
+- Nobody waits for a collector: spans go out on a thread of their own, and what finds no room there is dropped. A
+  process that ends gives them CLOSE_SECONDS.
 - The same trajectories are chosen in every process.
 """
 
@@ -10,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import structlog
@@ -29,6 +31,9 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 TRACES_PATH = "/v1/traces"
 
 MISSING = "OpenTelemetry is not installed: pip install 'rose-rollouts[otel]'"
+
+CLOSE_SECONDS = 5.0
+"""For what is left at the end: OpenTelemetry's own 30 s are more than a role may take to leave."""
 
 NANOSECONDS = 1_000_000_000
 
@@ -62,8 +67,12 @@ class Exporter:
         self._tell(applied(result, topic, began=began, now=time.time()))
 
     def close(self) -> None:
-        """Send what is left, for as long as OpenTelemetry allows."""
-        self._processor.shutdown()  # type: ignore[no-untyped-call]
+        """Send what is left, for CLOSE_SECONDS at most; the rest is dropped."""
+        closing = Thread(target=self._processor.shutdown, name="last-spans", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+        if closing.is_alive():
+            structlog.get_logger("tracing").warning("spans dropped", reason="their collector does not answer")
 
     def _tell(self, hop: Hop) -> None:
         trace = int(trace_id(hop.trajectory_id), 16)
@@ -102,11 +111,11 @@ exporter: Exporter | None = None
 def traced(endpoint: str, ratio: float, *, role: str) -> Iterator[None]:
     """Export this process's hops for as long as this runs, where a collector is named.
 
-    `endpoint` is the configuration's. Raises UsageError where it is set and OpenTelemetry is not installed.
+    `endpoint` is the configuration's. Raises UsageError where it is set and OpenTelemetry is not installed, or for
+    variables that OpenTelemetry does not take.
     """
     global exporter
-    named = endpoint or next(filter(None, map(os.environ.get, ENDPOINTS)), "")
-    if not named:
+    if not endpoint and not any(map(os.environ.get, ENDPOINTS)):
         yield
         return
     try:
@@ -114,7 +123,9 @@ def traced(endpoint: str, ratio: float, *, role: str) -> Iterator[None]:
     except ImportError:
         if endpoint:
             raise UsageError(f"tracing.endpoint is set, and {MISSING}") from None
-        structlog.get_logger("tracing").warning("no traces are exported", endpoint=named, reason=MISSING)
+        structlog.get_logger("tracing").warning("no traces are exported", reason=MISSING)
+    except ValueError as error:
+        raise UsageError(f"OpenTelemetry does not take its variables OTEL_*: {error}") from None
     try:
         yield
     finally:

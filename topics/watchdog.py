@@ -6,7 +6,8 @@ and nothing can call it off. Who hangs in it would keep what it owns from everyb
 Keeps true
 - Only looks count that this process was awake for, so a process that was frozen is not ended for it.
 - A process is not ended for a broker that is away: what makes a hung call a lost one is that the broker has answered
-  others for half of the time.
+  others for half of the time. Nor is it by whoever asks how it is (`topics/health.py`): a loop whose call waits for a
+  broker that is away does not hang.
 """
 
 import os
@@ -19,6 +20,7 @@ from functools import cache
 import structlog
 
 from schemas.errors import RoseError
+from topics.health import HEALTH
 from topics.settings import TRANSACTION_MILLISECONDS
 
 LOOK_SECONDS = 1.0
@@ -42,16 +44,18 @@ class _Call:
 
 
 class Watchdog:
-    """Watches calls of any thread. `end` is called once, from the watchdog's own thread."""
+    """Watches calls of any thread. `end` is called once, `excuse` at looks at which no broker answers, both from the
+    watchdog's own thread."""
 
     def __init__(
         self,
         end: Callable[[], object] = lambda: os._exit(1),
         *,
+        excuse: Callable[[], object] = HEALTH.turned_over,
         look_seconds: float = LOOK_SECONDS,
         hung_seconds: float = HUNG_SECONDS,
     ) -> None:
-        self._end = end
+        self._end, self._excuse = end, excuse
         self._look_seconds = look_seconds
         self._looks = hung_seconds / look_seconds
         self._calls: set[_Call] = set()
@@ -77,7 +81,10 @@ class Watchdog:
                 call.looks += 1
                 if call.looks <= self._looks / 2:
                     continue
-                call.answered += _answers(call)
+                if not _answers(call):
+                    self._excuse()
+                    continue
+                call.answered += 1
                 if call.answered >= self._looks / 2 and call in self._calls:
                     log.error("hung", doing=call.doing, looks=call.looks, then="this process ends")
                     self._end()

@@ -1,6 +1,5 @@
 """The commands that talk to the log and nothing else: topics, prompts, watch, audit, report."""
 
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +10,7 @@ from pipeline.clock import told as moment
 from pipeline.command.broker import log_of
 from pipeline.command.config import load
 from pipeline.command.options import Common
+from pipeline.command.saying import say
 from schemas.errors import RoseError
 from topics.access import ADMIN, PRODUCER, VIEW
 from topics.admin import create_topics, describe_topics, drift
@@ -33,8 +33,8 @@ def create(common: Common) -> None:
     reach_as(settings, ADMIN)
     created = create_topics(settings, config.partitions, replication_factor=config.settings.topics.replication_factor)
     for name in created:
-        _say(f"created {name}")
-    _say(f"{len(created)} topics created, all topics have their leaders")
+        say(f"created {name}")
+    say(f"{len(created)} topics created, all topics have their leaders")
 
 
 def describe(common: Common) -> None:
@@ -61,9 +61,9 @@ def check(common: Common) -> None:
         found = drift(settings, config.partitions)
         weak = weaknesses(settings, replication_factor=config.settings.topics.replication_factor)
     for each in found:
-        _say(str(each))
+        say(str(each))
     for sentence in weak:
-        _say(f"note: {sentence}")
+        say(f"note: {sentence}")
     if found:
         if any(each.creatable for each in found):
             advice = "run `rose topics create`"
@@ -72,7 +72,7 @@ def check(common: Common) -> None:
         else:
             advice = "correct the settings of the topics"
         raise TopicsDrifted(f"the broker differs from the catalog in {len(found)} things: {advice}")
-    _say("the broker's topics are those of the catalog")
+    say("the broker's topics are those of the catalog")
 
 
 def submit_file(common: Common, file: Path, without: Path | None) -> None:
@@ -88,7 +88,7 @@ def submit_file(common: Common, file: Path, without: Path | None) -> None:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("prompts", total=len(prompts))
         send_prompts(settings, prompts, sent=lambda: progress.advance(task))
-    _say(f"{len(prompts)} prompts submitted, {sum(prompt.group_size for prompt in prompts)} trajectories")
+    say(f"{len(prompts)} prompts submitted, {sum(prompt.group_size for prompt in prompts)} trajectories")
 
 
 def watch_run(common: Common) -> None:
@@ -119,19 +119,19 @@ def audit_run(common: Common) -> None:
         found = inspect_log(settings)
     audit, terms = found.audit, found.audit.trajectories()
     if found.since is not None:
-        _say(f"looked at the log from {moment(found.since)} on")
+        say(f"looked at the log from {moment(found.since)} on")
     right = " + ".join(f"{count} {name.replace('_', ' ')}" for name, count in terms.items() if name != "requested")
-    _say(f"{terms['requested']} requested = {right}")
+    say(f"{terms['requested']} requested = {right}")
     where = audit.in_flight
     if where.total:
-        _say(
+        say(
             f"in flight: {where.not_opened} not opened, {where.in_a_turn} in a turn, "
             f"{where.waiting_for_trainer} waiting for the trainer"
         )
     for kind, names in (("lost", audit.lost), ("doubled", audit.doubled), ("unasked", audit.unasked)):
-        _say(f"{len(names)} {kind}{': ' if names else ''}{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}")
+        say(f"{len(names)} {kind}{': ' if names else ''}{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}")
     for topic, count in found.letters.items():
-        _say(f"{count} dead letters of {topic.name}: see `rose letters list`")
+        say(f"{count} dead letters of {topic.name}: see `rose letters list`")
     if not audit.clean:
         raise LawBroken("the conservation law does not hold on this log: see the trajectories above")
 
@@ -146,7 +146,3 @@ def report_run(common: Common) -> None:
         reach_as(settings, VIEW)
         summary = write_report(config, settings, facts)
     show_summary(Console(), summary, config.run_folder)
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")

@@ -1,6 +1,7 @@
 """The end of a run: `summary.json`, `report.html`, and the same figures on the terminal."""
 
 from pathlib import Path
+from time import time
 
 import msgspec
 from rich.console import Console
@@ -39,7 +40,7 @@ def write_report(config: Config, settings: BusSettings, facts: RunFacts) -> Summ
 
     history, promise = read_history(settings), config.settings.lender.promise
     served = read_waits(config.run_folder)
-    rows = moments(history, served)
+    rows = moments(history, served, now=time())
     promised = Promised(ttft=promise.ttft_seconds, tpot=promise.tpot_seconds)
     run = config.settings.run
     summary = summarise(

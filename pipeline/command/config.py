@@ -35,6 +35,7 @@ from pipeline.command.sections import (
 from pipeline.routing.config import RouterConfig
 from schemas.errors import UsageError
 from topics.catalog import Partitions
+from topics.settings import PREFIX as NAMES
 from topics.settings import BusSettings, parse_properties
 from workers.environments.config import EnvironmentConfig
 from workers.environments.registry import BUILT_IN
@@ -58,6 +59,9 @@ RESOLVED = "config.toml"
 
 NAMESPACE_CHARACTERS = 100
 """Of a namespace, at most: with it a manifest must still be able to name its run, and Kafka a topic."""
+
+CONFIDENTIAL = ("broker.properties", "serving.environment", "serving.flags")
+"""Fields that may hold a password or key: no message has what was said there."""
 
 NAMESPACE = re.compile(rf"[A-Za-z0-9._-]{{0,{NAMESPACE_CHARACTERS}}}")
 
@@ -283,7 +287,8 @@ def _validate(merged: Values, origins: Mapping[str, str]) -> Settings:
         first = error.errors(include_url=False)[0]
         path = ".".join(str(part) for part in first["loc"])
         origin = origins.get(".".join(str(part) for part in first["loc"][:2]))
-        said = "" if first["loc"][1:] == () else f", not {first['input']!r}"
+        quiet = first["loc"][1:] == () or path.startswith(CONFIDENTIAL)
+        said = "" if quiet else f", not {first['input']!r}"
         message = first["msg"].removeprefix("Value error, ")
         raise UsageError(f"{f'{origin}: ' if origin else ''}{path}: {message}{said}") from None
 
@@ -317,5 +322,10 @@ def _check_together(settings: Settings) -> None:
         raise UsageError(
             f"broker.namespace ({settings.broker.namespace!r}) begins the names of topics: it may have "
             f"{NAMESPACE_CHARACTERS} characters, of A-Z a-z 0-9 . _ -"
+        )
+    if NAMES in settings.broker.namespace:
+        raise UsageError(
+            f"broker.namespace ({settings.broker.namespace!r}) has {NAMES} in it, with which names behind a namespace "
+            "begin: rights to another one would reach into this one"
         )
     run_id(settings.broker.namespace, run.name)  # refuses what no manifest can name

@@ -65,7 +65,7 @@ def rendered(document: Schema) -> str:
 
 
 def prompt_schema() -> Schema:
-    """JSON Schema of a prompt as JSON. What it cannot say: that whole numbers are written without a point."""
+    """JSON Schema of a prompt as JSON. What it cannot say is in `docs/producers.md`."""
     found = definitions([Prompt], ref=lambda name: f"#/$defs/{name}")
     return {"$schema": DIALECT, **found.pop(Prompt.__name__), "$defs": found}
 

@@ -8,6 +8,7 @@ from time import monotonic, time
 
 import msgspec
 from rich.console import Console
+from rich.text import Text
 
 from pipeline.command.broker import run_broker
 from pipeline.command.client import LawBroken
@@ -16,6 +17,7 @@ from pipeline.command.config import Config, load
 from pipeline.command.nursery import Nursery
 from pipeline.command.options import Common
 from pipeline.command.processes import stop_on_signals
+from pipeline.command.saying import harmless
 from pipeline.command.session import LOGS, Interrupted, prepare, run_roles, serving_beside
 from pipeline.command.supervisor import Role, Supervisor
 from pipeline.command.tasks import training_prompts
@@ -104,7 +106,7 @@ def _wait_for_users(config: Config, serving: Supervisor, console: Console) -> No
 def _tell(serving: Supervisor, console: Console) -> None:
     """Say what happened to serving and its users."""
     for happened in serving.tick():
-        console.print(happened, highlight=False)
+        console.print(Text(harmless(happened)))
 
 
 def _measure(

@@ -3,21 +3,24 @@
 Keeps true
 - `/healthz` is 200 while the loop turns over and `/readyz` while it does what it is there for, 503 otherwise; the body
   is the sentence. Any other path is 404, and nothing that is sent changes anything.
-- Who asks and then says nothing holds one thread, for PATIENCE_SECONDS at most.
+- Who asks and then says nothing holds one thread, for PATIENCE_SECONDS at most; however many ask, and however slowly,
+  they hold no more than MOST_LINES: the process's own files and sockets are not theirs to use up.
 """
 
 import socket
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from socketserver import ThreadingMixIn
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import make_wsgi_app
 
 from pipeline.command.options import Common
+from pipeline.command.saying import say
 from schemas.errors import RoseError, UsageError
 from topics.health import HEALTH, Health
 
@@ -29,16 +32,41 @@ ASK_SECONDS = 3.0
 PATIENCE_SECONDS = 10.0
 """With whoever is connected and says nothing."""
 
-Answer = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-
+MOST_LINES = 32
+"""Connections at once. Who comes when there are so many takes the place of the one that has lasted longest."""
 
 WAITING_REQUESTS = 128
 """One more has to knock again."""
+
+Answer = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = WAITING_REQUESTS
+
+    def __init__(self, *arguments: Any) -> None:
+        self._lines: dict[Any, None] = {}
+        """Connections, in the order in which they came."""
+        self._changing = Lock()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        oldest = None
+        with self._changing:
+            if len(self._lines) >= MOST_LINES:
+                oldest = next(iter(self._lines))
+                del self._lines[oldest]
+            self._lines[request] = None
+        if oldest is not None:
+            with suppress(OSError):  # it has just ended by itself
+                oldest.shutdown(socket.SHUT_RDWR)  # whoever waits for it finds its end, and closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._changing:
+            self._lines.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Who goes away or falls silent before the answer is no trouble of ours."""
@@ -102,7 +130,7 @@ def tell_health(common: Common, address: str | None, *, live: bool) -> None:
         connection.close()
     if answer.status != 200:
         raise Unwell(sentence)
-    sys.stdout.write(f"{sentence}\n")
+    say(sentence)
 
 
 def _own_address(common: Common) -> str:

@@ -8,7 +8,6 @@ Keeps true
 """
 
 import base64
-import sys
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from pipeline.clock import told as moment
 from pipeline.command.broker import log_of
 from pipeline.command.config import Config, load
 from pipeline.command.options import Common
+from pipeline.command.saying import say
 from pipeline.replay.search import find_group
 from schemas.errors import RecordError, UsageError
 from schemas.homes import home_of
@@ -52,8 +52,8 @@ def list_letters(common: Common, topic: str | None) -> None:
     for letter in letters:
         key = (letter.key or b"").decode(errors="replace")
         again = f"  (sent back {moment(letter.sent_back_at)})" if letter.sent_back_at is not None else ""
-        _say(f"{letter.place}  {moment(letter.buried_at)}  {_line(letter.reason)}  key {key or '-'}{again}")
-    _say(f"{len(letters)} dead letters{f' of {topic}' if topic else ''}")
+        say(f"{letter.place}  {moment(letter.buried_at)}  {_line(letter.reason)}  key {key or '-'}{again}")
+    say(f"{len(letters)} dead letters{f' of {topic}' if topic else ''}")
 
 
 def show_letter(common: Common, place: str) -> None:
@@ -62,16 +62,16 @@ def show_letter(common: Common, place: str) -> None:
         reach_as(settings, VIEW)
         letter = _find(settings, place)
     value = letter.raw.value
-    _say(f"place    {letter.place}")
-    _say(f"buried   {moment(letter.buried_at)}")
+    say(f"place    {letter.place}")
+    say(f"buried   {moment(letter.buried_at)}")
     if letter.sent_back_at is not None:
-        _say(f"sent     back to its topic {moment(letter.sent_back_at)}")
-    _say(f"because  {letter.reason}")
-    _say(f"key      {_bytes(letter.raw.key)}")
+        say(f"sent     back to its topic {moment(letter.sent_back_at)}")
+    say(f"because  {letter.reason}")
+    say(f"key      {_bytes(letter.raw.key)}")
     for name, held in letter.raw.headers:
-        _say(f"header   {name} = {_bytes(held)}")
-    _say(f"value    {'none' if value is None else f'{len(value)} bytes'}")
-    _say(show_value(letter))
+        say(f"header   {name} = {_bytes(held)}")
+    say(f"value    {'none' if value is None else f'{len(value)} bytes'}")
+    say(show_value(letter))
 
 
 def retry_letter(
@@ -93,7 +93,7 @@ def retry_letter(
                 partition = home_of(record.group_id, reader.partitions(PROMPTS))
             raw = raw._replace(key=raw.key or record.group_id.encode())
         send_back(settings, letter, raw, partition=partition)
-    _say(f"{place} was sent back to {letter.topic.name} partition {partition}")
+    say(f"{place} was sent back to {letter.topic.name} partition {partition}")
 
 
 def mended(letter: Letter, edit: Path | None, changes: list[str]) -> Raw:
@@ -244,7 +244,3 @@ def _bytes(held: bytes | None) -> str:
 
 def _line(reason: str) -> str:
     return " ".join(reason.split())
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")

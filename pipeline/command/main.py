@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from pipeline.command.options import Common, with_common
+from pipeline.command.saying import harmless
 from pipeline.command.topics_commands import topics
 from schemas.errors import RoseError, UsageError
 
@@ -300,11 +301,11 @@ def report(common: Common) -> None:
 @app.command("config", rich_help_panel=LOOKING)
 @with_common
 def show_config(common: Common) -> None:
-    """The resolved configuration: every field, its value, what it is and who said so."""
+    """The resolved configuration: every field, its value, what it is and who said so. Passwords are not shown."""
     from pipeline.command.config import load
-    from pipeline.command.resolved import resolved_toml
+    from pipeline.command.resolved import resolved_toml, without_secrets
 
-    sys.stdout.write(resolved_toml(load(common), explained=True))
+    sys.stdout.write(without_secrets(resolved_toml(load(common), explained=True)))
 
 
 Place = Annotated[str, typer.Argument(metavar="PLACE", help="TOPIC/PARTITION/OFFSET, as `rose letters list` has it.")]
@@ -355,7 +356,7 @@ def main() -> None:
     try:
         app()
     except RoseError as error:
-        sys.stderr.write(f"rose: {error}\n")
+        sys.stderr.write(f"rose: {harmless(str(error))}\n")
         sys.exit(error.exit_status)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -5,6 +5,9 @@ from threading import Event
 from types import FrameType
 
 import structlog
+from structlog.typing import EventDict
+
+from pipeline.command.saying import harmless
 
 
 def configure_logging() -> None:
@@ -18,11 +21,17 @@ def configure_logging() -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            _harmless,
             structlog.dev.ConsoleRenderer() if pretty else structlog.processors.LogfmtRenderer(bool_as_flag=False),
         ],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+def _harmless(logger: object, name: str, event: EventDict) -> EventDict:
+    """Logs are read on terminals, and have words of others in them."""
+    return {key: harmless(value) if isinstance(value, str) else value for key, value in event.items()}
 
 
 def stop_on_signals() -> Event:

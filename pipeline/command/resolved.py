@@ -16,8 +16,13 @@ from pipeline.command.documentation import field_sentences
 
 COLUMNS = 110
 
-SECRET = re.compile(r'("[^"\\]*(?:password|secret|passphrase|key\.pem|oauthbearer\.config)" = )"(?:[^"\\]|\\.)*"')
-"""A setting of librdkafka that is told in confidence, in TOML as it is written here."""
+_CONFIDENTIAL = r"(?i:pass(?:word|phrase)|secret|credential|token|(?:api|access)_?key|key\.pem|oauthbearer\.config)"
+_QUOTED = r'(?:[^"\\]|\\.)*"'
+
+SECRET = re.compile(
+    rf'("[^"\\]*{_CONFIDENTIAL}[^"\\]*" = "|"--(?:api[-_]key|hf[-_]token)(?:=|", ")){_QUOTED}',
+)
+"""What is told in confidence, in TOML as it is written here: settings of librdkafka, variables and flags of vLLM."""
 
 
 def resolved_toml(config: Config, *, explained: bool) -> str:
@@ -41,8 +46,8 @@ def resolved_toml(config: Config, *, explained: bool) -> str:
 
 
 def without_secrets(resolved: str) -> str:
-    """The resolved TOML for others to read: what librdkafka is told in confidence is left out."""
-    return SECRET.sub(r'\1"(not shown)"', resolved)
+    """The resolved TOML for others to read: what librdkafka and a server are told in confidence is left out."""
+    return SECRET.sub(r'\1(not shown)"', resolved)
 
 
 def _toml(value: Any) -> str:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.command.diagnosis import ExecutorFacts, Facts, Finding, Severity, diagnose, headline
+from pipeline.command.saying import harmless
 from pipeline.command.watching import Watch
 from schemas.slack import ExecutorState
 
@@ -70,7 +71,7 @@ class Screen:
         self._say(self.line())
 
     def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True)
+        self._console.print(Text(harmless(line)), soft_wrap=True)
 
     def _loop(
         self, more: Callable[[], bool], events: Callable[[], list[str]], every: float, draw: Callable[[], None]
@@ -122,7 +123,7 @@ class Screen:
         ]
         parts += [self._curve(), Text(), *finding_lines(findings)]
         if why is not None:
-            parts.insert(1, Text(why, "bold red"))
+            parts.insert(1, Text(harmless(why), "bold red"))
         return Group(*parts)
 
     def _settled(self) -> Text:
@@ -195,7 +196,9 @@ def work_line(facts: Facts) -> Text:
 def finding_lines(findings: Sequence[Finding]) -> list[Text]:
     """What is to be known, a line each."""
     return [
-        Text.assemble((f"{finding.severity.value:<8}", STYLES[finding.severity]), f"{finding.who}: {finding.sentence}")
+        Text.assemble(
+            (f"{finding.severity.value:<8}", STYLES[finding.severity]), harmless(f"{finding.who}: {finding.sentence}")
+        )
         for finding in findings
     ]
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from schemas.errors import UsageError
 
@@ -115,8 +116,12 @@ class TracingSection:
     """Share of the trajectories that are traced, the same ones in every process."""
 
     def __post_init__(self) -> None:
-        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
-            raise UsageError(f"tracing.endpoint ({self.endpoint!r}) is a URL, as http://collector:4318")
+        place = urlsplit(self.endpoint)
+        if self.endpoint and (place.scheme not in ("http", "https") or not place.hostname or "@" in place.netloc):
+            raise UsageError(
+                "tracing.endpoint is a URL, as http://collector:4318, with no password in it, since reports show it: "
+                "that goes into OTEL_EXPORTER_OTLP_HEADERS"
+            )
         if not 0 <= self.ratio <= 1:
             raise UsageError(f"tracing.ratio ({self.ratio}) is from 0 to 1")
 

@@ -6,6 +6,7 @@ from contextlib import closing
 from pipeline.command.broker import log_of
 from pipeline.command.config import load
 from pipeline.command.options import Common
+from pipeline.command.saying import say
 from pipeline.replay.life import fold_lives
 from pipeline.replay.search import GroupFound, TrajectoryFound, UnknownTrajectory, find_group, find_trajectory
 from pipeline.replay.text import told
@@ -36,7 +37,7 @@ def replay_trajectory(common: Common, trajectory: str) -> None:
     except TurnFormatError as error:
         sys.stderr.write(f"without text: {error}\n")
     for line in told(fold_lives(trajectory, found), decode):
-        sys.stdout.write(f"{line}\n")
+        say(line)
 
 
 def tell_why(common: Common, name: str) -> None:
@@ -50,9 +51,9 @@ def tell_why(common: Common, name: str) -> None:
         found = find_trajectory(settings, group, name)
         facts = _group_facts(settings, group, found)
     if index is None:
-        sys.stdout.write(f"group {name} {why_group(facts)}\n")
+        say(f"group {name} {why_group(facts)}")
         return
-    sys.stdout.write(f"{name}: {why_trajectory(facts, _trajectory_facts(name, found))}\n")
+    say(f"{name}: {why_trajectory(facts, _trajectory_facts(name, found))}")
 
 
 def _group_and_index(settings: BusSettings, trajectory: str) -> tuple[GroupFound, int | None]:

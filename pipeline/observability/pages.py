@@ -237,19 +237,22 @@ WEIGHTS = Dashboard(
         ),
         Panel(
             "Gradient",
-            "Its norm, the share of clipped tokens, and minibatches that were skipped for not being finite.",
+            "Its norm, the share of clipped tokens, and minibatches of five minutes skipped for not being finite.",
             "short",
             {
                 "norm": "rose_trainer_gradient_norm",
                 "clipped share": "rose_trainer_clipped_ratio",
-                "skipped": "rose_trainer_skipped_minibatches_total",
+                "skipped": "increase(rose_trainer_skipped_minibatches_total[5m])",
             },
         ),
         Panel(
             "Versions behind",
             "Engines, behind the newest on the log: the mean, and the worst.",
             "short",
-            beside("scalar(max(rose_trainer_policy_version)) - (rose_executor_policy_version >= 0)"),
+            beside(
+                "max by (job) (rose_trainer_policy_version) "
+                "- on (job) group_right () (rose_executor_policy_version >= 0)"
+            ),
         ),
         Panel(
             "Publishing a version",

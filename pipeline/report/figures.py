@@ -1,10 +1,13 @@
 """The pictures of a run, as plotly figures in one calm style.
 
-Keeps true: a figure shows what the history holds, nothing smoothed or made up; one without data is left out.
+Keeps true
+- A figure shows what the history holds, nothing smoothed or made up; one without data is left out.
+- Of many workers it tells some apart, and says how many others there are: whoever writes names makes no figure large.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,9 @@ TIMELINE_TURNS = 700
 
 OCCUPANCY_POINTS = 400
 """Points in time at which the turns in the engines are counted."""
+
+SHOWN_WORKERS = 8
+"""Those with the most turns are told apart."""
 
 
 QUANTILES = ((0.99, "99th percentile", GREY), (0.9, "90th percentile", "#7fa3d1"), (0.5, "median", BLUE))
@@ -119,10 +125,13 @@ def occupancy(history: RunHistory) -> go.Figure | None:
         return None
     begun, ended = history.span_seconds
     moments = np.linspace(begun, ended, OCCUPANCY_POINTS)
-    workers = sorted({turn.worker for turn in turns})
+    by_worker = _by_worker(turns)
+    workers = {worker: by_worker[worker] for worker in _shown(by_worker)}
+    if others := [own for worker, own in by_worker.items() if worker not in workers]:
+        workers[f"{len(others)} others"] = list(chain.from_iterable(others))
     figure = _figure(height=260)
-    for worker, colour in zip(workers, _spread([BLUE, TEAL, AMBER], len(workers)), strict=True):
-        held = _held(turns, worker, moments)
+    for (worker, own), colour in zip(workers.items(), _spread([BLUE, TEAL, AMBER], len(workers)), strict=True):
+        held = _held(own, moments)
         figure.add_scatter(
             x=moments - begun,
             y=held,
@@ -145,12 +154,14 @@ def timeline(history: RunHistory) -> go.Figure | None:
     if not window:
         return None
     begun, _ = history.span_seconds
-    workers = sorted({turn.worker for turn in window})
+    by_worker = _by_worker(window)
+    workers = _shown(by_worker)
+    busiest = f", on the {len(workers)} busiest of {len(by_worker)} workers" if len(workers) < len(by_worker) else ""
     versions = sorted({turn.version for turn in window})
     colours = {version: VERSION_COLOURS[version % len(VERSION_COLOURS)] for version in versions}
     figure = make_subplots(rows=len(workers), cols=1, shared_xaxes=True, vertical_spacing=0.1)
     for row, worker in enumerate(workers, 1):
-        lanes = _lanes([turn for turn in window if turn.worker == worker])
+        lanes = _lanes(by_worker[worker])
         for version in versions:
             figure.add_trace(_bars(lanes, version, begun, colours[version], legend=row == 1), row=row, col=1)
         figure.update_yaxes(title_text=worker, showticklabels=False, row=row, col=1)
@@ -171,7 +182,7 @@ def timeline(history: RunHistory) -> go.Figure | None:
     styled(figure, height=90 + 210 * len(workers))
     figure.update_xaxes(title_text="seconds", row=len(workers), col=1)
     figure.update_yaxes(showgrid=False)
-    figure.update_layout(barmode="overlay", legend_title_text="policy version", legend_y=1.06)
+    figure.update_layout(barmode="overlay", legend_title_text=f"policy version{busiest}", legend_y=1.06)
     return figure
 
 
@@ -269,11 +280,23 @@ def _starts(turn: TurnFact) -> float:
     return turn.times.received_at
 
 
-def _held(turns: Sequence[TurnFact], worker: str, moments: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """How many turns the worker's engine held at each moment."""
-    own = [turn.times for turn in turns if turn.worker == worker]
-    starts = np.sort([times.received_at for times in own])
-    ends = np.sort([times.finished_at for times in own])
+def _by_worker(turns: Iterable[TurnFact]) -> dict[str, list[TurnFact]]:
+    found: defaultdict[str, list[TurnFact]] = defaultdict(list)
+    for turn in turns:
+        found[turn.worker].append(turn)
+    return found
+
+
+def _shown(by_worker: Mapping[str, Sequence[TurnFact]]) -> list[str]:
+    """Workers that are told apart."""
+    busiest = sorted(by_worker, key=lambda worker: (-len(by_worker[worker]), worker))
+    return sorted(busiest[:SHOWN_WORKERS])
+
+
+def _held(turns: Sequence[TurnFact], moments: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """How many of one engine's turns it held at each moment."""
+    starts = np.sort([turn.times.received_at for turn in turns])
+    ends = np.sort([turn.times.finished_at for turn in turns])
     return np.searchsorted(starts, moments, "right") - np.searchsorted(ends, moments, "right")
 
 
@@ -288,12 +311,13 @@ def _ends(turns: Sequence[TurnFact]) -> float:
 def _window(history: RunHistory) -> list[TurnFact]:
     """Turns in order of arrival around the swap that the most turns lived through."""
     turns = sorted((turn for turn in history.turns if turn.worker), key=_starts)
-    workers = {turn.worker for turn in turns}
-    moments = {worker: np.asarray([swap.at for swap in history.swaps if swap.worker == worker]) for worker in workers}
+    swaps: defaultdict[str, list[float]] = defaultdict(list)
+    for swap in history.swaps:
+        swaps[swap.worker].append(swap.at)
     lived_through = [
-        (int(held), float(at))
-        for worker, at_swaps in moments.items()
-        for held, at in zip(_held(turns, worker, at_swaps), at_swaps, strict=True)
+        (int(held), at)
+        for worker, own in _by_worker(turns).items()
+        for held, at in zip(_held(own, np.asarray(swaps[worker])), swaps[worker], strict=True)
     ]
     index = len(turns) // 2
     if lived_through:

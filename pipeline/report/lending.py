@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from pipeline.report.history import RunHistory
-from pipeline.report.moments import Moment
+from pipeline.report.moments import Moment, named
 from schemas.serving import Served
 
 
@@ -36,6 +36,8 @@ class Lending(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the time in which the servers held a request of a user."""
     turns: int
     """That ran on the servers that lend."""
+    undrawn: int = 0
+    """Of these, that are in no second: their times cannot be, or are older than the seconds that are told."""
     tokens: int
     """That these sampled."""
     share: float
@@ -63,6 +65,7 @@ def lending_of(
     lent = [turn for turn in history.turns if turn.worker in history.lenders]
     tokens, sampled = sum(turn.sampled_tokens for turn in lent), sum(turn.sampled_tokens for turn in history.turns)
     at_work = [row for row in rows if row.turns]
+    drawn = {name for row in at_work for name in row.turns}
     return Lending(
         promised=promised,
         requests=len(served),
@@ -74,6 +77,7 @@ def lending_of(
         tpot_p99=_quantile(between, 0.99),
         busy=sum(row.busy for row in rows) / len(rows),
         turns=len(lent),
+        undrawn=sum(turn.sampled_tokens > 0 and named(turn) not in drawn for turn in lent),
         tokens=tokens,
         share=tokens / sampled if sampled else 0.0,
         tokens_per_second=tokens / len(at_work) if at_work else 0.0,
@@ -89,10 +93,11 @@ def lending_in_a_sentence(lending: Lending) -> str:
     if not lending.turns:
         return "The serving engine served its users and lent nothing: its log says why."
     failed = f" {lending.failed:,} of them failed." if lending.failed else ""
+    undrawn = f" Lent turns in no second of the picture: {lending.undrawn:,}." if lending.undrawn else ""
     kept, share = f"{100 * lending.kept:.1f} %", f"{100 * lending.share:.0f} %"
     return (
         f"Serving answered {lending.requests:,} requests, replayed from a trace of real users, {kept} of them within "
-        f"its promise. Meanwhile its engine sampled {share} of the run's rollout tokens.{failed}"
+        f"its promise. Meanwhile its engine sampled {share} of the run's rollout tokens.{failed}{undrawn}"
     )
 
 

@@ -8,6 +8,8 @@ Keeps true
 - Lent is what a worker did that says of itself, in its heartbeats, that it serves. Turns of samples that never
   finished are not on the log, and not here.
 - A turn is all of the worker that ended it, with the tokens that another had sampled before it was preempted there.
+- Times are what whoever wrote them says. A turn that they have end before it began, last for more than a day or end
+  after `now` is in no row, and rows are of `MOST_SECONDS` at most, the newest: so nobody's times make them many.
 
 Pure.
 """
@@ -21,9 +23,19 @@ import numpy as np
 
 from pipeline.report.history import RunHistory, Standing, TurnFact
 from schemas.serving import Served
+from schemas.turns import TurnTimes
 
 PAUSE_SECONDS = 60.0
 """Between a run that was ended and the one that goes on from there may lie days."""
+
+TURN_SECONDS = 86_400.0
+"""A turn that took longer did not."""
+
+CLOCKS_APART_SECONDS = 3_600.0
+"""By which clocks of a run may differ from that of who looks at it."""
+
+MOST_SECONDS = 7 * 86_400
+"""Rows."""
 
 
 class Moment(msgspec.Struct, kw_only=True):
@@ -60,24 +72,39 @@ class Moment(msgspec.Struct, kw_only=True):
     """Whether a lender was not to grow, after a cut."""
 
 
-def moments(history: RunHistory, served: Sequence[Served]) -> list[Moment]:
-    """Every second of lending; empty where there was no lender and no user."""
-    lent = [turn for turn in history.turns if turn.worker in history.lenders and turn.sampled_tokens]
+def moments(history: RunHistory, served: Sequence[Served], *, now: float) -> list[Moment]:
+    """Every second of lending until `now`, in unix seconds; empty where there was no lender and no user."""
+    turns = [turn for turn in history.turns if turn.sampled_tokens and _can_be(turn.times, now)]
+    lent = [turn for turn in turns if turn.worker in history.lenders]
     spans = [(each.at, each.at + each.seconds) for each in served]
     spans += [(turn.times.received_at, turn.times.finished_at) for turn in lent]
-    rows: dict[int, Moment] = {}
-    for begin, end in _union(((low, high + PAUSE_SECONDS) for low, high in spans)):
-        last = floor(end - PAUSE_SECONDS)
-        rows |= {second: Moment(at=second, turns=[]) for second in range(floor(begin), last + 1)}
+    rows = {second: Moment(at=second, turns=[]) for second in _newest_seconds(spans)}
     _users(rows, served)
-    for turn in history.turns:
+    for turn in turns:
         field = "lent_tokens" if turn.worker in history.lenders else "other_tokens"
         _spread(rows, field, turn.times.first_token_at, turn.times.finished_at, turn.sampled_tokens)
     for turn in lent:
         for second, _ in _seconds(turn.times.received_at, turn.times.finished_at):
-            rows[second].turns.append(_named(turn))
+            if second in rows:
+                rows[second].turns.append(named(turn))
     _standings(rows, history.standings)
     return list(rows.values())
+
+
+def _can_be(times: TurnTimes, now: float) -> bool:
+    """Whether a turn that sampled tokens may have come by its stations at these times."""
+    in_order = times.received_at <= times.first_token_at <= times.finished_at <= now + CLOCKS_APART_SECONDS
+    return in_order and times.finished_at - times.received_at <= TURN_SECONDS
+
+
+def _newest_seconds(spans: Iterable[tuple[float, float]]) -> list[int]:
+    """Those of the spans and of short pauses between them, in order; no more than may be rows."""
+    seconds: list[int] = []
+    for begin, end in reversed(_union((low, high + PAUSE_SECONDS) for low, high in spans)):
+        last = floor(end - PAUSE_SECONDS)
+        first = max(floor(begin), last + 1 - (MOST_SECONDS - len(seconds)))
+        seconds += range(last, first - 1, -1)
+    return seconds[::-1]
 
 
 def _users(rows: dict[int, Moment], served: Sequence[Served]) -> None:
@@ -87,7 +114,9 @@ def _users(rows: dict[int, Moment], served: Sequence[Served]) -> None:
         if each.first_token_seconds is not None:
             _spread(rows, "served_tokens", each.at + each.first_token_seconds, each.at + each.seconds, each.tokens)
     for second, requests in due.items():
-        row = rows[second]
+        row = rows.get(second)
+        if row is None:
+            continue
         row.asked, row.failed = len(requests), sum(bool(each.error) for each in requests)
         first = [each.first_token_seconds for each in requests if each.first_token_seconds is not None]
         between = [each.token_seconds for each in requests if each.token_seconds is not None]
@@ -151,5 +180,6 @@ def _median_and_most(values: Sequence[float]) -> tuple[float | None, float | Non
     return (float(np.median(values)), max(values)) if values else (None, None)
 
 
-def _named(turn: TurnFact) -> str:
+def named(turn: TurnFact) -> str:
+    """As rows name it."""
     return f"{turn.trajectory_id}/{turn.turn}"

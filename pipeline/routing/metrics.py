@@ -1,6 +1,5 @@
 """What the router exports to Prometheus. Counts are read from the core when they are asked for, not kept twice."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -51,6 +50,10 @@ class Serving(Protocol):
     router: Router
     skews: Skews
 
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The router's own: what has waited is measured by it."""
+
 
 class RouterCollector(Collector):
     """Reads a router's counts at the moment of a scrape; while another router serves there are none."""
@@ -70,14 +73,17 @@ class RouterCollector(Collector):
         for counter in fields(Counters):
             families[f"rose_router_{COUNTS[counter.name][0]}"].add_metric([], getattr(router.counters, counter.name))
         families["rose_router_waiting_turns"].add_metric([], len(router.waiting))
-        families["rose_router_oldest_waiting_seconds"].add_metric([], _oldest_seconds(router))
+        families["rose_router_oldest_waiting_seconds"].add_metric([], _oldest_seconds(router, serving.clock()))
         families["rose_router_outstanding_turns"].add_metric([], router.outstanding)
-        found = Counter(executor.standing for executor in list(router.liveness.executors.values()))
+        executors = list(router.liveness.executors.values())
+        found = Counter(executor.standing for executor in executors)
         for standing in Standing:
             families["rose_router_executors"].add_metric([standing.value], found[standing])
         families["rose_router_policy_version"].add_metric([], router.liveness.current_version)
-        for worker, seconds in list(serving.skews.seconds.items()):
-            families["rose_router_clock_behind_seconds"].add_metric([worker], seconds)
+        behind = dict(serving.skews.seconds)
+        for executor in executors:
+            if executor.standing is not Standing.GONE and executor.worker in behind:
+                families["rose_router_clock_behind_seconds"].add_metric([executor.worker], behind[executor.worker])
         yield from others
 
     @staticmethod
@@ -97,9 +103,9 @@ class RouterCollector(Collector):
         ]
 
 
-def _oldest_seconds(router: Router) -> float:
+def _oldest_seconds(router: Router, now: float) -> float:
     queued = [turn.queued_at for turn in list(router.waiting.turns.values())]
-    return max(0.0, time.time() - min(queued)) if queued else 0.0
+    return max(0.0, now - min(queued)) if queued else 0.0
 
 
 @contextmanager

@@ -40,6 +40,9 @@ from topics.writer import Writer
 READ_LIMIT = 500
 """Records taken at once."""
 
+MISPLACED = 100
+"""Executors without an inbox that are told of, each once."""
+
 IDLE_SECONDS = 0.02
 """How long to wait for records before looking at the time."""
 
@@ -78,7 +81,7 @@ class Reign:
         self._settings = settings
         self._config = config
         self._seat = seat
-        self._clock = steady_clock()
+        self.clock = steady_clock()
         self._log = structlog.get_logger("router").bind(router=name)
         ahead = replace(settings, properties={**FETCH_AHEAD, **settings.properties})
         self._reader = Reader(ahead, name)
@@ -128,7 +131,7 @@ class Reign:
             (self._asked(each) for each in self._read_on(REQUESTED) if isinstance(each.record, TurnRequest)),
             valid(self._read_on(DISPATCHED)),
             (each.record for each in self._read_on(COMPLETED) if isinstance(each.record, TurnResult)),
-            self._clock,
+            self.clock,
         )
         turns = {place: self._next[place] for place in self._places[REQUESTED] + self._places[COMPLETED]}
         beats = (HEARTBEATS, 0)
@@ -159,14 +162,14 @@ class Reign:
                 self._hear(envelope.record)
         for envelope in records:
             if isinstance(envelope.record, TurnResult):
-                self._carry_out(self.router.completed(envelope.record, self._clock()))
+                self._carry_out(self.router.completed(envelope.record, self.clock()))
         for envelope in records:
             if isinstance(envelope.record, TurnRequest):
-                self._carry_out(self.router.requested(self._asked(envelope), self._clock()))
+                self._carry_out(self.router.requested(self._asked(envelope), self.clock()))
         for item in found:
             if isinstance(item, Envelope | Spoiled) and item.topic is not HEARTBEATS:
                 self._next[item.topic, item.partition] = item.offset + 1
-        self._carry_out(self.router.tick(self._clock()))
+        self._carry_out(self.router.tick(self.clock()))
         self._writer.poll()
         if records:
             metrics.BATCH_SECONDS.observe(time.monotonic() - began)
@@ -201,8 +204,8 @@ class Reign:
         if beat.slot >= slots and time.monotonic() >= self._next_inboxes:
             slots = self._look_for_inboxes()
         if beat.slot < slots:
-            self._carry_out(self.router.heard(beat, self._clock()))
-        elif beat.worker not in self._misplaced:
+            self._carry_out(self.router.heard(beat, self.clock()))
+        elif beat.worker not in self._misplaced and len(self._misplaced) < MISPLACED:
             self._misplaced.add(beat.worker)
             self._log.error("executor ignored: no such inbox", worker=beat.worker, slot=beat.slot, slots=slots)
 

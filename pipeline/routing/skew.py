@@ -4,6 +4,7 @@ Keeps true
 - Nothing is decided by it: a wrong clock is told, and spoils nothing but the times in its results.
 - What is compared is the least difference over WINDOW_SECONDS, so that a heartbeat that was late on its way says
   nothing of the clock.
+- Who is silent for long is forgotten: there is no clock any more that could be mended.
 
 Example: heartbeats that were heard 7.2, 7.1 and 9 s after their `sent_at` -> 7.1 s behind, told once a minute.
 """
@@ -19,11 +20,15 @@ WINDOW_SECONDS = 10.0
 TELL_SECONDS = 60.0
 """Between two warnings of one worker."""
 
+SILENT_SECONDS = 60.0
+"""Who has not been heard for so long is forgotten."""
+
 
 @dataclass(slots=True)
 class _Window:
     began: float
     least: float
+    heard_at: float
     told_at: float = float("-inf")
 
 
@@ -34,10 +39,14 @@ class Skews:
         self.seconds: dict[str, float] = {}
         """Of the newest whole window."""
         self._windows: dict[str, _Window] = {}
+        self._sweeps_at = 0.0
 
     def heard(self, worker: str, sent_at: float, now: float) -> float | None:
         """Take a heartbeat's time in; the skew if it is to be told now. `now` is unix seconds."""
-        window = self._windows.setdefault(worker, _Window(now, now - sent_at))
+        if now >= self._sweeps_at:
+            self._sweep(now)
+        window = self._windows.setdefault(worker, _Window(now, now - sent_at, now))
+        window.heard_at = now
         if now - window.began < WINDOW_SECONDS:
             window.least = min(window.least, now - sent_at)
             return None
@@ -47,3 +56,10 @@ class Skews:
             return None
         window.told_at = now
         return skew
+
+    def _sweep(self, now: float) -> None:
+        self._sweeps_at = now + WINDOW_SECONDS
+        silent = [worker for worker, window in self._windows.items() if now - window.heard_at > SILENT_SECONDS]
+        for worker in silent:
+            del self._windows[worker]
+            self.seconds.pop(worker, None)

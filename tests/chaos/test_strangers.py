@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka import KafkaError, Message, Producer
 
+from pipeline.command.health import MOST_LINES
 from pipeline.command.nursery import Forked, Nursery
 from schemas.errors import RecordError
 from schemas.homes import home_of
@@ -59,6 +60,9 @@ PARTITIONS = Partitions(home=2, slots=2, samples=1, chunks=1)
 NAMESPACE = "strangers."
 GARBAGE = 300
 """Requests that are none, to each role's metrics."""
+
+SILENT = 3 * MOST_LINES
+"""Lines to each that say nothing."""
 
 START_SECONDS, CALM_SECONDS, LEAVE_SECONDS = 600.0, 600.0, 60.0
 """A forged heartbeat counts for a minute at most: what is asked for then ends within some."""
@@ -255,7 +259,7 @@ def test_no_stranger_ends_a_process_or_has_weights_believed(tmp_path: Path) -> N
             print(f"{len(crowd.stored)} messages of strangers are on the log; refused: {dict(crowd.refused)}")
             wanted = set(spoiled(crowd.stored))
             run.bury(wanted, CALM_SECONDS)
-            silent = [socket.create_connection(("127.0.0.1", port), 60) for port in run.ports.values()]
+            silent = [socket.create_connection(("127.0.0.1", port), 60) for port in [*run.ports.values()] * SILENT]
             for number, port in enumerate(run.ports.values()):
                 pester(port, SEED + number, GARBAGE)
             for line in silent:

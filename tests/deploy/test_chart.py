@@ -20,7 +20,7 @@ from tests.deploy.chart_kit import (
     values_of,
 )
 from tests.deploy.command_lines import configured, parsed
-from topics.catalog import CATALOG
+from topics.catalog import CATALOG, Partitions
 
 pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: pip install 'rose-rollouts[chart]'")
 kubernetes_validate = pytest.importorskip(
@@ -83,6 +83,14 @@ def test_every_command_line_and_every_setting_is_one_that_rose_knows(name: str, 
             assert config.settings.metrics.port == one["ports"][-1]["containerPort"]
         if one["name"] in ("executor", "server"):
             assert config.settings.executor.slot == 3
+        if one["name"] == "server":
+            assert outlives_its_container(config.run_folder, one)
+
+
+def outlives_its_container(folder: Path, one: Resource) -> bool:
+    """Whether what is written there is still there when the container is started again."""
+    mounts = [Path(each["mountPath"]) for each in one["volumeMounts"] if not each.get("readOnly")]
+    return any(folder.is_relative_to(mount) for mount in mounts)
 
 
 @pytest.mark.long
@@ -177,6 +185,46 @@ def test_the_patch_makes_a_lender_of_a_vllm_deployment_and_leaves_its_flags_as_t
     assert command == "lend" and given["flags"] == ["--port", "8000", "--max-num-seqs", "256"]
     config = configured(line, {each["name"]: each["value"] for each in one["env"]}, "", tmp_path)
     assert given["slot"] == 8 < config.partitions.slots
+    assert outlives_its_container(config.run_folder, one), "the stop file is there, when a guest has hung"
+
+
+def of_kind(kind: str, values: Values, role: str = "") -> Resource:
+    """The one of this kind, or the role's."""
+    found = [each for each in resources(rendered(values)) if each["kind"] == kind]
+    (one,) = [each for each in found if not role or each["metadata"]["name"] == f"{RELEASE}-{role}"]
+    return one
+
+
+def test_no_lender_moves_when_an_executor_comes_and_all_have_a_slot() -> None:
+    fleets = [
+        of_kind("StatefulSet", changed(values_of("lenders"), "executor.replicas", many), "lender") for many in (0, 3)
+    ]
+    slots = [each["spec"]["ordinals"]["start"] + each["spec"]["replicas"] for each in fleets]
+    assert slots == [Partitions().slots] * 2
+    chosen = changed(values_of("lenders"), "lenders.firstSlot", 0)
+    assert of_kind("StatefulSet", chosen, "lender")["spec"]["ordinals"]["start"] == 0
+
+
+def test_servers_that_lend_are_scraped_and_may_be(tmp_path: Path) -> None:
+    monitoring = [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]
+    values = changed(values_of("lenders"), "metrics.podMonitor.enabled", True)
+    values = changed(values, "networkPolicy.metricsFrom", monitoring)
+    found = of_kind("PodMonitor", values)["spec"]["podMetricsEndpoints"]
+    assert [each["port"] for each in found] == ["metrics", "http"]
+    let_in = {
+        rule["ports"][0]["port"]: rule["from"] for rule in of_kind("NetworkPolicy", values, "lender")["spec"]["ingress"]
+    }
+    assert monitoring == let_in["metrics"] and monitoring[0] in let_in["http"] and len(let_in["http"]) == 2
+
+
+def test_every_role_can_be_traced(tmp_path: Path) -> None:
+    values = changed(values_of("minimal"), "config.tracing", {"endpoint": "http://collector:4318", "ratio": 0.1})
+    collector = [{"ports": [{"port": 4318, "protocol": "TCP"}]}]
+    for role in ("router", "environment", "executor", "trainer"):
+        values = changed(values, f"networkPolicy.egress.{role}", collector)
+        assert of_kind("NetworkPolicy", values, role)["spec"]["egress"][-1] == collector[0]
+    toml = of_kind("ConfigMap", values)["data"]["rose.toml"]
+    assert configured(["router"], {}, toml, tmp_path)
 
 
 def changed(values: Values, path: str, value: Any) -> Values:
@@ -209,6 +257,10 @@ def changed(values: Values, path: str, value: Any) -> Values:
         ("environment.replicas", 9, "config.topics.home_partitions: 8"),
         ("autoscaling.enabled", True, "autoscaling.prometheus"),
         ("lenders.replicas", 1, "lenders.image"),
+        ("lenders", {"replicas": 2, "firstSlot": 0, "image": "i", "model": "/m"}, "lenders.firstSlot (0)"),
+        ("lenders", {"replicas": 2, "firstSlot": 31, "image": "i", "model": "/m"}, "config.topics.inbox_slots: 32"),
+        ("kafka.properties", {"sasl.password": "hidden"}, "sasl.password"),
+        ("lenders.flags", ["--api-key", "hidden"], "lenders/flags"),
     ],
 )
 def test_a_typo_and_what_cannot_work_are_refused_by_name(path: str, value: object, words: str) -> None:

@@ -62,6 +62,8 @@ def test_every_command_line_is_one_that_rose_knows_and_fits_its_configuration(tm
             (_, submit) = line[0].strip().splitlines()
             line = submit.split()[1:]
         config = configured(line, each["environment"], toml, tmp_path)
+        if line[0] == "lend":  # its stop file has to outlive it
+            assert any(config.run_folder.is_relative_to(volume.split(":")[1]) for volume in each["volumes"])
         assert config.bus().bootstrap == "kafka:9092"
         assert config.settings.topics.inbox_slots > config.settings.executor.slot
         if not each["healthcheck"].get("disable"):
@@ -96,7 +98,10 @@ def test_roles_run_without_rights_and_write_nowhere_but_where_they_may() -> None
 def test_prometheus_asks_every_role_where_it_answers() -> None:
     scraped = yaml.safe_load(compose()["configs"]["prometheus.yml"]["content"])
     (scrape,) = scraped["scrape_configs"]
-    targets, serving = [each["targets"] for each in scrape["static_configs"]]
+    (targets, serving), (_, of_servers) = zip(
+        *((each["targets"], each.get("labels")) for each in scrape["static_configs"]), strict=True
+    )
+    assert of_servers == {"endpoint": "http"}, "a server that loads is no role that is down"
     running = {name for name, each in roles().items() if each["restart"] != "no"}
     assert {target.partition(":")[0] for target in targets} == running
     assert {target.partition(":")[2] for target in targets} == {"9464"}

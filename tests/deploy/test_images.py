@@ -114,11 +114,12 @@ def test_an_image_is_small_has_no_compiler_and_says_what_is_in_it(images: Images
         print(f"torch and vLLM with what they need: {of_others:.0f} MB; the base: {base:.0f} MB")
         assert size < base + of_others + OWN_MEGABYTES
     found.answers("sh", "-ec", HAS_NO_COMPILER)
+    found.answers("python", "-c", "import opentelemetry.exporter.otlp.proto.http.trace_exporter")
     config = json.loads(images.builder.buildah("inspect", "--type", "image", f"rose-{family}:{VERSION}"))["Docker"][
         "config"
     ]
     assert config["User"] == "10001:10001"
-    assert config["Entrypoint"] == ["rose"] and config["Healthcheck"]["Test"] == ["CMD", "rose", "health"]
+    assert config["Entrypoint"] == ["rose"] and config["Healthcheck"]["Test"] == ["CMD", "rose", "health", "--live"]
     labels = {name.rpartition(".")[2]: value for name, value in config["Labels"].items()}
     assert labels["title"] == f"rose-{family}" and labels["version"] == VERSION and labels["licenses"] == "Apache-2.0"
     said = json.loads((found.root / "opt/rose/sbom.cdx.json").read_text())

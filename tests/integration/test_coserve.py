@@ -1,7 +1,6 @@
 """A short window of the co-serving benchmark against vLLM's own server."""
 
 import random
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -11,6 +10,7 @@ from bench.coserving.arms import PRIORITIES, Arm, Requesters
 from bench.coserving.pace import first_guess, unloaded
 from bench.coserving.server import SERVED, VOCABULARY, Server, make_model, serve
 from bench.coserving.windows import Budgets, Window, figures, guest_tokens, run_window
+from tests.waiting import until
 from workers.users.requests import Shape, Slice, compress
 from workers.users.traces import BLOCK_TOKENS, Arrival
 
@@ -89,9 +89,14 @@ def test_rollouts_alone_have_a_window_without_users(server: Server, work: Slice)
     assert guest_tokens(window) > 0
 
 
+def refusals(server: Server) -> int:
+    return server.log.read_text().count('/v1/completions HTTP/1.1" 400')
+
+
 def test_a_rollout_that_is_refused_is_told(server: Server, work: Slice) -> None:
+    before = refusals(server)
     with Requesters(1, priority=2**70).beside(server) as rolled:
-        time.sleep(1.0)  # asked meanwhile; what came of it is told when the window has ended
+        until(lambda: refusals(server) > before + 1)  # who asks again has had its first answer
     assert rolled.errors
     assert rolled.errors[0].startswith("status 400")
 

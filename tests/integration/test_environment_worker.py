@@ -3,7 +3,8 @@
 import itertools
 import random
 import threading
-from contextlib import suppress
+import time
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
@@ -35,13 +36,19 @@ from tests.integration.scripted_executors import (
     results_of,
     worker_process,
 )
-from topics.catalog import PROMPTS
+from tests.unit.trajectory_world import RULES
+from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, ENVIRONMENT_WRITERS, PROMPTS
 from topics.errors import BrokerUnreachable, BusError
 from topics.log import await_decided, read_back
+from topics.reader import Reader
+from topics.records import Raw, Spoiled
 from topics.settings import BusSettings
 from topics.writer import Writer
+from workers.environments import metrics
 from workers.environments.config import EnvironmentConfig
+from workers.environments.home import Home
 from workers.environments.main import run_environment_worker
+from workers.environments.outbox import Outbox
 
 MOODY = '''
 import asyncio
@@ -112,6 +119,28 @@ def test_a_writer_that_is_fenced_is_made_anew_and_nothing_is_lost(
         finish(executors)
         assert worker.poll() is None
     assert once(executors) == undisturbed
+
+
+def test_what_is_aborted_and_decided_again_is_counted_once(executors: ScriptedExecutors) -> None:
+    settings, refused = executors.settings, "rose_environment_prompts_refused_total"
+    with closing(Reader(settings, "w0", group=ENVIRONMENT_GROUP)) as reader:
+        outbox = Outbox(settings, "w0", reader, rules=RULES, clock=time.time)
+        begun = metrics.ENVIRONMENT.get_sample_value(refused)
+        assert begun is not None
+        for fenced in (True, False):
+            outbox.fence()
+            outbox.begins({(PROMPTS, 0): 0, (COMPLETED, 0): 0}, {0: 0})
+            home = Home(0, homes=PARTITIONS.home)
+            home.submitted(Spoiled(PROMPTS, 0, 0, Raw(None, b"none", ()), "it is none"))
+            home.decide(room=True, outcomes_from=0)
+            if fenced:
+                Writer(settings, "intruder", transactional_id=f"{ENVIRONMENT_WRITERS}w0").close()
+                with pytest.raises(BusError):
+                    outbox.commit({0: home}, [])
+                assert metrics.ENVIRONMENT.get_sample_value(refused) == begun
+            else:
+                outbox.commit({0: home}, [])
+        assert metrics.ENVIRONMENT.get_sample_value(refused) == begun + 1
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ from workers.lender.grants import Grants
 from workers.weights.receive import StagedVersion
 
 NAME = f"executor-{SLOT}"
+FIGURES = ("rose_executor_policy_version", "rose_lender_budget_bytes")
 TICK = Tick(-1, "cpu", 0, 0, 10_000, 10_000, 1, 1.0, 1.0, 0, 0.0)
 Wanted = TypeVar("Wanted", bound=Order)
 
@@ -210,7 +211,8 @@ def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings
         engine.say(parked="", kv_bytes_total=10_000)
         engine.serve()
         router.until(lambda: router.beats[-1].state is ExecutorState.READY)
-        assert router.beats[-1].policy_version == 3
+        assert router.beats[-1].policy_version == exported("rose_executor_policy_version") == 3
+    assert [exported(name) for name in FIGURES] == [None, None], "nobody looks any more"
 
 
 def test_a_guest_that_was_gone_and_is_back_before_anybody_looked_is_told_its_version_anew(

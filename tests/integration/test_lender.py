@@ -5,30 +5,19 @@ the order in which they stand here.
 """
 
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from vllm.v1.engine.core import EngineCoreProc
 
-from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
+from schemas.arrays import unpack_tokens
 from schemas.prompts import Sampling
-from tests.integration.lender_kit import (
-    MODEL,
-    VOCABULARY,
-    Answer,
-    Beside,
-    Server,
-    lending_server,
-)
+from tests.integration.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
+from tests.integration.lender_kit import MODEL, VOCABULARY, Answer, Beside, Server, lending_server
 from tests.waiting import WAIT_SECONDS, until
 from workers.executor.slabs import lay
 from workers.executor.vllm.engine import Engine
@@ -46,24 +35,12 @@ from workers.executor.words import (
     Tick,
     Wake,
 )
-from workers.lender.vllm import touched
 from workers.lender.vllm.guest import engine_of
-from workers.lender.vllm.refusals import why_not
 
 MEASURED_SECONDS = 3.0
 """Of an idle guest."""
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
-
-PROMPTS = [[3 + (7 * prompt + place) % (VOCABULARY - 3) for place in range(10 + prompt)] for prompt in range(6)]
-SHORT = ([3, 4, 5], Sampling(max_tokens=4, temperature=0.0))
-"""A first turn so short that torch asks the kernel for no AMX tiles, which vLLM's bfloat16 attention then uses."""
-
-TURNS = [
-    SHORT,
-    *((prompt * 4, Sampling(max_tokens=12, temperature=0.0)) for prompt in PROMPTS[:3]),
-    (PROMPTS[5], Sampling(max_tokens=12, seed=7)),
-]
 
 
 @pytest.fixture(scope="module")
@@ -92,60 +69,6 @@ def standalone(server: Server) -> Iterator[Engine]:
     engine = engine_of(server.config)
     yield engine
     engine.close()
-
-
-@contextmanager
-def traffic(server: Server, pause_seconds: float = 0.05) -> Iterator[list[tuple[int, Answer]]]:
-    """Requests one after another, meanwhile: which prompt, and what was answered."""
-    answers: list[tuple[int, Answer]] = []
-    stop = threading.Event()
-    troubles: list[BaseException] = []
-
-    def ask() -> None:
-        number = 0
-        try:
-            while not stop.wait(pause_seconds):
-                answers.append((number % len(PROMPTS), server.complete(PROMPTS[number % len(PROMPTS)])))
-                number += 1
-        except BaseException as trouble:
-            troubles.append(trouble)
-            raise
-
-    client = threading.Thread(target=ask)
-    client.start()
-    try:
-        yield answers
-    finally:
-        stop.set()
-        client.join()
-    assert not troubles
-
-
-def same(answers: Sequence[tuple[int, Answer]], alone: Sequence[Answer]) -> bool:
-    return all(answer.text == alone[prompt].text for prompt, answer in answers)
-
-
-def run_guest(beside: Beside, version: int = -1) -> list[tuple[bytes, bytes]]:
-    """TURNS one after another: tokens and logprobs."""
-    made = []
-    beside.awake()
-    for number, (context, sampling) in enumerate(TURNS):
-        beside.forget()
-        beside.take(f"turn {number}", context, sampling, version)
-        done = beside.done(1)[f"turn {number}"]
-        made.append((done.tokens, done.logprobs))
-    return made
-
-
-def run_standalone(engine: Engine) -> list[tuple[bytes, bytes]]:
-    made = []
-    for number, (context, sampling) in enumerate(TURNS):
-        engine.add(str(number), context, sampling, policy_version=engine.version)
-        finished = []
-        while len(engine):
-            finished += engine.step().finished
-        made.append((pack_tokens(finished[0].tokens), pack_logprobs(finished[0].logprobs)))
-    return made
 
 
 def test_serving_answers_the_same_while_a_guest_is_built_and_runs(
@@ -265,14 +188,6 @@ def test_a_guest_that_fails_is_dropped_told_and_built_again(
     assert server.log.read_text().count("the guest is dropped, serving goes on") == 3
 
 
-def wake_and_park(beside: Beside) -> None:
-    beside.order(Wake())
-    beside.awake()
-    beside.order(Park())
-    assert beside.parked()
-    beside.forget()
-
-
 def test_ten_wakes_and_parks_leave_no_thread_and_no_memory_behind(server: Server, beside: Beside) -> None:
     core = server.core
     for _ in range(2):
@@ -333,76 +248,6 @@ def test_a_server_that_is_never_idle_says_so_and_hands_back_what_it_is_told_to(
     assert all(same(each, alone) for each in answers)
     beside.order(Wake())
     beside.awake()
-
-
-def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
-    parallel = SimpleNamespace(
-        data_parallel_size=1,
-        world_size=1,
-        tensor_parallel_size=1,
-        decode_context_parallel_size=1,
-        nnodes=1,
-        enable_expert_parallel=False,
-        distributed_executor_backend="uni",
-        enable_fault_tolerance=False,
-        enable_elastic_ep=False,
-    )
-    model = SimpleNamespace(
-        enable_sleep_mode=False,
-        runner_type="generate",
-        is_multimodal_model=False,
-        enable_prompt_embeds=False,
-        is_diffusion=False,
-    )
-    config = SimpleNamespace(
-        parallel_config=parallel,
-        model_config=model,
-        scheduler_config=SimpleNamespace(async_scheduling=False),
-        speculative_config=None,
-        kv_transfer_config=None,
-        ec_transfer_config=None,
-        weight_transfer_config=None,
-        lora_config=None,
-    )
-    core: Any = object.__new__(EngineCoreProc)
-    core.vllm_config = config
-    core.scheduler = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=["one"]))
-    assert why_not(core) == ""
-    for place, name, value, said in [
-        (config, "speculative_config", object(), "speculative decoding"),
-        (config, "kv_transfer_config", object(), "prefill and decode apart"),
-        (config.scheduler_config, "async_scheduling", True, "--no-async-scheduling"),
-        (parallel, "world_size", 2, "pipeline"),
-        (parallel, "decode_context_parallel_size", 2, "context"),
-        (parallel, "nnodes", 2, "hosts"),
-        (parallel, "distributed_executor_backend", "ray", "ray"),
-        (model, "enable_sleep_mode", True, "sleep mode"),
-        (model, "enable_prompt_embeds", True, "embeddings"),
-    ]:
-        usual = getattr(place, name)
-        setattr(place, name, value)
-        assert said in why_not(core)
-        setattr(place, name, usual)
-
-
-def test_nothing_that_the_lender_touches_has_moved() -> None:
-    """Fails where another vLLM is installed: read there what has become of it, mend the lender, then the table."""
-    assert touched.moved() == ""
-
-
-@pytest.mark.parametrize("part", touched.TOUCHED, ids=lambda part: f"{part.module}.{part.name}")
-def test_a_part_of_vllm_that_moved_is_named(part: touched.Touched, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = replace(part, name=part.name + "_gone")
-    monkeypatch.setattr(touched, "TOUCHED", (gone,))
-    assert part.name in touched.moved()
-    if part.digest:
-        monkeypatch.setattr(touched, "TOUCHED", (replace(part, digest="another"),))
-        assert "has another" in touched.moved()
-
-
-def test_another_minor_version_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(touched, "__version_tuple__", (0, 33, 0))
-    assert "0.33" in touched.moved()
 
 
 def test_the_servers_log_holds_no_error_of_its_own(server: Server, beside: Beside) -> None:

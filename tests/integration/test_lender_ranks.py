@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from schemas.arrays import unpack_logprobs
+from tests.integration.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
 from tests.integration.lender_kit import MODEL, ON_RANKS, RANKS, Answer, Beside, Server, lending_server
-from tests.integration.test_lender import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
 from workers.executor.slabs import lay
 from workers.executor.vllm.engine import Engine
 from workers.executor.words import Gone, NotTaken, Prepare, Prepared, Serve, Serving, Tick, Wake

@@ -34,6 +34,7 @@ from tests.integration.trainer_kit import (
     write_samples,
 )
 from topics.catalog import MANIFESTS
+from topics.health import HEALTH, standing
 from topics.log import read_topics
 from topics.settings import BusSettings
 from workers.trainer.checkpoint import CheckpointRefused
@@ -173,6 +174,8 @@ def test_a_run_that_is_complete_is_not_trained_again(settings: BusSettings, mode
     write_samples(settings, make_samples(6, groups=range(50, 60)))
     run_trainer(settings, config, Event())
     assert result_of(settings) == before
+    last = HEALTH._word  # a large policy takes minutes to be exported: nobody is to start it again meanwhile
+    assert standing(last, last.at + config.hung_seconds).alive and "exported" in last.said
 
 
 def test_samples_that_come_twice_are_trained_once(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """No writer emits what a reader refuses: every record, at every bound of every field, goes through or is refused."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgpack
@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from schemas.arrays import pack_logprobs, pack_tokens
+from schemas.environments import Group
 from schemas.errors import RecordError
 from schemas.limits import (
     CONTEXT_TOKENS,
     GROUP_ID_CHARACTERS,
     GROUP_SIZE,
     INFO_BYTES,
+    NESTED,
     RECORD_BYTES,
     SPANS,
     STOPS,
@@ -260,6 +262,84 @@ def test_every_trajectory_of_a_group_has_an_id_that_every_record_takes() -> None
 def test_a_prompt_that_no_reader_would_take_is_not_written(change: Mapping[str, Any]) -> None:
     with pytest.raises(RecordError):
         encode(msgspec.structs.replace(PROMPT, **change))
+
+
+GROUP = next(example for example in EXAMPLES if isinstance(example, Group))
+SAMPLE = next(example for example in EXAMPLES if isinstance(example, Sample))
+
+
+def nested(levels: int) -> dict[str, Any]:
+    """So many maps and lists within one another."""
+    found: Any = 1
+    for level in range(levels - 1):
+        found = [found] if level % 2 else {"n": found}
+    return {"n": found}
+
+
+LOOSE: list[Callable[[Any], Record]] = [
+    lambda value: msgspec.structs.replace(PROMPT, arguments=value),
+    lambda value: msgspec.structs.replace(GROUP, prompt=msgspec.structs.replace(PROMPT, arguments=value)),
+    lambda value: msgspec.structs.replace(SAMPLE, info=value),
+]
+
+
+@pytest.mark.parametrize("holding", LOOSE, ids=["prompt", "group", "sample"])
+@pytest.mark.parametrize("encoding", [msgspec.msgpack.encode, msgspec.json.encode], ids=["msgpack", "json"])
+def test_what_is_read_on_one_stack_can_be_written_on_another(
+    holding: Callable[[Any], Record], encoding: Callable[[Record], bytes]
+) -> None:
+    """A prompt as deep as the stack was opened, and its group could not be written a few calls further down."""
+    allowed, deeper = holding(nested(NESTED)), holding(nested(NESTED + 1))
+    assert encode(decode(type(allowed), encode(allowed))) == encode(allowed)
+    with pytest.raises(RecordError, match="within one another"):
+        encode(deeper)
+    if encoding is msgspec.msgpack.encode or isinstance(deeper, Prompt):
+        with pytest.raises(RecordError, match="within one another"):
+            decode(type(deeper), encoding(deeper))
+
+
+@pytest.mark.parametrize("levels", [NESTED, NESTED + 1, 900])
+def test_a_request_that_is_taken_in_can_be_dispatched_whatever_a_newer_writer_added(levels: int) -> None:
+    """It goes on as it came; one that was as deep as the stack ended every router that read it."""
+    fields = msgspec.msgpack.decode(encode(REQUEST)) | {"of_the_future": nested(levels - 1)}
+    wire = msgspec.msgpack.encode(fields)
+    if levels > NESTED:
+        with pytest.raises(RecordError, match="within one another"):
+            decode(TurnRequest, wire)
+        return
+    assert decode(TurnRequest, wire) == REQUEST
+    dispatch = msgspec.structs.replace(largest_dispatch(), asked=msgspec.Raw(wire))
+    assert decode(TurnDispatch, encode(dispatch)).request == REQUEST
+
+
+def test_lists_that_are_keys_are_no_way_around() -> None:
+    key: Any = ()
+    for _ in range(NESTED):
+        key = (key,)
+    with pytest.raises(RecordError, match="within one another"):
+        decode(Prompt, msgspec.msgpack.encode(msgspec.structs.replace(PROMPT, arguments={"n": {key: 1}})))
+
+
+def test_every_value_of_any_type_is_bounded() -> None:
+    def is_loose(kind: inspect.Type) -> bool:
+        match kind:
+            case inspect.AnyType():
+                return True
+            case inspect.StructType():
+                return any(is_loose(field.type) for field in kind.fields)
+            case inspect.DictType():
+                return is_loose(kind.key_type) or is_loose(kind.value_type)
+            case inspect.VarTupleType():
+                return is_loose(kind.item_type)
+            case inspect.UnionType():
+                return any(map(is_loose, kind.types))
+            case inspect.Metadata():
+                return is_loose(kind.type)
+        return False
+
+    assert {record for record in RECORDS if is_loose(inspect.type_info(record))} == {
+        type(holding({})) for holding in LOOSE
+    }
 
 
 def test_a_json_prompt_may_hold_a_seed_of_63_bits() -> None:

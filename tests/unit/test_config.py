@@ -124,7 +124,7 @@ def test_a_run_writes_in_a_folder_of_its_own(name: str) -> None:
     assert "names a folder of its own" in refusal(Common(said=(("--name", "run.name", name),)))
 
 
-@pytest.mark.parametrize("namespace", ["a b", "a/b", "a:b", "x" * 101, "ä"])
+@pytest.mark.parametrize("namespace", ["a b", "a/b", "a:b", "x" * 101, "ä", "rose.b.", "team.rose."])
 def test_a_namespace_that_no_topic_can_have_is_refused(namespace: str) -> None:
     assert "broker.namespace" in refusal(Common(namespace=namespace))
 
@@ -170,15 +170,37 @@ def test_the_resolved_configuration_reads_back_as_it_was(
         assert load(in_file(tmp_path, text)).settings == config.settings
 
 
-def test_what_librdkafka_is_told_in_confidence_is_left_out_for_others() -> None:
+def test_what_is_told_in_confidence_is_left_out_for_others() -> None:
+    said = 'a"b\\c } \n\u00fc hidden'
     secrets = ("sasl.password", "ssl.key.password", "ssl.key.pem", "sasl.oauthbearer.client.secret")
-    properties = {"sasl.username": "rose", **dict.fromkeys(secrets, 'a"b\\c } \n\u00fc hidden')}
-    config = load(Common())
-    broker = dataclasses.replace(config.settings.broker, properties=properties)
-    config = Config(config.settings.model_copy(update={"broker": broker}), {})
+    properties = {"sasl.username": "rose", **dict.fromkeys(secrets, said), "ssl.key.location": "/etc/key.pem"}
+    variables = {"HF_TOKEN": said, "VLLM_API_KEY": said, "AWS_SECRET_ACCESS_KEY": said, "TZ": "UTC"}
+    flags = ["--api-key", said, "--max-num-seqs", "8", f"--hf_token={said}", "--api-key=hidden"]
+    settings = load(Common()).settings
+    broker = dataclasses.replace(settings.broker, properties=properties)
+    serving = dataclasses.replace(settings.serving, environment=variables, flags=flags)
+    config = Config(settings.model_copy(update={"broker": broker, "serving": serving}), {})
     shown = without_secrets(resolved_toml(config, explained=True))
     assert "hidden" not in shown
-    assert tomllib.loads(shown)["broker"]["properties"] == {
-        "sasl.username": "rose",
-        **dict.fromkeys(secrets, "(not shown)"),
-    }
+    told, kept = tomllib.loads(shown), "(not shown)"
+    assert told["broker"]["properties"] == properties | dict.fromkeys(secrets, kept)
+    assert told["serving"]["environment"] == dict.fromkeys(variables, kept) | {"TZ": "UTC"}
+    assert told["serving"]["flags"] == [
+        "--api-key",
+        kept,
+        "--max-num-seqs",
+        "8",
+        f"--hf_token={kept}",
+        f"--api-key={kept}",
+    ]
+    plain = resolved_toml(load(Common()), explained=True)
+    assert without_secrets(plain) == plain, "of what is none nothing is left out"
+
+
+def test_what_is_refused_is_not_shown_if_it_may_be_a_password(tmp_path: Path) -> None:
+    numeric = in_file(tmp_path, '[broker]\nproperties = { "sasl.password" = 12345678 }\n')
+    assert "sasl.password" in refusal(numeric) and "12345678" not in refusal(numeric)
+    nameless = tmp_path / "client.properties"
+    nameless.write_text("sasl.username=me\nsasl.password hidden\n")
+    for said in (Common(command_config=nameless), Common(properties=["sasl.password hidden"])):
+        assert "no key=value" in refusal(said) and "hidden" not in refusal(said)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from schemas.arrays import count, pack_logprobs, pack_tokens
 from schemas.limits import SPANS
-from schemas.turns import CLASSES, Part, TurnDispatch, VersionSpan
+from schemas.turns import CLASSES, MOST_DEVICE_SECONDS, Part, TurnDispatch, VersionSpan
 from schemas.wire import decode, encode
 from tests.unit.routing_world import dispatched, request
 from workers.executor.parts import context_of, flaw_of, joined, sampling_of
@@ -87,13 +87,15 @@ def test_what_could_not_be_answered_is_told_before_it_is_taken_on() -> None:
     classes = {f"class-{number}": 1.0 for number in range(CLASSES)}
     for begun, told in (
         (one, ""),
+        (msgspec.structs.replace(one, device_seconds={"serving": MOST_DEVICE_SECONDS}), ""),
         (msgspec.structs.replace(one, logprobs=b""), "malformed"),
         (msgspec.structs.replace(one, device_seconds=classes), "8 worker classes"),
+        (msgspec.structs.replace(one, device_seconds={"serving": 1e12}), "device-seconds"),
         (many, "2048 spans"),
     ):
         dispatch = msgspec.structs.replace(asked, begun=begun)
         flaw = flaw_of(dispatch, homes=1)
         assert told in flaw if told else not flaw
         if not flaw:
-            whole = joined(dispatch.begun, part_of([(1, -1.0, 4)], {"serving": 1.0}))
+            whole = joined(dispatch.begun, part_of([(1, -1.0, 4)], {"serving": MOST_DEVICE_SECONDS}))
             assert encode(msgspec.structs.replace(dispatch, begun=whole))

@@ -53,18 +53,21 @@ def tick(number: int, *, lends: bool) -> Tick:
     bare = Tick(number, "cpu", 0, 0, 1, 1, 1, 1.0, 1.0, 2, 0.5)
     if not lends:
         return bare
-    slack = Slack(0, 0, None, None, number / 4, 0.1, 0.1, 0.1, {"waiting": 3})
+    slack = Slack(5, 2, 0.5, 0.25, number / 4, 0.1, 0.1, 0.1, {"waiting": 3})
     return structs.replace(bare, slack=slack, lent=Lent(64, True, 1, 0.25, 2, 3, 0.5))
 
 
-@given(st.lists(st.sampled_from(["tick", "word", "read"]), max_size=200), st.booleans())
-def test_of_ticks_the_newest_is_kept_and_nothing_that_was_counted_is_lost(deeds: list[str], lends: bool) -> None:
+@given(st.lists(st.sampled_from(["tick", "parked", "word", "read"]), max_size=200))
+def test_of_ticks_the_newest_is_kept_and_nothing_that_was_counted_is_lost(deeds: list[str]) -> None:
+    """A tick is of a guest that lends, or of one that is parked."""
     descriptor = memory(400, "test")
     outbox, line = Outbox(Line(descriptor)), Line(descriptor)
-    ticks, words, heard = 0, 0, list[Tick]()
+    ticks, lent, longest, words, heard = 0, 0, 0.0, 0, list[Tick]()
     for deed in [*deeds, *["read"] * (len(deeds) + 1)]:
-        if deed == "tick":
+        if deed in ("tick", "parked"):
             ticks += 1
+            lends = deed == "tick"
+            lent, longest = lent + lends, ticks / 4 if lends else longest
             outbox.say(tick(ticks, lends=lends))
         elif deed == "word":
             words += 1
@@ -77,16 +80,15 @@ def test_of_ticks_the_newest_is_kept_and_nothing_that_was_counted_is_lost(deeds:
     assert (heard[-1].version if heard else 0) == ticks
     assert (sum(tick.steps for tick in heard), sum(tick.step_seconds for tick in heard)) == (2 * ticks, 0.5 * ticks)
     told = [each.lent for each in heard if each.lent is not None]
-    lent = ticks if lends else 0
     assert (sum(each.cuts for each in told), sum(each.preempted for each in told)) == (lent, 2 * lent)
     assert (sum(each.looks for each in told), sum(each.look_seconds for each in told)) == (3 * lent, 0.5 * lent)
     slacks = [each.slack for each in heard if each.slack is not None]
     assert sum(each.held_back["waiting"] for each in slacks) == 3 * lent
-    assert max((each.longest_seconds for each in slacks), default=0.0) == lent / 4
+    assert max((each.longest_seconds for each in slacks), default=0.0) == longest
     os.close(descriptor)
 
 
-def test_cuts_are_told_by_the_tick_of_a_guest_that_is_gone_meanwhile_and_its_budget_is_nothing() -> None:
+def test_a_guest_that_is_gone_meanwhile_tells_its_cuts_and_refusals_and_sees_nothing_of_serving() -> None:
     descriptor = memory(300, "test")
     outbox, line = Outbox(Line(descriptor)), Line(descriptor)
     words = 0
@@ -98,4 +100,5 @@ def test_cuts_are_told_by_the_tick_of_a_guest_that_is_gone_meanwhile_and_its_bud
     outbox.flush()
     [_, told] = map(REPORTS.decode, line.read())
     assert isinstance(told, Tick) and told.lent == Lent(0, False, 1, 0.25, 2, 3, 0.5)
+    assert told.slack == Slack(0, 0, None, None, 1 / 4, 0.1, 0.1, 0.1, {"waiting": 3})
     os.close(descriptor)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.command.health import Unwell, serve, tell_health
+from pipeline.command import health as health_over_http
+from pipeline.command.health import MOST_LINES, Unwell, serve, tell_health
 from pipeline.command.options import Common
 from schemas.errors import UsageError
 from topics.health import HUNG_SECONDS, START_SECONDS, Health, Word, standing
@@ -91,6 +92,24 @@ def test_http_and_the_command_tell_alive_from_ready_from_hung(capsys: pytest.Cap
     assert {asked("/healthz")[0], asked("/readyz")[0]} == {503}
     with pytest.raises(Unwell, match="hangs"):
         tell_health(Common(), address, live=True)
+
+
+def test_however_many_ask_they_hold_no_more_than_a_few_lines_and_the_newest_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(health_over_http._Handler, "timeout", 600.0)
+    health = Health()
+    health.says("serves")
+    port = serve("127.0.0.1", 0, health)
+    lines = [socket.create_connection(("127.0.0.1", port), 60) for _ in range(MOST_LINES)]
+    for line in lines:
+        line.sendall(b"GET /rea")
+    tell_health(Common(), f"127.0.0.1:{port}", live=False)
+    assert lines[0].recv(1) == b"", "the one that lasted longest made room"
+    lines[-1].sendall(b"dyz HTTP/1.0\r\n\r\n")
+    assert b" 200 " in lines[-1].recv(100), "the others are still heard"
+    for line in lines:
+        line.close()
 
 
 def unused() -> str:

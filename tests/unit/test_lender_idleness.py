@@ -1,12 +1,17 @@
 """What could be lent: all time is idle or busy, and each stretch is counted once, where it belongs."""
 
+from threading import Event
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY
 
-from workers.executor.words import Seen
+from workers.executor.vllm.types import EngineBroken
+from workers.executor.words import Report, Seen
 from workers.lender.idleness import BOUNDS, Idleness
-from workers.lender.observed import Observed, in_words
+from workers.lender.observed import Observed, in_words, observe
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 500.0)), max_size=60))
@@ -41,3 +46,29 @@ def test_what_was_seen_is_exported_and_told_in_words() -> None:
     assert metrics["rose_lender_idle_stretch_seconds_count"] == 2.0
     words = in_words(observed.seen, 250)
     assert (words["idle"], words["serving_kv_most"], words["stretch_p50"]) == ("40.0%", "25.0%", "<= 0.01 s")
+
+
+class Link:
+    """To a server that says this much and is gone."""
+
+    def __init__(self, *reports: Report) -> None:
+        self.said = [*reports]
+
+    def reports(self) -> list[Report]:
+        if not self.said:
+            raise EngineBroken("it is gone")
+        return [self.said.pop(0)]
+
+    def wait(self, seconds: float) -> None:
+        assert REGISTRY.get_sample_value("rose_lender_serving_requests", {"state": "running"}) == 1
+
+
+def test_of_a_server_that_is_gone_nothing_is_exported_until_there_is_another() -> None:
+    counts = (0,) * (len(BOUNDS) + 1)
+    for reports in ((), (Seen(10.0, 4.0, counts, 1.009, 1, 0, 1000, 100, 250),), ()):
+        link: Any = Link(*reports)
+        with pytest.raises(EngineBroken):
+            observe(link, Event())
+        for name in ("rose_lender_observed_seconds_total", "rose_lender_serving_kv_bytes"):
+            assert REGISTRY.get_sample_value(name) is None
+        assert REGISTRY.get_sample_value("rose_lender_serving_requests", {"state": "running"}) is None

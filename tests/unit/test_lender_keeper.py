@@ -18,6 +18,7 @@ from tests.waiting import until
 from workers.lender import keeper as keepers
 from workers.lender import pulse as pulses
 from workers.lender.hang import GAP_SECONDS, Hang
+from workers.lender.identity import Identity, identity_of, opened, state_of, this_process
 from workers.lender.keeper import Keeper, is_halted, says_stop
 from workers.lender.pulse import Pulse
 
@@ -27,9 +28,10 @@ STOP_SECONDS = 1.0
 
 CORE = """
 import sys, time
+from workers.lender.identity import Identity
 from workers.lender.pulse import Pulse
 pulse = Pulse.of_core(sys.argv[1])
-pulse.has_ranks([int(rank) for rank in sys.argv[3:]])
+pulse.has_ranks([Identity.of_word(int(rank)) for rank in sys.argv[3:]])
 
 def a_step_that_hangs():
     while True:
@@ -39,6 +41,18 @@ if sys.argv[2] == "guest":
     pulse.take()
 a_step_that_hangs()
 """
+
+
+def named(process: "subprocess.Popen[bytes]", *, before: int = 0) -> str:
+    """Which one, as a core is told; `before`: of one that had its id so many ticks before."""
+    found = identity_of(process.pid)
+    assert found is not None
+    return str(found._replace(started=found.started - before).word)
+
+
+def halted(process: "subprocess.Popen[bytes]") -> bool:
+    found = identity_of(process.pid)
+    return found is None or is_halted(found)
 
 
 class Beside:
@@ -73,8 +87,8 @@ def test_a_process_beside_that_is_killed_comes_back_and_one_that_ends_does_not(t
         until(lambda: len(beside.started) == 1)
         os.kill(beside.started[0].pid, signal.SIGKILL)
         until(lambda: len(beside.started) == 2)
-        assert not is_halted(beside.started[1].pid)
-    assert is_halted(beside.started[1].pid), "it goes with its keeper"
+        assert not halted(beside.started[1])
+    assert halted(beside.started[1]), "it goes with its keeper"
     once = Beside("exit 0")
     (tmp_path / "again").mkdir()
     with kept(tmp_path / "again", once.begin):
@@ -105,7 +119,7 @@ def test_a_process_beside_of_which_the_kernel_tells_nothing_comes_back_all_the_s
             until(lambda: len(beside.started) == 1)
             os.kill(beside.started[0].pid, signal.SIGKILL)
             until(lambda: len(beside.started) == 2)
-        assert is_halted(beside.started[1].pid)
+        assert halted(beside.started[1])
     finally:
         signal.signal(signal.SIGCHLD, before)
 
@@ -137,20 +151,25 @@ def test_a_guest_that_hangs_ends_its_engine_core_and_serving_that_is_slow_does_n
     log = tmp_path / "log"
     with kept(tmp_path, Beside("exec sleep 600").begin, hang_seconds=1.0), log.open("wb") as output:
         ranks = [subprocess.Popen(["sh", "-c", "trap '' RTMIN+6; exec sleep 600"]) for _ in range(2)]
-        command = [sys.executable, "-c", CORE, str(tmp_path / "pulse"), holder, *(str(rank.pid) for rank in ranks)]
-        core = subprocess.Popen(command, cwd=ROOT, stderr=output)
+        stranger = subprocess.Popen(["sleep", "600"])  # which has got the id of a rank that is gone
+        names = [*map(named, ranks), named(stranger, before=1)]
+        core = subprocess.Popen(
+            [sys.executable, "-c", CORE, str(tmp_path / "pulse"), holder, *names], cwd=ROOT, stderr=output
+        )
         if holder == "guest":
             assert core.wait(60.0) == -signal.SIGKILL
             assert [rank.wait(60.0) for rank in ranks] == [-signal.SIGKILL] * 2
             assert "a_step_that_hangs" in log.read_text()
             assert "has had the thread" in (tmp_path / "marks" / "stop").read_text()
+            ranks.clear()
         else:
             time.sleep(4.0)
             assert core.poll() is None and not (tmp_path / "marks").exists()
-            for each in (core, *ranks):
-                assert each.poll() is None
-                each.kill()
-                each.wait()
+            ranks.append(core)
+        for each in (stranger, *ranks):
+            assert each.poll() is None
+            each.kill()
+            each.wait()
 
 
 def test_time_in_which_a_rank_is_halted_is_not_the_guests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +186,7 @@ def test_time_in_which_a_rank_is_halted_is_not_the_guests(tmp_path: Path, monkey
     ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     ranks[1].send_signal(signal.SIGSTOP)
     with kept(tmp_path, Beside("exec sleep 600").begin):
-        command = [sys.executable, "-c", CORE, str(tmp_path / "pulse"), "guest", *(str(rank.pid) for rank in ranks)]
+        command = [sys.executable, "-c", CORE, str(tmp_path / "pulse"), "guest", *map(named, ranks)]
         core = subprocess.Popen(command, cwd=ROOT)
         until(lambda: len(looks) > 2)
         assert set(looks) == {True}
@@ -190,20 +209,38 @@ def test_an_engine_core_that_outlives_its_server_ends_with_the_keeper(
     monkeypatch.setattr(keepers, "ORPHAN_SECONDS", 0.5)  # it does not leave by itself
     with kept(tmp_path, Beside("exec sleep 600").begin) as pulse:
         rank = subprocess.Popen(["sleep", "600"])  # one that hangs
-        command = [sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving", str(rank.pid)]
-        core = subprocess.Popen(command, cwd=ROOT)
-        until(lambda: pulse.core == core.pid and pulse.ranks == [rank.pid])
+        stranger = subprocess.Popen(["sleep", "600"])  # as above
+        names = [named(rank), named(stranger, before=1)]
+        core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving", *names], cwd=ROOT)
+        until(lambda: pulse.core == identity_of(core.pid) and len(pulse.ranks) == len(names))
         time.sleep(2 * keepers.LOOK_SECONDS)  # until the keeper has looked
         if server == "killed":
             monkeypatch.setattr(os, "getppid", lambda: 1)
     if server == "killed":
         assert core.wait(60.0) in (-signal.SIGTERM, -signal.SIGKILL)
         assert rank.wait(60.0) == -signal.SIGKILL
-    else:
-        for each in (core, rank):
-            assert each.poll() is None
-            each.kill()
-            each.wait()
+    for each in (stranger,) if server == "killed" else (stranger, core, rank):
+        assert each.poll() is None
+        each.kill()
+        each.wait()
+
+
+def test_a_process_is_known_by_its_id_and_its_start(tmp_path: Path) -> None:
+    program = tmp_path / "a) Z 1 (b"  # its name, in the kernel's line
+    program.symlink_to("/bin/sleep")
+    process = subprocess.Popen([str(program), "600"])
+    until(lambda: program.name in Path(f"/proc/{process.pid}/stat").read_text())
+    found = identity_of(process.pid)
+    assert found is not None and found != this_process() == identity_of(os.getpid())
+    assert Identity.of_word(found.word) == found and found.word < 2**64
+    until(lambda: state_of(found) == "S")
+    descriptor = opened(found)
+    earlier = found._replace(started=found.started - 1)
+    assert descriptor is not None and (opened(earlier), state_of(earlier)) == (None, "")
+    process.kill()
+    process.wait()
+    os.close(descriptor)
+    assert (opened(found), state_of(found), identity_of(process.pid)) == (None, "", None)
 
 
 LOOKS = st.tuples(st.integers(0, 3), st.booleans(), st.floats(0.01, 5.0))

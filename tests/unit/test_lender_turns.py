@@ -1,6 +1,7 @@
 """Turns beside a serving engine that does what was not foreseen: it goes on, and its loop does not spin."""
 
 import logging
+import math
 import queue
 from types import SimpleNamespace
 from typing import Any
@@ -122,3 +123,29 @@ def test_how_wrong_predictions_are_is_told_and_exported(turns: Turns) -> None:
     ):
         exported = REGISTRY.get_sample_value("rose_lender_prediction_error_ratio", {"step": step})
         assert exported == cost.error and 0.0 < cost.error < 1.0
+
+
+def test_a_broken_promise_is_told_as_long_as_somebody_looks_and_no_report_without_work_hides_a_long_piece(
+    core: Any, turns: Turns
+) -> None:
+    guest: Any = turns._guest
+    pieces = "rose_lender_guest_piece_seconds_count"
+    core.scheduler.waiting.append(
+        SimpleNamespace(request_id="late", arrival_time=0.0, num_tokens=4, num_computed_tokens=0)
+    )
+    turns.step(lambda: True)
+    metrics.show(turns._slack())
+    before = REGISTRY.get_sample_value(pieces) or 0
+    headroom = REGISTRY.get_sample_value("rose_lender_headroom_seconds", {"kind": "prefill"})
+    assert headroom is not None and headroom < 0
+    guest.busy = False
+    turns.step(lambda: True)
+    metrics.show(turns._slack())
+    headroom = REGISTRY.get_sample_value("rose_lender_headroom_seconds", {"kind": "prefill"})
+    assert headroom is not None and math.isnan(headroom)
+    assert REGISTRY.get_sample_value(pieces) == before
+    core.scheduler.waiting.clear()
+    guest.busy = True
+    turns.step(lambda: True)
+    metrics.show(turns._slack())
+    assert REGISTRY.get_sample_value(pieces) == before + 1

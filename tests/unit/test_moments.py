@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.report import moments as moments_of
 from pipeline.report.history import RunHistory, Standing, TurnFact, fold_history
 from pipeline.report.lending import Promised, lending_in_a_sentence, lending_of
 from pipeline.report.lending_picture import lending_picture
@@ -15,11 +16,14 @@ from schemas.turns import TurnTimes
 from tests.golden.examples import EXAMPLES
 
 PROMISED = Promised(ttft=0.25, tpot=0.05)
+NOW = 100_000.0
 LENDER, DEDICATED = "executor-1", "executor-0"
 
 
-def turn(trajectory: str, worker: str, *, begin: float, end: float, tokens: int = 10) -> TurnFact:
-    stations = (begin, begin, begin, begin, begin, begin, end, end)
+def turn(
+    trajectory: str, worker: str, *, begin: float, end: float, tokens: int = 10, first: float | None = None
+) -> TurnFact:
+    stations = (begin, begin, begin, begin, begin, begin if first is None else first, end, end)
     return TurnFact(
         trajectory_id=trajectory,
         turn=0,
@@ -55,7 +59,7 @@ def test_a_second_joins_what_users_waited_and_what_trajectories_did() -> None:
         turn("g:0", LENDER, begin=100.5, end=102.5, tokens=20),
         turn("g:1", DEDICATED, begin=101.0, end=102.0, tokens=7),
     )
-    rows = moments(told, [asked(101.2, ttft=0.1), asked(101.4, ttft=0.3), asked(102.1, error="status 500")])
+    rows = moments(told, [asked(101.2, ttft=0.1), asked(101.4, ttft=0.3), asked(102.1, error="status 500")], now=NOW)
     assert [row.at for row in rows] == [100, 101, 102]
     assert [row.lent_tokens for row in rows] == pytest.approx([5, 10, 5])
     assert rows[1].turns == ["g:0/0"]
@@ -77,7 +81,7 @@ def test_cuts_are_counted_once_and_a_freeze_lasts_until_it_is_taken_back() -> No
             standing(106.2, cuts=1, incarnation=2),
         ),
     )
-    rows = moments(told, [])
+    rows = moments(told, [], now=NOW)
     assert [row.cuts for row in rows] == [2, 0, 3, 0, 0, 0, 1, 0]
     assert [row.frozen for row in rows] == [False, False, True, True, True, False, False, False]
 
@@ -85,14 +89,14 @@ def test_cuts_are_counted_once_and_a_freeze_lasts_until_it_is_taken_back() -> No
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 9), st.integers(1, 99)), min_size=1, max_size=20))
 def test_no_token_is_lost_on_the_way_into_seconds(turns: list[tuple[float, float, int]]) -> None:
     told = history(*(turn(f"g:{n}", LENDER, begin=a, end=a + b, tokens=c) for n, (a, b, c) in enumerate(turns)))
-    rows = moments(told, [])
+    rows = moments(told, [], now=NOW)
     assert sum(row.lent_tokens for row in rows) == pytest.approx(sum(tokens for _, _, tokens in turns))
 
 
 def test_a_promise_is_kept_by_requests_that_kept_both_budgets() -> None:
     told = history(turn("g:0", LENDER, begin=100, end=101), turn("g:1", DEDICATED, begin=100, end=101, tokens=30))
     served = [asked(100.0), asked(100.1, ttft=0.3), asked(100.2, tpot=0.06), asked(100.3, error="reset\n")]
-    rows = moments(told, served)
+    rows = moments(told, served, now=NOW)
     lending = lending_of(told, served, rows, PROMISED)
     assert lending is not None
     assert (lending.requests, lending.failed, lending.kept) == (4, 1, 0.25)
@@ -105,14 +109,14 @@ def test_a_promise_is_kept_by_requests_that_kept_both_budgets() -> None:
 def test_a_server_that_lent_nothing_is_said_in_a_sentence() -> None:
     served = [asked(100.0)]
     told = history()
-    lending = lending_of(told, served, moments(told, served), PROMISED)
+    lending = lending_of(told, served, moments(told, served, now=NOW), PROMISED)
     assert lending is not None
     assert "lent nothing" in lending_in_a_sentence(lending)
 
 
 def test_a_run_without_lender_and_users_has_no_moments() -> None:
     told = history(turn("g:1", DEDICATED, begin=100, end=101), standings=())
-    assert moments(told, []) == []
+    assert moments(told, [], now=NOW) == []
     assert lending_of(told, [], [], PROMISED) is None
     assert lending_picture([], PROMISED) is None
 
@@ -146,10 +150,46 @@ def test_a_lender_that_falls_silent_is_frozen_no_more_until_it_says_so_again() -
     told = fold_history(serving)
     found = [(each.at, each.frozen) for each in told.standings]
     assert found == [(100.0, True), (103.5, False), (110.0, True), (112.2, False)]
-    rows = moments(told, [asked(float(second)) for second in range(100, 120)])
+    rows = moments(told, [asked(float(second)) for second in range(100, 120)], now=NOW)
     assert [row.at for row in rows if row.frozen] == [100, 101, 102, 103, 110, 111, 112]
 
 
 def test_a_run_that_stood_still_has_no_rows_meanwhile() -> None:
-    rows = moments(history(), [asked(100.0), asked(159.0), asked(90_000.0)])
+    rows = moments(history(), [asked(100.0), asked(159.0), asked(90_000.0)], now=NOW)
     assert [rows[0].at, rows[59].at, rows[60].at, len(rows)] == [100, 159, 90_000, 61]
+
+
+WHENEVER = st.one_of(st.sampled_from([0.0, 100.0, 1.7e9, 253_402_300_799.0]), st.floats(0.0, 253_402_300_799.0))
+
+
+@given(st.lists(st.tuples(WHENEVER, WHENEVER, WHENEVER), max_size=9))
+def test_times_that_cannot_be_are_in_no_second_and_are_told(forged: list[tuple[float, float, float]]) -> None:
+    now = 1_700_000_100.0
+    known = turn("g:0", LENDER, begin=now - 50.0, end=now - 41.5)
+    others = [
+        turn(f"g:{n}", worker, begin=begin, end=end, first=first)
+        for n, (begin, first, end) in enumerate(forged, 1)
+        for worker in (LENDER, DEDICATED)
+    ]
+    told = history(known, *others, standings=(standing(now - 60.0),))
+    rows = moments(told, [], now=now)
+    assert len(rows) <= 9 + sum(86_401 for _ in forged)
+    assert rows == sorted(rows, key=lambda row: row.at) and rows[-1].at <= now + 3600
+    lending = lending_of(told, [], rows, PROMISED)
+    assert lending is not None
+    in_order = sum(begin <= first <= end <= now + 3600 and end - begin <= 86_400 for begin, first, end in forged)
+    assert lending.undrawn == len(forged) - in_order
+    assert lending.turns == 1 + len(forged)
+
+
+def test_rows_are_of_a_bounded_time_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments_of, "MOST_SECONDS", 70)
+    now = 1_700_000_000.0
+    turns = [turn(f"g:{n}", LENDER, begin=now - 10.0 * (n + 1), end=now - 10.0 * n - 0.5) for n in range(9)]
+    told, served = history(*turns, standings=(standing(now),)), [asked(now - 85.0), asked(now - 15.0)]
+    rows = moments(told, served, now=now)
+    assert [row.at for row in rows] == list(range(int(now) - 70, int(now)))
+    assert sum(row.asked for row in rows) == 1
+    lending = lending_of(told, served, rows, PROMISED)
+    assert lending is not None and (lending.turns, lending.undrawn) == (9, 2)
+    assert "in no second of the picture: 2." in lending_in_a_sentence(lending)

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from pipeline.accounting.ledger import Ledger
+from pipeline.report import figures
 from pipeline.report.history import RunHistory, fold_history
 from pipeline.report.machine import this_machine
 from pipeline.report.page import report_html
@@ -199,6 +200,28 @@ def test_the_page_loads_nothing_and_escapes_what_it_is_given() -> None:
         assert f'id="{name}"' in page
     assert "Held-out success went from 25.0 % to 75.0 % on 256 fixed tasks." in page
     assert "none was lost and none counted twice" in page
+
+
+def test_of_many_workers_the_pictures_tell_some_apart_and_count_the_others() -> None:
+    many = figures.SHOWN_WORKERS + 5
+    samples = [
+        sample(
+            index,
+            turns=[
+                turn(number, start=10, end=14, cached=0, at=START + number, worker=f"executor-{index:02}")
+                for number in range(1 + (index < 8))
+            ],
+            versions=[0] * (1 + (index < 8)),
+            success=True,
+        )
+        for index in range(many)
+    ]
+    history = fold_history([*samples, manifest(0, 0.0)])
+    held, lanes = figures.occupancy(history), figures.timeline(history)
+    assert held is not None and lanes is not None
+    busiest = [f"executor-{index:02}" for index in range(figures.SHOWN_WORKERS)]
+    assert [trace.name for trace in held.data] == [*busiest, "5 others"]
+    assert "the 8 busiest of 13 workers" in lanes.layout.legend.title.text
 
 
 def test_a_run_without_turns_still_has_a_report() -> None:

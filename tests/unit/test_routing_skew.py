@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.routing.skew import SKEW_SECONDS, TELL_SECONDS, WINDOW_SECONDS, Skews
+from pipeline.routing.skew import SILENT_SECONDS, SKEW_SECONDS, TELL_SECONDS, WINDOW_SECONDS, Skews
 
 
 @given(
@@ -26,3 +26,16 @@ def test_a_wrong_clock_is_told_once_a_minute() -> None:
     told = [now for now in range(600) if skews.heard("w0", now + 100.0, float(now)) is not None]
     assert told[0] <= WINDOW_SECONDS and len(told) <= 600 / TELL_SECONDS
     assert all(later - earlier >= TELL_SECONDS for earlier, later in pairwise(told))
+
+
+def test_who_has_gone_is_told_of_no_more_and_takes_no_room() -> None:
+    skews = Skews()
+    for now in range(2 * int(SILENT_SECONDS + WINDOW_SECONDS)):
+        skews.heard("stays", float(now), float(now))
+        skews.heard(f"stranger-{now}", 0.0, float(now))
+        if now < SILENT_SECONDS:
+            skews.heard("left", now - 100.0, float(now))
+        if now == SILENT_SECONDS:
+            assert skews.seconds["left"] == 100.0
+    assert skews.seconds == {"stays": 0.0}
+    assert len(skews._windows) <= SILENT_SECONDS + 2 * WINDOW_SECONDS

@@ -15,6 +15,11 @@ from pipeline.command.view import View
 from pipeline.replay.life import Found, fold_lives, keep
 from pipeline.replay.text import told
 from pipeline.report.history import fold_history
+from pipeline.report.lending import Promised, lending_of
+from pipeline.report.machine import this_machine
+from pipeline.report.moments import moments
+from pipeline.report.page import report_html
+from pipeline.report.summary import Success, summarise
 from pipeline.routing.router import Router
 from pipeline.routing.skew import Skews
 from pipeline.routing.waiting import Asked
@@ -191,9 +196,22 @@ class House:
 
     def tell(self) -> None:
         """What looks at a log afterwards takes all of it."""
-        self.ledger.audit()
         self.view.present(self.now)
-        fold_history(self.history)
+        history = fold_history(self.history)
+        rows, promised = moments(history, [], now=self.now), Promised(ttft=1.0, tpot=1.0)
+        summary = summarise(
+            history,
+            self.ledger.audit(),
+            run="strangers",
+            seed=0,
+            started_at=0.0,
+            seconds=self.now,
+            broker="none",
+            success=Success(),
+            machine=this_machine(),
+            lending=lending_of(history, [], rows, promised),
+        )
+        report_html(summary, history, configuration="", rows=rows)
         for name in ("g-1:3", "g-1:0"):
             list(told(fold_lives(name, self.found)))
 

@@ -1,16 +1,15 @@
 """A trajectory is one trace, and what its records say are its spans."""
 
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import pytest
 
-from pipeline.command.config import load
-from pipeline.command.options import Common
-from schemas.errors import UsageError
 from schemas.record import Record
 from schemas.samples import Sample, SampleOutcome
 from schemas.traces import TRAJECTORY, span_id, span_of, trace_id, traceparent
@@ -102,6 +101,32 @@ def test_a_collector_gets_the_spans_under_the_ids_that_the_headers_say() -> None
     assert whole.failed and whole.name == f"invoke_agent {sample.environment}"
 
 
+def test_no_process_stays_for_a_collector_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "2")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with tracing.traced(endpoint, 1.0, role="router-0"):
+            assert tracing.exporter is not None
+            tracing.exporter.wrote(example(TurnRequest), TOPIC)
+        (sending,) = [thread for thread in threading.enumerate() if thread.name == "last-spans"]
+    sending.join()
+
+
+def test_a_time_that_somebody_made_up_spoils_no_spans_of_others() -> None:
+    request, sample = example(TurnRequest), example(Sample)
+    times = TurnTimes(**dict.fromkeys(TurnTimes.__struct_fields__, 253_402_300_799.0))
+    turns = tuple(msgspec.structs.replace(turn, times=times) for turn in sample.turns)
+    with collector() as found, tracing.traced(found.endpoint, 1.0, role="environment-0"):
+        assert tracing.exporter is not None
+        tracing.exporter.wrote(request, TOPIC)
+        tracing.exporter.wrote(msgspec.structs.replace(sample, turns=turns, completed_at=times.applied_at), TOPIC)
+        tracing.exporter.wrote(example(TurnResult, times=times), TOPIC)
+        tracing.exporter.applied(example(TurnResult, times=times), TOPIC, began=times.applied_at)
+    assert len(found.spans) == 5
+    assert all(span.begins <= span.ends < 2**62 for span in found.spans)
+
+
 def test_of_a_share_of_the_trajectories_every_hop_is_told() -> None:
     names = [f"group:{index}" for index in range(200)]
     with collector() as found, tracing.traced(found.endpoint, 0.5, role="router-0"):
@@ -119,9 +144,3 @@ def test_what_exports_no_traces_imports_nothing_for_them() -> None:
     found = "import sys, pipeline.command.roles, topics.writer; print('opentelemetry' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", found], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
-
-
-@pytest.mark.parametrize("said", ["tracing.endpoint=collector:4318", "tracing.ratio=1.5"])
-def test_a_setting_that_is_none_is_refused(said: str) -> None:
-    with pytest.raises(UsageError, match=said.partition("=")[0]):
-        load(Common(settings=[said]))

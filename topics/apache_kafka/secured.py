@@ -148,12 +148,14 @@ def start_secured(
 ) -> SecuredNode:
     """Start a node with its data, keys and log in `data_folder`, and wait until it answers.
 
-    What it refuses is in its log; with `audit` what it allows as well. Call it from a thread that lives as long as the
-    node should. Raises BrokerFailed.
+    What it refuses is in its log; with `audit` what it allows as well. While the node is formatted its user's password
+    is among the arguments of a process: Kafka's tool takes it nowhere else. Call it from a thread that lives as long as
+    the node should. Raises BrokerFailed.
     """
     data_folder = data_folder.resolve()
     keys = data_folder / "keys"
     keys.mkdir(parents=True)
+    data_folder.chmod(0o700)  # its user's password is in the node's settings
     _make_certificates(keys)
     password = secrets.token_hex(16)
     settings = (files("topics.apache_kafka") / "secured.properties.in").read_text()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
+from prometheus_client import Counter
 
 from schemas.environments import Group, GroupState
 from schemas.prompts import Prompt, trajectory_id
@@ -94,6 +95,8 @@ class Outbox:
         """By home: the next request will lie at or after this offset."""
         self.began_at = 0.0
         """Monotonic seconds; when the last transaction began."""
+        self._counted: list[tuple[Counter, int]] = []
+        """What this transaction adds to which count, once it is committed: what is aborted is decided again."""
 
     def fence(self) -> None:
         """Make sure of a sound writer: transactions of an earlier one of this name are over. Raises BusError."""
@@ -133,6 +136,7 @@ class Outbox:
             return []
         assert self._writer is not None
         self.began_at = time.monotonic()
+        self._counted.clear()
         try:
             self._writer.begin()
             ended = [ended_id for home, decision in decisions for ended_id in self._put_decision(home, decision)]
@@ -150,6 +154,8 @@ class Outbox:
         self._committed.update(offsets)
         self._committed_at = time.monotonic()
         metrics.TRANSACTION_SECONDS.observe(self._committed_at - self.began_at)
+        for counter, more in self._counted:
+            counter.inc(more)
         return ended + [item.trajectory_id for item in ready if item.written.sample is not None]
 
     def _offsets(self, homes: Iterable[Home]) -> dict[Place, int]:
@@ -167,10 +173,10 @@ class Outbox:
         found, prompt = decision.found, decision.prompt
         if decision.fate is Fate.FORWARD and prompt is not None:
             self._writer.forward(PROMPTS, found.raw, partition=decision.home, key=prompt.group_id)
-            metrics.FORWARDED.inc()
+            self._counted.append((metrics.FORWARDED, 1))
         if decision.fate is Fate.REFUSE:
             self._writer.dead_letter(found, decision.refusal)
-            metrics.REFUSED.inc()
+            self._counted.append((metrics.REFUSED, 1))
             where = {"home": home.partition, "offset": found.offset}
             log.warning("prompt_refused", group=prompt and prompt.group_id, reason=decision.refusal, **where)
             if prompt is not None and not decision.repeated:
@@ -196,7 +202,7 @@ class Outbox:
             if written.sample is not None:
                 ended.append(own_id)
             self._write(home, own_id, written, home.trajectories.get(own_id))
-        metrics.OPENED.inc(prompt.group_size)
+        self._counted.append((metrics.OPENED, prompt.group_size))
         return ended
 
     def _write_group(
@@ -222,7 +228,7 @@ class Outbox:
         for found, reason in home.spoiled:
             self._writer.dead_letter(found, reason)
             home.results.done(found.offset)
-            metrics.SPOILED.inc()
+            self._counted.append((metrics.SPOILED, 1))
             log.warning("result_spoiled", home=home.partition, offset=found.offset, reason=reason)
         for own_id in home.strays:
             self._writer.tombstone(PROGRESS, key=own_id, partition=home.partition)
@@ -248,7 +254,7 @@ class Outbox:
         assert self._writer is not None
         partition = home.partition
         if written.snapshot is not None:
-            metrics.SNAPSHOT_BYTES.inc(len(written.snapshot.state))
+            self._counted.append((metrics.SNAPSHOT_BYTES, len(written.snapshot.state)))
             self._writer.write(SNAPSHOTS, written.snapshot, key=own_id, partition=partition, trajectory_id=own_id)
         if written.request is not None and trajectory is not None:
             # The records of one writer lie in the order in which they were written, so this one lies no earlier.
@@ -264,7 +270,7 @@ class Outbox:
             )
             self._writer.write(PROGRESS, trajectory.progress(), key=own_id, partition=partition, trajectory_id=own_id)
         if written.sample is not None and written.ending is not None:
-            metrics.ENDED.labels(written.ending.value).inc()
+            self._counted.append((metrics.ENDED.labels(written.ending.value), 1))
             self._writer.write(SAMPLES, written.sample, key=written.sample.group_id, trajectory_id=own_id)
             if opened:
                 self._writer.tombstone(PROGRESS, key=own_id, partition=partition)

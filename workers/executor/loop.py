@@ -18,9 +18,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Collection
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from enum import Enum
 from threading import Event
 
 import msgspec
@@ -32,13 +30,13 @@ from schemas.slack import HELD, ExecutorState, WorkerClass
 from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
 from topics.health import HEALTH
-from topics.metrics import export
 from topics.reader import Reader
 from topics.records import Envelope, Place, Spoiled
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.executor import metrics
 from workers.executor.answers import Start, ended, refused
+from workers.executor.change import Versions
 from workers.executor.config import ExecutorConfig
 from workers.executor.gate import Gate, Granted
 from workers.executor.heartbeats import Heartbeats, in_short
@@ -51,16 +49,14 @@ from workers.executor.words import (
     Done,
     GiveUp,
     NotTaken,
-    Prepare,
     Prepared,
     Refused,
     Report,
-    Serve,
     Serving,
     Take,
     Tick,
 )
-from workers.weights.receive import StagedVersion, WeightReceiver
+from workers.weights.receive import WeightReceiver
 
 INBOX_BATCH = 256
 """Dispatches taken from the inbox at once."""
@@ -82,17 +78,6 @@ PARKED = "it is parked"
 
 START_BITS = 16
 """Random bits of an incarnation, below the offset: a broker that lost its newest records may give an offset twice."""
-
-
-class Change(Enum):
-    """How far the change to the next version is."""
-
-    PREPARING = "preparing"
-    """The old one serves, and goes on serving whoever comes."""
-    PREPARED = "prepared"
-    """The engine can change to it between two steps."""
-    ORDERED = "ordered"
-    """From the next order that the engine takes it serves the new version, or has refused it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +113,6 @@ class Executor:
         granted: Granted | None,
     ) -> None:
         """`tick`: the first of the engine at the link. `granted`: of a lender. Raises TopicMissing or BusError."""
-        export(metrics.EXECUTOR)
         self._config = config
         self._name = name
         self._link = link
@@ -140,15 +124,7 @@ class Executor:
         self._running: dict[str, Running] = {}
         self._answered: deque[int] = deque(maxlen=HELD)
         """By `held_hash`, the turns that it answered last."""
-        self._version = -1
-        self._kept: StagedVersion | None = None
-        """What a guest serves, to serve it again when it was built anew."""
-        self._next: StagedVersion | None = None
-        self._change = Change.PREPARING
-        """Of `_next`."""
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-lays")
-        self._laid: Future[Prepare] | None = None
-        """Of `_next`, while it is copied to where the engine reads it."""
+        self._versions = Versions(link, receiver, name, drains=config.drain_before_swap, keeps=self._gate.lends)
         self._bereft = False
         """There was no engine for a while: what it had been given is lost, also where there is one again by now."""
         self._deferred: list[TurnDispatch] = []
@@ -183,13 +159,15 @@ class Executor:
         """
         self._log.info("started", incarnation=self._start.incarnation, slot=self._config.slot)
         try:
-            while not stop.is_set():
-                self._take_in()
-                self._hear()
-                self._open_or_close()
-                self._change_version()
-                self._writer.poll()
-            self._hand_back()
+            with metrics.exported():
+                while not stop.is_set():
+                    self._take_in()
+                    self._hear()
+                    self._open_or_close()
+                    if not self._tick.parked:
+                        self._versions.go_on(busy=bool(self._running))
+                    self._writer.poll()
+                self._hand_back()
             self._writer.flush()
         except EngineBroken:  # its turns are lost: the router need not wait for silence
             self._writer.flush()
@@ -197,12 +175,13 @@ class Executor:
             self._writer.flush()
             raise
         finally:
-            self._helper.shutdown()
+            self._versions.close()
             self._writer.close()
             self._reader.close()
 
     def _take_in(self) -> None:
-        for item in self._reader.read(INBOX_BATCH, BUSY_SECONDS if self._running or self._next else IDLE_SECONDS):
+        busy = self._running or self._versions.coming
+        for item in self._reader.read(INBOX_BATCH, BUSY_SECONDS if busy else IDLE_SECONDS):
             if isinstance(item, Spoiled):
                 self._writer.dead_letter(item, item.reason)
             elif isinstance(item, Envelope) and isinstance(item.record, TurnDispatch):
@@ -222,7 +201,7 @@ class Executor:
         elif self._gate.reason:
             self._inbox.release(dispatch.key)
             self._refuse(dispatch, self._gate.reason, Refusal.ROOM)
-        elif self._changing:
+        elif self._versions.changing:
             self._deferred.append(dispatch)
         else:
             self._order(dispatch)
@@ -246,6 +225,10 @@ class Executor:
             HEALTH.says(said, ready=ready)
 
     @property
+    def _version(self) -> int:
+        return self._versions.serving
+
+    @property
     def _state(self) -> ExecutorState:
         if self._gate.reason:
             return ExecutorState.PAUSED
@@ -264,8 +247,7 @@ class Executor:
             self._beat(self._state)
         if self._bereft:
             self._bereft = False
-            self._kept = self._next or self._kept
-            self._version, self._next, self._laid = -1, None, None
+            self._versions.lost()
 
     def _give_up(self) -> None:
         """Have everything go back: the engine's with what was sampled of it."""
@@ -284,7 +266,7 @@ class Executor:
                 dispatch = self._inbox.release(self._running.pop(report.name).key)
                 self._refuse(dispatch, report.reason, Refusal.ENGINE)
             case Prepared():
-                self._change = Change.PREPARED
+                self._versions.prepared()
             case Serving():
                 self._served(report)
             case NotTaken():
@@ -303,7 +285,7 @@ class Executor:
         self._beats.heard(tick)
         if tick.lent is not None:
             metrics.show_lent(tick.lent)
-        elif tick.parked:
+        if tick.parked:
             metrics.show_parked()
 
     @property
@@ -312,49 +294,22 @@ class Executor:
         most, may = self._config.max_turns, self._tick.most_turns
         return most if may is None else min(most, may)
 
-    @property
-    def _changing(self) -> bool:
-        """Whether turns that come are for the next version."""
-        if self._next is None or self._change is Change.PREPARING:
-            return False
-        return self._change is Change.ORDERED or self._config.drain_before_swap
-
-    def _change_version(self) -> None:
-        if self._tick.parked:
-            return
-        if self._next is None:
-            self._next = self._receiver.staged() or (self._kept if self._version < 0 else None)
-            if self._next is not None:
-                self._change = Change.PREPARING
-                self._laid = self._helper.submit(self._link.lay, self._next.version, self._next.tensors)
-        elif self._laid is not None:
-            if self._laid.done():
-                laid, self._laid = self._laid, None
-                self._link.order(laid.result())
-        elif self._change is Change.PREPARED and not (self._config.drain_before_swap and self._running):
-            self._change = Change.ORDERED
-            self._link.order(Serve(self._next.version))
-
     def _served(self, report: Serving) -> None:
-        self._version, self._beats.swap_seconds = report.version, report.seconds
+        self._versions.served(report.version)
+        self._beats.swap_seconds = report.seconds
         self._tick = msgspec.structs.replace(self._tick, version=report.version)  # it may be older than this report
         metrics.SWAP_SECONDS.observe(report.seconds)
         self._log.info("serving", version=report.version, swap_seconds=round(report.seconds, 4))
-        if self._gate.lends:
-            self._kept = self._next
         self._resume()
 
     def _not_taken(self, report: NotTaken) -> None:
         metrics.SWAPS_REFUSED.inc()
         self._log.error("version refused, the old one serves on", version=report.version, reason=report.reason)
-        self._receiver.refuse(report.version, report.reason)
-        if self._next is self._kept:
-            self._kept = None
+        self._versions.not_taken(report)
         self._resume()
 
     def _resume(self) -> None:
         """The engine takes turns again."""
-        self._next = None
         deferred, self._deferred = self._deferred, []
         for dispatch in deferred:
             self._order(dispatch)

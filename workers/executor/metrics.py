@@ -2,24 +2,27 @@
 
 Keeps true
 - Seconds and bytes, and no label that grows with the work.
-- An executor's figures are exported by an executor alone, a lender's by one that lends.
+- An executor's figures are exported by an executor alone, a lender's by one that lends, and by either while it looks at
+  its engine: one that begins anew, for want of a guest or of the broker, says nothing meanwhile.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from schemas.turns import TurnOutcome
-from topics.metrics import export
+from topics.metrics import export, withdraw
 from workers.executor.words import Lent, Slack
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 EXECUTOR = CollectorRegistry()
-"""What every executor exports, once it has begun."""
+"""What every executor exports while it runs."""
 
 LENDER = CollectorRegistry()
-"""What those beside serving export, once they have heard of it."""
+"""What those beside serving export while they run, once they have heard of it."""
 
 TURNS = Counter("rose_executor_turns_total", "Turns answered or dropped, by outcome.", ["outcome"], registry=EXECUTOR)
 TOKENS = Counter("rose_executor_tokens_total", "Tokens of finished turns, by kind.", ["kind"], registry=EXECUTOR)
@@ -59,13 +62,13 @@ SERVING_REQUESTS = Gauge(
 )
 HEADROOM_SECONDS = Gauge(
     "rose_lender_headroom_seconds",
-    "Least slack when serving was last looked at, by kind of step; NaN where nothing waits for it.",
+    "Least slack when serving was last looked at, by kind of step; NaN where nothing waits, or no guest wants it.",
     ["kind"],
     registry=LENDER,
 )
 GUEST_PIECE_SECONDS = Histogram(
     "rose_lender_guest_piece_seconds",
-    "Longest piece of the guest's work between two reports.",
+    "Longest piece of the guest's work between two reports, where there was any.",
     buckets=SECONDS,
     registry=LENDER,
 )
@@ -88,6 +91,21 @@ for _why in ("waiting", "occupancy", "prefill", "decode"):
 POLICY_VERSION.set(-1)
 
 
+@contextmanager
+def exported() -> Iterator[None]:
+    """While an executor runs; what it has counted before it goes on."""
+    export(EXECUTOR)
+    try:
+        yield
+    finally:
+        withdraw(EXECUTOR)
+        withdraw(LENDER)
+        POLICY_VERSION.set(-1)
+        for gauge in (HELD_TURNS, KV_CAPACITY_BYTES, KV_FREE_BYTES):
+            gauge.set(0)
+        _set_parked()
+
+
 def show(slack: Slack) -> None:
     """What a guest's host says of serving."""
     export(LENDER)
@@ -95,7 +113,8 @@ def show(slack: Slack) -> None:
     SERVING_REQUESTS.labels("waiting").set(slack.waiting)
     for kind, headroom in (("prefill", slack.prefill_headroom), ("decode", slack.decode_headroom)):
         HEADROOM_SECONDS.labels(kind).set(math.nan if headroom is None else headroom)
-    GUEST_PIECE_SECONDS.observe(slack.longest_seconds)
+    if slack.longest_seconds:  # reports without any would hide the long ones among the many
+        GUEST_PIECE_SECONDS.observe(slack.longest_seconds)
     for step in ("guest", "prefill", "decode"):
         PREDICTION_ERROR.labels(step).set(getattr(slack, f"{step}_error"))
     for why, times in slack.held_back.items():
@@ -117,6 +136,10 @@ def show_lent(lent: Lent) -> None:
 def show_parked() -> None:
     """There is no guest: it may hold nothing, and its host does not say how serving stands."""
     export(LENDER)
+    _set_parked()
+
+
+def _set_parked() -> None:
     LENT_BYTES.set(0)
     FROZEN.set(False)
     for state in ("running", "waiting"):

@@ -118,11 +118,11 @@ class Slack(msgspec.Struct, frozen=True, array_like=True):
     running: int
     waiting: int
     prefill_headroom: float | None
-    """Least S_prf when serving was last looked at; None while no request waited for its first token."""
+    """Least S_prf when serving was last looked at; None where it was not, or no request waited for its first token."""
     decode_headroom: float | None
-    """Least S_dec; None while none decoded."""
+    """Least S_dec; None also where none decoded."""
     longest_seconds: float
-    """The longest piece of the guest's work: what the yield bound is about."""
+    """The longest piece of the guest's work, 0 where there was none: what the yield bound is about."""
     guest_error: float
     """How wrong predicted steps are: nine in ten end within this share of what was predicted."""
     prefill_error: float
@@ -291,12 +291,16 @@ def _both(before: Tick, tick: Tick) -> Tick:
 
 
 def _both_slacks(before: Slack | None, slack: Slack | None) -> Slack | None:
-    if before is None or slack is None:
+    """Also where the newer tick is of no engine, which sees nothing of serving: it was held back before."""
+    if before is None:
         return slack
+    now = slack or msgspec.structs.replace(
+        before, running=0, waiting=0, prefill_headroom=None, decode_headroom=None, longest_seconds=0.0, held_back={}
+    )
     return msgspec.structs.replace(
-        slack,
-        longest_seconds=max(before.longest_seconds, slack.longest_seconds),
-        held_back=dict(Counter(before.held_back) + Counter(slack.held_back)),
+        now,
+        longest_seconds=max(before.longest_seconds, now.longest_seconds),
+        held_back=dict(Counter(before.held_back) + Counter(now.held_back)),
     )
 
 

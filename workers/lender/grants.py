@@ -13,6 +13,7 @@ from confluent_kafka import OFFSET_BEGINNING
 from schemas.capacity import CapacityGrant
 from schemas.errors import RoseError
 from topics.catalog import GRANTS
+from topics.health import HEALTH
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope
 from topics.settings import BusSettings
@@ -45,7 +46,7 @@ class Grants:
     def known(self, stop: Event) -> None:
         """Wait until those that were there have been read, or `stop` is set."""
         while not self._known.wait(READ_SECONDS) and not stop.is_set():
-            pass
+            HEALTH.says("waits for its grants: the broker has not told them yet", ready=False)
 
     def stop(self) -> None:
         """End the thread and wait for it."""

@@ -9,6 +9,7 @@ Keeps true
   is left alone.
 - It is the server's child and ends with it, after the process beside has said goodbye. An engine core that outlives its
   server, as when that one is killed, ends then too, with its ranks: it serves nobody, and holds its memory.
+- It ends no stranger: not one who has got the id of a process that is gone.
 
 It looks at one page of memory (`pulse`) and at one file, and imports nothing that could hang itself.
 """
@@ -26,6 +27,7 @@ import structlog
 
 from workers.lender.backoff import Backoff
 from workers.lender.hang import Hang
+from workers.lender.identity import Identity, opened, state_of
 from workers.lender.pulse import STACK_SIGNAL, Pulse
 
 LOOK_SECONDS = 0.2
@@ -50,8 +52,8 @@ class Keeper:
         self._begin = begin
         self._hang = Hang(hang_seconds)
         self._server = os.getppid()
-        self._core: tuple[int, int] | None = None
-        """The engine core's process and a descriptor of it."""
+        self._core: tuple[Identity, int] | None = None
+        """Which process the engine core is, and a descriptor of it."""
         self._ended = False
         """The engine core was."""
         self._beside: int | None = None
@@ -90,18 +92,16 @@ class Keeper:
                 self._log.error("the process beside cannot be started", reason=str(error), again_in=wait)
 
     def _watch(self) -> None:
-        if self._core is None and self._pulse.core:
-            try:
-                self._core = self._pulse.core, os.pidfd_open(self._pulse.core)
-            except ProcessLookupError:
-                return
+        core = self._pulse.core
+        if self._core is None and core is not None and (descriptor := opened(core)) is not None:
+            self._core = core, descriptor
         if self._core is None or self._ended:
             return
-        pid, descriptor = self._core
+        core, descriptor = self._core
         since = self._pulse.since
-        halted = bool(since) and (is_halted(pid) or any(map(is_stopped, self._pulse.ranks)))
+        halted = bool(since) and (is_halted(core) or any(map(is_stopped, self._pulse.ranks)))
         if self._hang.looked(since, halted=halted, now=time.monotonic()):
-            self._end(pid, descriptor)
+            self._end(core.pid, descriptor)
 
     def _end(self, pid: int, descriptor: int) -> None:
         """What an operator would do: have it not happen again, keep the evidence, and let the server be restarted."""
@@ -120,32 +120,31 @@ class Keeper:
 
     def _open_ranks(self) -> list[int]:
         """Descriptors of those that are there: one that hangs does not see that the core is gone."""
-        ranks = []
-        for rank in self._pulse.ranks:
-            with suppress(ProcessLookupError):
-                ranks.append(os.pidfd_open(rank))
-        return ranks
+        return [descriptor for rank in self._pulse.ranks if (descriptor := opened(rank)) is not None]
 
     def _part(self) -> None:
         if self._beside is None:
             return
         deadline = time.monotonic() + GOODBYE_SECONDS
+        asked = False
         with suppress(ProcessLookupError):
-            os.kill(self._beside, signal.SIGTERM)
-            while _ended(self._beside) is None:
-                if time.monotonic() > deadline:
+            while _ended(self._beside) is None:  # looked at before each signal: until it was waited for, the id is its
+                if not asked:
+                    os.kill(self._beside, signal.SIGTERM)
+                    asked = True
+                elif time.monotonic() > deadline:
                     os.kill(self._beside, signal.SIGKILL)
                 time.sleep(LOOK_SECONDS)
 
     def _end_orphan(self) -> None:
         if self._core is None:
             return
-        pid, core = self._core
-        if _are_gone([core], 0.0):
+        core, descriptor = self._core
+        if _are_gone([descriptor], 0.0):
             return
-        self._log.warning("the server is gone: its engine core is ended", core=pid)
-        processes = [core, *self._open_ranks()]
-        _send([core], signal.SIGTERM)  # which ends its ranks
+        self._log.warning("the server is gone: its engine core is ended", core=core.pid)
+        processes = [descriptor, *self._open_ranks()]
+        _send([descriptor], signal.SIGTERM)  # which ends its ranks
         if not _are_gone(processes, ORPHAN_SECONDS):
             _send(processes, signal.SIGKILL)
 
@@ -188,19 +187,11 @@ def says_stop(file: Path) -> bool:
     return True
 
 
-def is_halted(pid: int) -> bool:
+def is_halted(process: Identity) -> bool:
     """Whether somebody has stopped the process, or it is gone."""
-    return _state(pid) in ("", "Z", "X") or is_stopped(pid)
+    return state_of(process) in ("", "Z", "X") or is_stopped(process)
 
 
-def is_stopped(pid: int) -> bool:
+def is_stopped(process: Identity) -> bool:
     """Whether somebody has stopped the process, as a debugger does."""
-    return _state(pid) in ("T", "t")
-
-
-def _state(pid: int) -> str:
-    """As the kernel's letter; empty if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    return state_of(process) in ("T", "t")

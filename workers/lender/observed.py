@@ -6,16 +6,11 @@ from itertools import accumulate
 from threading import Event
 
 import structlog
-from prometheus_client.core import (
-    REGISTRY,
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from topics.health import HEALTH
+from topics.metrics import export, withdraw
 from workers.executor.link import EngineLink
 from workers.executor.metrics import SERVING_REQUESTS
 from workers.executor.words import Seen
@@ -73,10 +68,19 @@ OBSERVED = Observed()
 
 
 def observe(link: EngineLink, stop: Event) -> None:
-    """Until `stop` is set. Raises EngineBroken when the server is gone."""
-    if OBSERVED.seen is None:
-        REGISTRY.register(OBSERVED)
-        REGISTRY.register(SERVING_REQUESTS)
+    """Until `stop` is set; then nothing is exported any more. Raises EngineBroken when the server is gone."""
+    export(OBSERVED)
+    export(SERVING_REQUESTS)
+    try:
+        _observe(link, stop)
+    finally:
+        withdraw(OBSERVED)
+        withdraw(SERVING_REQUESTS)
+        OBSERVED.seen = None
+        SERVING_REQUESTS.clear()
+
+
+def _observe(link: EngineLink, stop: Event) -> None:
     log, logs_at, most = structlog.get_logger("lender"), time.monotonic(), 0
     while not stop.is_set():
         for report in link.reports():

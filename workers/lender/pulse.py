@@ -17,6 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from schemas.errors import UsageError
+from workers.lender.identity import Identity, this_process
 
 BYTES = 4096
 
@@ -28,7 +29,7 @@ KEEPER_SECONDS = 5.0
 """A keeper looks several times a second."""
 
 CORE, SINCE, STOP, LOOKED, RANKS = 0, 8, 16, 24, 32
-"""Words, 64 bytes apart: the engine core's process; since when its guest has had the thread, 0 while it has not;
+"""Words, 64 bytes apart: which process the engine core is; since when its guest has had the thread, 0 while it has not;
 whether the guest must stop; when the keeper looked last, 0 while there is none; from the last on, one behind another,
 the processes of serving's ranks, where they are not the engine core's, and 0."""
 
@@ -62,19 +63,19 @@ class Pulse:
         if path:
             faulthandler.register(STACK_SIGNAL, all_threads=True)
         pulse._words[SINCE] = 0
-        pulse._words[CORE] = os.getpid()
+        pulse._words[CORE] = this_process().word
         return pulse
 
     def leave(self) -> None:
         """The engine core ends as it was asked to, whoever has left and taken the file along."""
         self._words[CORE] = 0
 
-    def has_ranks(self, processes: Sequence[int]) -> None:
+    def has_ranks(self, processes: Sequence[Identity]) -> None:
         """Besides the engine core, serving computes in these. Raises UsageError."""
         if len(processes) > len(self._words) - RANKS - 1:
             raise UsageError(f"no guest was tried on {len(processes)} ranks")
         for place, process in enumerate(processes):
-            self._words[RANKS + place] = process
+            self._words[RANKS + place] = process.word
 
     def take(self) -> None:
         """The guest has the thread from now on."""
@@ -85,14 +86,15 @@ class Pulse:
         self._words[SINCE] = 0
 
     @property
-    def core(self) -> int:
-        """The engine core's process; 0 before there is one, and once it has ended as it was asked to."""
-        return self._words[CORE]
+    def core(self) -> Identity | None:
+        """The engine core's process; None before there is one, and once it has ended as it was asked to."""
+        word = self._words[CORE]
+        return Identity.of_word(word) if word else None
 
     @property
-    def ranks(self) -> list[int]:
+    def ranks(self) -> list[Identity]:
         """Serving's processes besides it, as far as there are any."""
-        return list(takewhile(bool, self._words[RANKS:]))
+        return [Identity.of_word(word) for word in takewhile(bool, self._words[RANKS:])]
 
     @property
     def since(self) -> int:

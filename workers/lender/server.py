@@ -27,8 +27,9 @@ def main(program: str = VLLM) -> None:
     """Run vLLM's program, under its own name: its processes look for it by that."""
     pulse, ended = _page(), _those_ended_from_here()
     runpy.run_module(program, run_name="__main__", alter_sys=True)
-    if pulse.core and pulse.core not in ended:
-        sys.stderr.write(f"rose: engine core {pulse.core} ended, and nobody had asked it to\n")
+    core = pulse.core
+    if core is not None and core.pid not in ended:
+        sys.stderr.write(f"rose: engine core {core.pid} ended, and nobody had asked it to\n")
         sys.exit(CORE_LOST)
 
 

@@ -46,7 +46,8 @@ class TrainerConfig:
     threads: int = 1
     """Threads that torch computes with on the CPU."""
     hung_seconds: float = 900.0
-    """A step is taken to hang (`rose health`) when no microbatch has ended for so long, nor the step itself."""
+    """A step is taken to hang (`rose health`) when no microbatch has ended for so long, nor the step itself; so is the
+    run's end, when the last version is not on the log or the policy not exported."""
 
     def __post_init__(self) -> None:
         in_range = {

@@ -112,6 +112,7 @@ class Trainer:
             self._waiting_since = perf_counter()
             while groups := self._stream.take(self._config.groups_per_step):
                 self._step(groups)
+            HEALTH.says("ends: the last version goes to the log", lasts_seconds=self._config.hung_seconds)
             self._publisher.close()
         except BusError as error:
             if error.fenced:
@@ -120,6 +121,7 @@ class Trainer:
         finally:
             self._stream.close()
         if self._stream.ended:
+            HEALTH.says("ends: the policy is exported", lasts_seconds=self._config.hung_seconds)
             export_policy(self._model, self._config.model_folder, self._config.run_folder / EXPORTED)
             log.info("run complete", version=self._version, groups=self._config.total_groups)
 

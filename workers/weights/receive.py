@@ -24,7 +24,7 @@ from torch import Tensor
 
 from schemas.errors import RoseError
 from schemas.weights import ChunkRef, WeightChunk, WeightManifest
-from topics.metrics import export
+from topics.metrics import export, withdraw
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope
 from topics.settings import BusSettings
@@ -74,7 +74,7 @@ DOUBT_SENTENCES = {
 }
 
 RECEIVING = CollectorRegistry()
-"""What a receiver exports, once there is one."""
+"""What a receiver exports, as long as there is one."""
 
 RECEIVED_BYTES = Counter(
     "rose_weights_received_bytes_total", "Bytes that were read for staged versions.", registry=RECEIVING
@@ -169,6 +169,7 @@ class WeightReceiver:
         """End the thread and wait for it."""
         self._stopping.set()
         self._thread.join()
+        withdraw(RECEIVING)
 
     def staged(self, timeout_seconds: float = 0.0) -> StagedVersion | None:
         """The newest staged version, handed out once; None if there is none within the time."""

@@ -30,6 +30,7 @@ from workers.executor.slabs import Laid, Lying
 from workers.executor.vllm.place import fit_runner, let_go
 from workers.executor.vllm.start import llvmlite_unseen
 from workers.executor.vllm.weights import PolicyWeights, plain_weights_kept
+from workers.lender.identity import Identity, this_process
 from workers.lender.pulse import STACK_SIGNAL
 from workers.lender.vllm.apart import Apart, apart_for_building
 from workers.lender.vllm.pieces import Pieces
@@ -85,11 +86,11 @@ class Rank:
         self._pieces: Iterator[None] = iter(())
         """Of preparing it."""
 
-    def process(self, watched: bool) -> int:
-        """Its id. `watched`: by a keeper, that may ask for the stacks of its threads."""
+    def process(self, watched: bool) -> Identity:
+        """Which it is. `watched`: by a keeper, that may ask for the stacks of its threads."""
         if watched:
             faulthandler.register(STACK_SIGNAL, all_threads=True)
-        return os.getpid()
+        return this_process()
 
     def begin(self, name: str, *arguments: Any) -> None:
         """Begin a long call: `join`, then `load`, `run`, `fit`, `hold_spare`, or `release` at any time."""

@@ -29,6 +29,7 @@ from workers.executor.slabs import Lying
 from workers.executor.vllm.place import Weights
 from workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused
 from workers.executor.vllm.weights import checking
+from workers.lender.identity import Identity
 from workers.lender.vllm.pieces import rest
 from workers.lender.vllm.rank import call
 
@@ -60,8 +61,8 @@ class Ranks:
         self._asked: _Asked | None = None
         self._pieces, self._longest_seconds = 0, 0.0
 
-    def processes(self, *, watched: bool) -> Sequence[int]:
-        """Their ids. Asked once, before serving begins: it has each import what it may need. `watched`: by a keeper."""
+    def processes(self, *, watched: bool) -> Sequence[Identity]:
+        """Asked once, before serving begins: it has each import what it may need. `watched`: by a keeper."""
         return self._ask("process", watched)
 
     def ask(self, name: str, *arguments: Any) -> Sequence[Any]:

@@ -42,7 +42,7 @@ class Turns:
         self._held_back: dict[str, int] = {}
         self._longest = 0.0
         self._answer: Answer | None = None
-        """The newest."""
+        """The newest since this was last told of: what was found long ago says nothing of serving now."""
 
     @property
     def wanted(self) -> bool:
@@ -95,9 +95,9 @@ class Turns:
         self._admission.ran(held=serving.held, seconds=seconds)
 
     def _slack(self) -> Slack:
-        """How serving stood when it was last looked at, and what came of it since this was last asked."""
+        """How serving stood when it was looked at since this was last asked, if it was, and what came of it."""
         running, waiting = self._core.scheduler.get_request_counts()
-        answer, learned = self._answer, self._admission
+        answer, self._answer, learned = self._answer, None, self._admission
         held_back, self._held_back = self._held_back, {}
         longest, self._longest = self._longest, 0.0
         return Slack(

@@ -1,0 +1,83 @@
+"""Servers that no guest was tried in, and a vLLM of which a part has moved: refused in a sentence."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine.core import EngineCoreProc
+
+from workers.lender.vllm import touched
+from workers.lender.vllm.refusals import why_not
+
+pytestmark = [pytest.mark.long, pytest.mark.slow]
+
+
+def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
+    parallel = SimpleNamespace(
+        data_parallel_size=1,
+        world_size=1,
+        tensor_parallel_size=1,
+        decode_context_parallel_size=1,
+        nnodes=1,
+        enable_expert_parallel=False,
+        distributed_executor_backend="uni",
+        enable_fault_tolerance=False,
+        enable_elastic_ep=False,
+    )
+    model = SimpleNamespace(
+        enable_sleep_mode=False,
+        runner_type="generate",
+        is_multimodal_model=False,
+        enable_prompt_embeds=False,
+        is_diffusion=False,
+    )
+    config = SimpleNamespace(
+        parallel_config=parallel,
+        model_config=model,
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        speculative_config=None,
+        kv_transfer_config=None,
+        ec_transfer_config=None,
+        weight_transfer_config=None,
+        lora_config=None,
+    )
+    core: Any = object.__new__(EngineCoreProc)
+    core.vllm_config = config
+    core.scheduler = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=["one"]))
+    assert why_not(core) == ""
+    for place, name, value, said in [
+        (config, "speculative_config", object(), "speculative decoding"),
+        (config, "kv_transfer_config", object(), "prefill and decode apart"),
+        (config.scheduler_config, "async_scheduling", True, "--no-async-scheduling"),
+        (parallel, "world_size", 2, "pipeline"),
+        (parallel, "decode_context_parallel_size", 2, "context"),
+        (parallel, "nnodes", 2, "hosts"),
+        (parallel, "distributed_executor_backend", "ray", "ray"),
+        (model, "enable_sleep_mode", True, "sleep mode"),
+        (model, "enable_prompt_embeds", True, "embeddings"),
+    ]:
+        usual = getattr(place, name)
+        setattr(place, name, value)
+        assert said in why_not(core)
+        setattr(place, name, usual)
+
+
+def test_nothing_that_the_lender_touches_has_moved() -> None:
+    """Fails where another vLLM is installed: read there what has become of it, mend the lender, then the table."""
+    assert touched.moved() == ""
+
+
+@pytest.mark.parametrize("part", touched.TOUCHED, ids=lambda part: f"{part.module}.{part.name}")
+def test_a_part_of_vllm_that_moved_is_named(part: touched.Touched, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = replace(part, name=part.name + "_gone")
+    monkeypatch.setattr(touched, "TOUCHED", (gone,))
+    assert part.name in touched.moved()
+    if part.digest:
+        monkeypatch.setattr(touched, "TOUCHED", (replace(part, digest="another"),))
+        assert "has another" in touched.moved()
+
+
+def test_another_minor_version_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(touched, "__version_tuple__", (0, 33, 0))
+    assert "0.33" in touched.moved()

@@ -1,0 +1,48 @@
+"""What others wrote is shown on a terminal, and does nothing there."""
+
+import io
+from typing import Any
+
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from pipeline.command.diagnosis import Finding, Severity
+from pipeline.command.processes import configure_logging
+from pipeline.command.saying import harmless, say
+from pipeline.command.screen import Screen, finding_lines
+
+NASTY = "\x1b]0;mine\x07 [/opt/model] is none \x9b2J [bold]\u202etxt"
+
+
+@given(st.text())
+def test_nothing_steers_a_terminal_and_all_else_stays_as_it_was(text: str) -> None:
+    shown = harmless(text)
+    assert all(each.isprintable() or each in "\t\n" for each in shown if ord(each) < 0xA0)
+    assert harmless(shown) == shown
+    if text.isprintable():
+        assert shown == text
+
+
+def test_what_others_wrote_is_said_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    say(NASTY)
+    shown = "\\x1b]0;mine\\x07 [/opt/model] is none \\x9b2J [bold]\\u202etxt\n"
+    assert capsys.readouterr().out == shown
+    console = Console(file=io.StringIO(), width=200)
+    nothing: Any = None
+    Screen(nothing, console, title="")._say(NASTY)
+    console.print(*finding_lines([Finding(Severity.UNWELL, "executor-0", NASTY)]))
+    said, found = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert f"{said}\n" == shown and found.endswith(shown.strip())
+
+
+def test_logs_are_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging()
+    try:
+        structlog.get_logger("test").warning("prompt_refused", reason=NASTY, home=3)
+    finally:
+        structlog.reset_defaults()
+    told = capsys.readouterr().err
+    assert "[/opt/model]" in told and "home=3" in told and "\x1b" not in told and "\x9b" not in told

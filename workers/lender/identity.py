@@ -1,0 +1,69 @@
+"""Which process is meant: by its id and by when it was started, since the kernel gives ids again.
+
+Keeps true: what is opened or looked at by its identity is that process, or none; whoever has got its id since is not
+taken for it.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+PID_BITS = 22
+"""The kernel gives no larger id."""
+
+
+class Identity(NamedTuple):
+    """Of one process of this machine."""
+
+    pid: int
+    started: int
+    """Ticks of the kernel's clock after the machine's start."""
+
+    @property
+    def word(self) -> int:
+        """Both in eight bytes; above 0."""
+        return self.started << PID_BITS | self.pid
+
+    @classmethod
+    def of_word(cls, word: int) -> "Identity":
+        return cls(word & ((1 << PID_BITS) - 1), word >> PID_BITS)
+
+
+def identity_of(pid: int) -> Identity | None:
+    """Of whoever has this id now; None if nobody does."""
+    return (found := _look(pid)) and found[0]
+
+
+def this_process() -> Identity:
+    found = identity_of(os.getpid())
+    assert found is not None
+    return found
+
+
+def state_of(process: Identity) -> str:
+    """As the kernel's letter; empty if it is there no more."""
+    found = _look(process.pid)
+    return found[1] if found is not None and found[0] == process else ""
+
+
+def opened(process: Identity) -> int | None:
+    """A descriptor of it; None if it is there no more."""
+    if identity_of(process.pid) != process:
+        return None
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
+    if identity_of(process.pid) != process:  # until it was opened its id may have been given again
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _look(pid: int) -> tuple[Identity, str] | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    state, *rest = stat.rpartition(")")[2].split()  # its name, which may hold anything, is before
+    return Identity(pid, int(rest[18])), state
