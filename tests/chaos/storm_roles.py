@@ -23,7 +23,7 @@ from pipeline.command.nursery import Forked, Nursery
 from tests.chaos.stalls import Change, Happening
 from tests.chaos.storm_plan import Act, Deed, Part, Role, Worker
 from tests.integration.lender_kit import MODEL, server_flags
-from tests.upgrade.sites import Sites, Started
+from tests.upgrade.sites import Sites
 from topics.apache_kafka import Cluster
 from topics.broker import Broker, free_ports
 
@@ -55,7 +55,7 @@ class _Process:
 
     worker: Worker
     number: int
-    process: Forked | Started
+    process: Forked
     log: Path
     log_begin: int
     """Bytes into the log, where this start begins."""

@@ -8,7 +8,7 @@ import pytest
 from pipeline.accounting.audit import audit_log
 from pipeline.command.submit import settled_groups
 from schemas.errors import UsageError
-from tests.brokers import EMBEDDED, AnyBroker, start
+from tests.brokers import EMBEDDED, KAFKA, AnyBroker, start
 from tests.integration.trainer_kit import (
     GROUP_SIZE,
     GROUPS,
@@ -31,7 +31,9 @@ from topics.settings import BusSettings
 from workers.trainer.main import run_trainer
 from workers.trainer.step_log import NAME
 
-pytestmark = pytest.mark.slow
+KINDS = [EMBEDDED, pytest.param(KAFKA, marks=pytest.mark.long)]
+
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("broker_kind", KINDS, indirect=True)]
 
 DONE = 2
 """Steps of the run when its log is lost."""
@@ -51,12 +53,14 @@ def lost(broker: AnyBroker, namespace: str, model_folder: Path, tmp_path: Path) 
     return config.run_folder
 
 
-@pytest.fixture
-def undisturbed(broker: AnyBroker, namespace: str, model_folder: Path, tmp_path: Path) -> Result:
+@pytest.fixture(scope="module")
+def undisturbed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     """The same run, if nothing is lost."""
-    settings = log_with_samples(broker, f"{namespace}whole.")
-    run_trainer(settings, config_of(model_folder, tmp_path / "whole"), Event())
-    return result_of(settings)
+    folder = tmp_path_factory.mktemp("whole")
+    with start(EMBEDDED, folder / "broker") as broker:
+        settings = log_with_samples(broker, "whole.")
+        run_trainer(settings, config_of(model_folder, folder / "run"), Event())
+        return result_of(settings)
 
 
 def ask_again(settings: BusSettings, lost: Path) -> int:

@@ -22,6 +22,9 @@ FIELD, VALUE = "added_next", "set by next"
 KEPT = ("workers/trainer/checkpoint.py", "workers/trainer/step_log.py")
 """What declares the structs that a trainer keeps on disk."""
 
+AS_THEY_ARE = ("Record", "Identity")
+"""The one has no fields of its own; whose a checkpoint is, is compared whole: with one more it would be another's."""
+
 NUMBER = re.compile(r'(SCHEMA: ClassVar\[str\] = "[a-z-]+/)(\d+)"')
 
 
@@ -51,9 +54,9 @@ def make_next(folder: Path, more: Sequence[str] = ()) -> None:
 
 
 def _structs(module: ast.Module) -> Iterator[ast.ClassDef]:
-    """The structs that it declares; `Record` has no field of its own."""
+    """The structs that it declares and that are to have a field more."""
     for node in module.body:
-        if isinstance(node, ast.ClassDef) and node.name != "Record":
+        if isinstance(node, ast.ClassDef) and node.name not in AS_THEY_ARE:
             bases = {base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases}
             if bases & {"Struct", "Record"}:
                 yield node
