@@ -53,13 +53,15 @@ class Operation(Enum):
     READ = "Read"
     WRITE = "Write"
     CREATE = "Create"
+    ALTER = "Alter"
+    """Of a topic: to add partitions."""
     DELETE = "Delete"
     """Of a topic: to delete records."""
     DESCRIBE = "Describe"
     DESCRIBE_CONFIGS = "DescribeConfigs"
 
 
-MANAGING = (Operation.CREATE, Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS)
+MANAGING = (Operation.CREATE, Operation.ALTER, Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS)
 """What an admin does to topics."""
 
 

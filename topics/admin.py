@@ -1,7 +1,8 @@
 """Topics on the broker: created from the catalog, compared with it, described.
 
 Keeps true
-- Creating is idempotent and never changes a topic that is there; it returns once every topic has its leaders.
+- Creating is idempotent; of a topic that is there it changes nothing, but adds the inboxes that are missing: a group's
+  home follows from the number of homes. It returns once every topic has its leaders.
 - What `drift` finds is what the catalog asks for and the broker does not have; settings beyond the catalog's are the
   operator's own business.
 """
@@ -14,10 +15,10 @@ from time import monotonic
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec
+from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions, NewTopic, OffsetSpec
 
 from schemas.errors import UsageError
-from topics.catalog import CATALOG, LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, Topic
+from topics.catalog import CATALOG, DISPATCHED, LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, Spread, Topic
 from topics.errors import BrokerUnreachable, BusError, NotLetIn
 from topics.settings import BusSettings
 
@@ -39,8 +40,10 @@ _NO_LEADER_YET = (
     KafkaError.UNKNOWN_TOPIC_OR_PART,
     KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError._NOENT,
+    KafkaError._UNKNOWN_PARTITION,
 )
-"""What a broker answers in the first moments of a topic; librdkafka does not count them as retriable here."""
+"""What a broker answers in the first moments of a topic or partition; librdkafka does not count them as retriable
+here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class Drift:
     """`topic`, `partitions`, or the name of a setting."""
     wanted: str
     found: str
+    creatable: bool = False
+    """Whether `create_topics` adds what is missing."""
 
     def __str__(self) -> str:
         return f"{self.topic}: {self.what} is {self.found}, the catalog says {self.wanted}"
@@ -99,9 +104,9 @@ def reach(settings: BusSettings) -> AdminClient:
 
 
 def create_topics(settings: BusSettings, partitions: Partitions, *, replication_factor: int = 1) -> list[str]:
-    """Create what the catalog has and the broker lacks; return the names created, once all topics have leaders.
+    """Create what the catalog has and the broker lacks, inboxes too; return the names of topics created.
 
-    Raises BrokerUnreachable or BusError.
+    All topics have their leaders then. Raises BrokerUnreachable or BusError.
     """
     client = reach(settings)
     there = client.list_topics(timeout=ADMIN_SECONDS).topics
@@ -121,6 +126,10 @@ def create_topics(settings: BusSettings, partitions: Partitions, *, replication_
         else partitions.of(topic.spread)
         for topic in CATALOG
     }
+    inboxes = settings.topic(DISPATCHED)
+    if counts[inboxes] < partitions.slots:
+        _add_partitions(client, inboxes, partitions.slots)
+        counts[inboxes] = partitions.slots
     created = []
     if missing:
         for name, future in client.create_topics(list(missing.values()), request_timeout=ADMIN_SECONDS).items():
@@ -160,12 +169,13 @@ def drift(settings: BusSettings, partitions: Partitions) -> list[Drift]:
     for topic in CATALOG:
         name = settings.topic(topic)
         if name not in there:
-            found.append(Drift(name, "topic", wanted="there", found="missing"))
+            found.append(Drift(name, "topic", wanted="there", found="missing", creatable=True))
             continue
         present.append(topic)
         wanted, has = partitions.of(topic.spread), len(there[name].partitions)
         if wanted != has:
-            found.append(Drift(name, "partitions", wanted=str(wanted), found=str(has)))
+            inboxes = topic.spread is Spread.SLOTS and has < wanted
+            found.append(Drift(name, "partitions", wanted=str(wanted), found=str(has), creatable=inboxes))
     for topic, config in _configs(client, settings, present).items():
         for setting, value in wanted_settings(topic).items():
             if not _same(value, config.get(setting)):
@@ -175,6 +185,15 @@ def drift(settings: BusSettings, partitions: Partitions) -> list[Drift]:
 
 def wanted_settings(topic: Topic) -> dict[str, str]:
     return {**topic.config, "max.message.bytes": str(MAX_MESSAGE_BYTES if topic.record else LETTER_BYTES)}
+
+
+def _add_partitions(client: AdminClient, name: str, count: int) -> None:
+    """Have the topic have so many. Raises BusError."""
+    for future in client.create_partitions([NewPartitions(name, count)], request_timeout=ADMIN_SECONDS).values():
+        try:
+            future.result()
+        except KafkaException as error:
+            raise BusError(f"adding partitions to {name}", error.args[0], f"Alter on topic {name}") from error
 
 
 def _same(wanted: str, found: str | None) -> bool:

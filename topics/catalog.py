@@ -44,7 +44,7 @@ class Spread(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """How many partitions each kind of topic has. Fixed for the life of a topic."""
+    """How many partitions each kind of topic has. Fixed for the life of a topic, but for inboxes: more may be added."""
 
     home: int = 8
     slots: int = 32

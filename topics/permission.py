@@ -17,12 +17,13 @@ _SAID = {
     AclOperation.READ: Operation.READ,
     AclOperation.WRITE: Operation.WRITE,
     AclOperation.CREATE: Operation.CREATE,
+    AclOperation.ALTER: Operation.ALTER,
     AclOperation.DELETE: Operation.DELETE,
     AclOperation.DESCRIBE: Operation.DESCRIBE,
     AclOperation.DESCRIBE_CONFIGS: Operation.DESCRIBE_CONFIGS,
 }
 
-SHOWING = (Operation.READ, Operation.WRITE, Operation.DELETE, Operation.DESCRIBE)
+SHOWING = (Operation.READ, Operation.WRITE, Operation.ALTER, Operation.DELETE, Operation.DESCRIBE)
 """Who may do one of these sees that a topic is there. Of one that is hidden it is not known what else is allowed."""
 
 

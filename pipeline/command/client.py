@@ -65,18 +65,22 @@ def check(common: Common) -> None:
     for sentence in weak:
         say(f"note: {sentence}")
     if found:
-        missing = any(each.what == "topic" for each in found)
-        advice = "run `rose topics create`" if missing else "correct the topics, or the [topics] configuration"
+        if any(each.creatable for each in found):
+            advice = "run `rose topics create`"
+        elif any(each.what == "partitions" for each in found):
+            advice = "say in [topics] how many partitions there are: they are for the life of a topic"
+        else:
+            advice = "correct the settings of the topics"
         raise TopicsDrifted(f"the broker differs from the catalog in {len(found)} things: {advice}")
     say("the broker's topics are those of the catalog")
 
 
-def submit_file(common: Common, file: Path) -> None:
+def submit_file(common: Common, file: Path, without: Path | None) -> None:
     """`rose submit`. Raises BadPrompts."""
     from pipeline.command.submit import count_homes, read_prompts, send_prompts
 
     config = load(common)
-    prompts = read_prompts(file, config.environments)
+    prompts = read_prompts(file, config.environments, without=without)
     settings = config.bus()
     reach_as(settings, PRODUCER)
     count_homes(settings)  # a prompt must not be the first to find out that there are none

@@ -7,6 +7,7 @@ Keeps true
 - What is mended says that it is a record of its topic, whatever it said before.
 """
 
+import base64
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from schemas.errors import RecordError, UsageError
 from schemas.homes import home_of
 from schemas.prompts import Prompt, unpriced
 from schemas.record import Record
-from schemas.wire import SCHEMA_HEADER, decode, encode
+from schemas.wire import SCHEMA_HEADER, decode
 from topics.access import OPERATOR, VIEW
 from topics.catalog import PROMPTS, RECORD_TOPICS, Topic
 from topics.letters import NOWHERE, Letter, read_burials, read_letters, send_back
@@ -98,7 +99,8 @@ def retry_letter(
 def mended(letter: Letter, edit: Path | None, changes: list[str]) -> Raw:
     """The message to send: the letter's own, or one with the bytes of a file, or with fields set. Raises UsageError.
 
-    A file whose text is a JSON object is the record written out as `rose letters show` does, bytes in base64.
+    A file whose text is a JSON object is the record written out as `rose letters show` does, bytes in base64. What it
+    has of fields that nobody here knows is sent as it came.
     """
     if edit is None and not changes:
         return letter.raw
@@ -108,7 +110,7 @@ def mended(letter: Letter, edit: Path | None, changes: list[str]) -> Raw:
             value = edit.read_bytes()
         except OSError as error:
             raise UsageError(f"cannot read {edit}: {error.strerror}") from None
-        value = _from_json(letter.topic, value)
+        value = _from_json(letter, value)
     if changes:
         value = _with(changes, letter, value)
     schema = SCHEMA_HEADER, _record(letter.topic).SCHEMA.encode()
@@ -177,13 +179,30 @@ def _record(topic: Topic) -> type[Record]:
     return topic.record
 
 
-def _from_json(topic: Topic, data: bytes) -> bytes:
+def _from_json(letter: Letter, data: bytes) -> bytes:
+    topic, record = letter.topic, _record(letter.topic)
     if topic is PROMPTS or not data.lstrip().startswith(b"{"):
         return data.strip() if topic is PROMPTS else data
+    kinds = {field.encode_name: field.type for field in msgspec.structs.fields(record)}
+    came = _fields(letter.raw.value or b"") or {}
     try:
-        return encode(msgspec.json.decode(data, type=_record(topic)))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, RecordError) as error:
-        raise LetterRefused(f"the file is no {_record(topic).SCHEMA}: {error}") from None
+        said = msgspec.json.decode(data)
+        new = {name: msgspec.convert(said[name], kinds[name]) for name in said.keys() & (kinds.keys() - came.keys())}
+        new = msgspec.to_builtins(new, builtin_types=(bytes,))
+        return msgspec.msgpack.encode({name: new.get(name, _edited(came.get(name), said[name])) for name in said})
+    except (*NO_FORM, UnicodeDecodeError) as error:
+        raise LetterRefused(f"the file is no {record.SCHEMA}: {error}") from None
+
+
+def _edited(came: Any, said: Any) -> Any:
+    """What is said in JSON instead of what came: bytes are in base64 there. Raises ValueError where they are not."""
+    if isinstance(came, dict) and isinstance(said, dict):
+        return {name: _edited(came.get(name), value) for name, value in said.items()}
+    if isinstance(came, list) and isinstance(said, list) and len(came) == len(said):
+        return [_edited(*pair) for pair in zip(came, said, strict=True)]
+    if isinstance(came, bytes) and isinstance(said, str):
+        return base64.b64decode(said, validate=True)
+    return said
 
 
 def _from_text(said: str) -> Any:

@@ -42,6 +42,10 @@ def begin() -> None:
 
 
 Name = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Name of the run.")]
+Without = Annotated[
+    Path | None,
+    typer.Option("--without", metavar="METRICS.jsonl", help="Leave out the groups that a run's metrics.jsonl names."),
+]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of tasks, sampling and training.")]
 
 
@@ -63,22 +67,25 @@ def up(
     prompts: Annotated[
         Path | None, typer.Option("--prompts", metavar="FILE.jsonl", help="Prompts to submit at the start.")
     ] = None,
+    without: Without = None,
 ) -> None:
     """All roles of a configuration on this machine, until the trainer is done."""
     from pipeline.command.up import run_up
 
-    run_up(common.saying(name=("run.name", name), seed=("run.seed", seed)), prompts)
+    run_up(common.saying(name=("run.name", name), seed=("run.seed", seed)), prompts, without)
 
 
 @app.command(rich_help_panel=RUNNING)
 @with_common
 def submit(
-    common: Common, file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One prompt a line.")]
+    common: Common,
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One prompt a line.")],
+    without: Without = None,
 ) -> None:
     """Prompts to the input topic: every line is checked first, and all are sent or none."""
     from pipeline.command.client import submit_file
 
-    submit_file(common, file)
+    submit_file(common, file, without)
 
 
 @app.command(rich_help_panel=RUNNING)

@@ -36,11 +36,12 @@ class BadPrompts(UsageError):
         super().__init__("\n".join([f"{path}: {told}; nothing was sent", *named]))
 
 
-def read_prompts(path: Path, environments: Collection[str]) -> list[Prompt]:
+def read_prompts(path: Path, environments: Collection[str], *, without: Path | None = None) -> list[Prompt]:
     """The prompts of a JSONL file, all for one of the `environments`; empty lines are skipped.
 
-    Raises BadPrompts or UsageError.
+    `without`: a `metrics.jsonl`, whose settled groups are left out. Raises BadPrompts or UsageError.
     """
+    settled = frozenset() if without is None else settled_groups(without)
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -69,7 +70,19 @@ def read_prompts(path: Path, environments: Collection[str]) -> list[Prompt]:
             first_seen[prompt.group_id] = number
     if bad or not prompts:
         raise BadPrompts(path, len(bad) + len(prompts), bad)
-    return list(prompts.values())
+    return [prompt for name, prompt in prompts.items() if name not in settled]
+
+
+def settled_groups(metrics: Path) -> frozenset[str]:
+    """The groups that the steps in a run's `metrics.jsonl` have settled. Raises UsageError."""
+    from workers.trainer.step_log import decoded
+
+    try:
+        return frozenset(name for line in metrics.read_bytes().splitlines() for name in decoded(line).group_ids)
+    except OSError as error:
+        raise UsageError(f"cannot read {metrics}: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{metrics} is no metrics.jsonl of a run: {error}") from None
 
 
 def count_homes(settings: BusSettings) -> int:

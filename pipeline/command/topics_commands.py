@@ -15,7 +15,7 @@ topics = typer.Typer(help="Create, describe and check the topics; their contract
 @topics.command("create")
 @with_common
 def topics_create(common: Common) -> None:
-    """Create the topics that are not there yet."""
+    """Create the topics that are not there yet, and inboxes that the one of dispatches lacks."""
     from pipeline.command.client import create
 
     create(common)

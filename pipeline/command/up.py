@@ -15,11 +15,11 @@ from pipeline.command.submit import read_prompts
 from pipeline.report.summary import Success
 
 
-def run_up(common: Common, prompts_file: Path | None) -> None:
+def run_up(common: Common, prompts_file: Path | None, without: Path | None) -> None:
     """Until the trainer is done or the user ends it; the same name again goes on where the run was."""
     config = load(common)
     console = Console()
-    prompts = read_prompts(prompts_file, config.environments) if prompts_file is not None else []
+    prompts = read_prompts(prompts_file, config.environments, without=without) if prompts_file is not None else []
     started_at, began = time(), monotonic()
     with Nursery() as nursery, run_broker(config) as broker:
         console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")

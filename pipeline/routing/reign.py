@@ -46,6 +46,9 @@ MISPLACED = 100
 IDLE_SECONDS = 0.02
 """How long to wait for records before looking at the time."""
 
+INBOXES_SECONDS = 5.0
+"""Between two looks for inboxes that were added, while an executor says that it has one which is not known."""
+
 FETCH_AHEAD = {"fetch.message.max.bytes": "1048576", "fetch.max.bytes": "8388608", "queued.max.messages.kbytes": "8192"}
 """8 MiB fetched ahead are about 9,000 turns of 150 tokens, which take about a second to decide on."""
 
@@ -99,6 +102,7 @@ class Reign:
         self._next_mark = 0.0
         self._paused = False
         self._reclaimed = 0
+        self._next_inboxes = 0.0
         self._misplaced: set[str] = set()
 
     def close(self) -> None:
@@ -115,7 +119,7 @@ class Reign:
     def begin(self) -> None:
         """Claim the inboxes, read back what the core must know, and read on from there. Raises SeatLost or BusError."""
         began = time.monotonic()
-        self._claim()
+        self._claim(self._places[DISPATCHED])
         places = [place for topic in (REQUESTED, DISPATCHED, COMPLETED) for place in self._places[topic]]
         committed = self._seat.committed(places)
         for place in places:
@@ -173,10 +177,10 @@ class Reign:
             self._mark()
         self._hold_back()
         if self.router.counters.lost > self._reclaimed:
-            self._claim()
+            self._claim(self._places[DISPATCHED])
 
-    def _claim(self) -> None:
-        """Make this router's the newest claim in every inbox.
+    def _claim(self, inboxes: Sequence[Place]) -> None:
+        """Make this router's the newest claim in these inboxes.
 
         Executors drop what is sent under an older one. Once a dispatch is lost it is done again: a router that was
         stopped in the midst of its own claim may have finished it since.
@@ -188,7 +192,7 @@ class Reign:
             claims[slot] = max(offset, claims.get(slot, 0))
 
         self._seat.hold()
-        for _, slot in self._places[DISPATCHED]:
+        for _, slot in inboxes:
             self._writer.tombstone(DISPATCHED, key=CLAIM_KEY, partition=slot, on_delivery=claimed)
         self._writer.flush()
 
@@ -196,12 +200,26 @@ class Reign:
         skew = self.skews.heard(beat.worker, beat.sent_at, time.time())
         if skew is not None:
             self._log.warning("clock is wrong", worker=beat.worker, seconds_behind=round(skew, 1))
-        if beat.slot < len(self._places[DISPATCHED]):
+        slots = len(self._places[DISPATCHED])
+        if beat.slot >= slots and time.monotonic() >= self._next_inboxes:
+            slots = self._look_for_inboxes()
+        if beat.slot < slots:
             self._carry_out(self.router.heard(beat, self.clock()))
         elif beat.worker not in self._misplaced and len(self._misplaced) < MISPLACED:
             self._misplaced.add(beat.worker)
-            slots = len(self._places[DISPATCHED])
             self._log.error("executor ignored: no such inbox", worker=beat.worker, slot=beat.slot, slots=slots)
+
+    def _look_for_inboxes(self) -> int:
+        """Claim the inboxes that were added since this reign began; how many there are. Raises SeatLost or BusError."""
+        self._next_inboxes = time.monotonic() + INBOXES_SECONDS
+        known, there = self._places[DISPATCHED], self._writer.partitions(DISPATCHED)
+        added: list[Place] = [(DISPATCHED, slot) for slot in range(len(known), there)]
+        if added:
+            known += added
+            self._next |= dict.fromkeys(added, 0)
+            self._claim(added)
+            self._log.info("inboxes added", slots=there)
+        return len(known)
 
     def _bury(self, found: Spoiled) -> None:
         """Make a dead letter of what is no record, unless it is one already."""

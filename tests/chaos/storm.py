@@ -21,7 +21,7 @@ from tests.brokers import flags
 from tests.chaos.stalls import Interval, Stall, excuses, stalls
 from tests.chaos.storm_lines import Line, Sort
 from tests.chaos.storm_log import Log, breaches, read_all, read_log
-from tests.chaos.storm_plan import Act, Plan, Role, Worker
+from tests.chaos.storm_plan import Act, Deed, Plan, Role, Worker
 from tests.chaos.storm_roles import Roles
 from tests.integration.lender_kit import SERVING
 from topics.admin import create_topics
@@ -150,8 +150,8 @@ class StormBroken(Exception):
     """It cannot go on: nothing moves."""
 
 
-def blow(folder: Path, plan: Plan, broker: Cluster | Broker) -> Report:
-    """Let the storm blow over a broker that is its own, and look at what it leaves.
+def blow(folder: Path, plan: Plan, broker: Cluster | Broker, *, sites: Sequence[Path] = ()) -> Report:
+    """Let the storm blow over a broker that is its own, and look at what it leaves. `sites` are those of `Roles`.
 
     Call it from a thread that lives as long as the storm.
     """
@@ -161,7 +161,7 @@ def blow(folder: Path, plan: Plan, broker: Cluster | Broker) -> Report:
     settings = broker.settings(NAMESPACE)
     create_topics(settings, PARTITIONS, replication_factor=plan.shape.nodes or 1)
     arguments = ("--config", str(_configure(folder, plan)), *flags(settings))
-    roles = Roles(folder, arguments, broker, PARTITIONS.slots)
+    roles = Roles(folder, arguments, broker, PARTITIONS.slots, sites)
     with closing(roles):
         storm = _Storm(plan, settings, roles)
         try:
@@ -205,7 +205,7 @@ def _conclude(report: Report, plan: Plan, roles: Roles, settings: BusSettings) -
     report.outcomes = Counter(end for ends in log.outcomes.values() for end in ends)
     ended = max((each.at for each in roles.happenings), default=0.0)
     work = list(work_left(plan, log, until=ended))
-    excused = excuses(roles.happenings, until=ended)
+    excused = [] if plan.in_turn else excuses(roles.happenings, until=ended)
     found = stalls(log.applied_at, work, excused)
     told = {"excused": excused, "longest stalls": [asdict(stall) for stall in found[:SHOWN_STALLS]]}
     (report.folder / "stalls.json").write_text(json.dumps(told, indent=1))
@@ -295,20 +295,25 @@ class _Storm:
         deeds = list(self._plan.deeds)
         while not (self._roles.complete and self._all_produced()):
             now = time.monotonic() - began
-            while deeds and deeds[0].at <= now:
-                again = deeds[0].act is Act.KILL and deeds[0].worker.role is Role.NODE
-                if again and self._roles.waits_for_nodes():
-                    break  # one node at a time
+            while deeds and deeds[0].at <= now and not self._too_soon(deeds[0]):
                 self._roles.do(deeds.pop(0))
             self._produce(now)
             self._turn_over()
             if time.monotonic() - self._watch.moved_at > SILENCE_SECONDS:
                 raise StormBroken(f"nothing moved for {SILENCE_SECONDS:.0f} s")
+            if self._plan.in_turn and deeds and self._roles.complete:
+                raise StormBroken(f"the work had ended when {len(deeds)} deeds were left")
             if now > self._plan.shape.seconds + DRAIN_SECONDS:
                 raise StormBroken(f"work was left {DRAIN_SECONDS:.0f} s after the last fault")
         deadline = time.monotonic() + LETTERS_SECONDS
         while not self._all_dead() and time.monotonic() < deadline:
             self._turn_over()
+
+    def _too_soon(self, deed: Deed) -> bool:
+        """Whether others must be well first."""
+        if self._plan.in_turn:
+            return deed.act is Act.LEAVE and not self._roles.all_well()
+        return deed.act is Act.KILL and deed.worker.role is Role.NODE and self._roles.waits_for_nodes()
 
     def _late(self) -> list[Worker]:
         """Who does not do its work yet; of routers one is enough."""

@@ -188,7 +188,7 @@ def read_log(settings: BusSettings) -> Log:
         elif found.topic == name(DISPATCHED):
             request = found.record["request"]
             turn = request["trajectory_id"], request["turn"]
-            attempts[turn].add(request["attempt"])
+            attempts[turn].add(found.record["attempt"])
             sent_at.setdefault(turn, found.at)
             log.faults = max(log.faults, found.record.get("failures", 0))
         elif found.topic == name(COMPLETED):

@@ -88,6 +88,8 @@ class Plan:
     """Run before the storm begins."""
     deeds: tuple[Deed, ...]
     lines: tuple[Line, ...]
+    in_turn: bool = False
+    """Nobody is asked to leave before all are well; and nothing excuses that no turn is applied."""
 
     @property
     def groups(self) -> dict[str, int]:

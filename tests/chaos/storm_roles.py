@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from pipeline.command.nursery import Forked, Nursery
 from tests.chaos.stalls import Change, Happening
 from tests.chaos.storm_plan import Act, Deed, Part, Role, Worker
 from tests.integration.lender_kit import MODEL, server_flags
+from tests.upgrade.sites import Sites, Started
 from topics.apache_kafka import Cluster
 from topics.broker import Broker, free_ports
 
@@ -53,7 +55,7 @@ class _Process:
 
     worker: Worker
     number: int
-    process: Forked
+    process: Forked | Started
     log: Path
     log_begin: int
     """Bytes into the log, where this start begins."""
@@ -66,14 +68,25 @@ class _Process:
 class Roles:
     """All of a storm's processes. Used by one thread that lives as long as they should."""
 
-    def __init__(self, folder: Path, arguments: tuple[str, ...], broker: Cluster | Broker, slots: int) -> None:
-        """`arguments` follow the role's own on the command line; the last of the `slots` inboxes are the lenders'."""
+    def __init__(
+        self,
+        folder: Path,
+        arguments: tuple[str, ...],
+        broker: Cluster | Broker,
+        slots: int,
+        sites: Sequence[Path] = (),
+    ) -> None:
+        """`arguments` follow the role's own on the command line; the last of the `slots` inboxes are the lenders'.
+
+        `sites`: installations whose roles these are, see `Sites`; with none they are this one's.
+        """
         self._folder = folder
         self._slots = slots
         self._arguments = arguments
         self._broker = broker
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
-        self._nursery = Nursery(folder, environment | {"OMP_NUM_THREADS": "1"})
+        environment |= {"OMP_NUM_THREADS": "1"}
+        self._nursery = Sites(folder, environment, sites) if sites else Nursery(folder, environment)
         self._journal: TextIO = (folder / "journal.jsonl").open("a")
         self._present: dict[Worker, _Process] = {}
         self._leaving: list[_Process] = []
@@ -145,6 +158,11 @@ class Roles:
     def ready(self, worker: Worker) -> bool:
         """Whether it does its work."""
         return worker in self._present and self._present[worker].ready
+
+    def all_well(self) -> bool:
+        """Whether nobody is on the way, neither in nor out."""
+        on_the_way = self._leaving or self._again or self._node_starts
+        return not on_the_way and all(present.ready for present in self._present.values())
 
     def proven(self, worker: Worker) -> None:
         """What others say shows that it does its work."""
@@ -245,10 +263,13 @@ class Roles:
     def _do_to_node(self, deed: Deed) -> None:
         assert isinstance(self._broker, Cluster)
         node = self._broker.nodes[deed.worker.number]
-        if deed.act is Act.KILL:
-            node.kill()
+        if deed.act is not Act.START:
+            if deed.act is Act.KILL:
+                node.kill()
+            else:
+                node.stop()
             self._note(Change.ENDED, deed.worker, 0)
-            self._count("kill", deed.worker)
+            self._count(deed.act.value, deed.worker)
             self._starts += 1
             self._node_starts[deed.worker] = -self._starts
         else:
@@ -257,7 +278,7 @@ class Roles:
 
     def _look_at(self, present: _Process, now: float) -> None:
         status = present.process.poll()
-        spare = present.worker.role is Role.ROUTER and isinstance(self._broker, Cluster)
+        spare = present.worker.role is Role.ROUTER and not self._broker.settings().embedded
         if not present.ready and spare and now > present.started_at + SPARE_SECONDS:
             self.proven(present.worker)
         if not present.ready:

@@ -73,6 +73,20 @@ def test_an_empty_or_missing_prompt_file_is_refused(tmp_path: Path) -> None:
         read_prompts(tmp_path / "missing.jsonl", BUILT_IN)
 
 
+def test_what_a_run_has_settled_is_left_out_of_a_prompt_file(tmp_path: Path) -> None:
+    file, metrics = tmp_path / "prompts.jsonl", tmp_path / "metrics.jsonl"
+    file.write_bytes(b"\n".join(line(group_id=f"g{number}") for number in range(5)))
+    unknown = {"reward_mean": None, "success_rate": None, "staleness_mean": None, "staleness_max": None}
+    counts = {"step": 1, "version": 1, "groups": 1, "groups_filtered": 0, "outcomes": {}}
+    steps = [counts | unknown | {"group_ids": [name]} for name in ("g1", "g3")]
+    metrics.write_bytes(b"".join(msgspec.json.encode(step) + b"\n" for step in steps))
+    assert [prompt.group_id for prompt in read_prompts(file, BUILT_IN, without=metrics)] == ["g0", "g2", "g4"]
+    with pytest.raises(UsageError, match="is no metrics"):
+        read_prompts(file, BUILT_IN, without=file)
+    with pytest.raises(UsageError, match="cannot read"):
+        read_prompts(file, BUILT_IN, without=tmp_path / "missing.jsonl")
+
+
 def test_each_server_that_lends_has_an_inbox_and_users_of_its_own() -> None:
     config = load(Common(settings=["run.executors=1", "run.lenders=2", 'serving.flags=["--seed", "0"]']))
     roles = {role.name: role.arguments for role in serving_roles(config, Path("run.toml"))}

@@ -51,6 +51,13 @@ def test_who_goes_back_is_newer_than_all_before() -> None:
     assert numbering.newest.order > manifest(10).order
 
 
+def test_who_goes_on_from_what_the_log_has_lost_is_newer_than_that_too() -> None:
+    for numbering in (numbering_of(), numbering_of(manifest(3))):
+        assert (numbering.begin_epoch(epoch=2, version=10), numbering.epoch) == (11, 3)
+    numbering = numbering_of(manifest(20, epoch=4))
+    assert (numbering.begin_epoch(epoch=2, version=10), numbering.epoch) == (21, 5)
+
+
 def test_the_newest_may_be_stored_whole_again_and_nothing_else() -> None:
     numbering = numbering_of(manifest(4), manifest(5, digest=7))
     numbering.check(5, bytes([7]) * 16)

@@ -25,12 +25,13 @@ import msgspec
 import structlog
 
 from schemas.arrays import count
+from schemas.errors import UsageError
 from schemas.slack import HELD, ExecutorState, WorkerClass
 from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
 from topics.health import HEALTH
 from topics.reader import Reader
-from topics.records import Envelope, Spoiled
+from topics.records import Envelope, Place, Spoiled
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.executor import metrics
@@ -87,6 +88,16 @@ class Running:
     received_at: float
 
 
+def inbox_of(reader: Reader, slot: int) -> Place:
+    """The inbox of this slot. Raises UsageError where there is none, TopicMissing or BusError."""
+    if slot >= (slots := reader.partitions(DISPATCHED)):
+        raise UsageError(
+            f"executor.slot is {slot} and the last inbox {slots - 1}: with more topics.inbox_slots, "
+            "`rose topics create` adds some"
+        )
+    return DISPATCHED, slot
+
+
 class Executor:
     """Moves turns between the inbox and the engine."""
 
@@ -129,9 +140,9 @@ class Executor:
     def _begin(self) -> int:
         """Mark this start in the inbox and read on from there: what is dispatched after a heartbeat is read.
 
-        Returns the incarnation. Raises TopicMissing or BusError.
+        Returns the incarnation. Raises TopicMissing, BusError, or UsageError where there is no such inbox.
         """
-        inbox = (DISPATCHED, self._config.slot)
+        inbox = inbox_of(self._reader, self._config.slot)
         self._reader.watermarks(inbox)
         marks: list[int] = []
         self._writer.tombstone(

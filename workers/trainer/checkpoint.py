@@ -5,7 +5,7 @@ Keeps true
   beside its place, synced and renamed. What was cut short or has rotted is told by its digest and passed over.
 - The newest two are kept.
 - Nothing is executed on loading: tensors are safetensors, the rest is typed MessagePack.
-- A checkpoint of another run, namespace or model is refused, never taken for this run's.
+- A checkpoint of another run, namespace or model is refused, never taken for this run's; anybody's may be asked for.
 """
 
 import hashlib
@@ -75,7 +75,8 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 class Checkpoints:
     """The checkpoints in one folder."""
 
-    def __init__(self, folder: Path, identity: Identity) -> None:
+    def __init__(self, folder: Path, identity: Identity | None) -> None:
+        """`identity`: whose they must be; None is anybody's, to be read alone."""
         self.folder = folder
         self._identity = identity
         self._decoder = msgspec.msgpack.Decoder(_File)
@@ -149,7 +150,7 @@ class Checkpoints:
             raise _Broken("its digest is not that of its content")
         file = self._decoder.decode(body)
         found = file.progress.identity
-        if found != self._identity:
+        if self._identity is not None and found != self._identity:
             raise CheckpointRefused(
                 f"{self.folder} holds checkpoints of run {found.run}, namespace '{found.namespace}', model "
                 f"{found.model_id}; this is run {self._identity.run}, namespace '{self._identity.namespace}', model "

@@ -14,6 +14,9 @@ class TrainerConfig:
     """Where the run keeps `metrics.jsonl`, its checkpoints and, at its end, the policy. Its name names the run."""
     checkpoint_folder: Path | None = None
     """Where checkpoints are kept; unset: `checkpoints` in the run's folder."""
+    begin_from: Path | None = None
+    """Checkpoints of another run, or of this one in another namespace, with whose newest policy and optimizer a run
+    begins that has none of its own; unset: the model folder."""
     model_id: str = "policy"
     """Names the policy on the log."""
     groups_per_step: int = 16

@@ -7,6 +7,8 @@ Keeps true
   further, the run goes back: what is settled stays settled, the checkpoint's policy is published under a number above
   all, in a new epoch, and samples of the versions in between settle as SUPERSEDED. The same policy in another element
   type, or cut in another way, is another version on the log: it too begins an epoch.
+- A log that knows nothing of the checkpoint, as a new one after the old was lost, or that of another run, has the
+  checkpoint's policy as its first version, in an epoch and under a number above those that the policy had.
 - A version number stands for one policy, and the policy on the log and that in the checkpoint have the same digest.
 - One trainer a model: a newer one fences the older, which then cannot settle or publish anything.
 - A version is published while the next is trained, one at a time: no checkpoint is two versions ahead of the log.
@@ -128,20 +130,42 @@ class Trainer:
         newest = self._publisher.newest
         progress = next((one for one in self._checkpoints.newest_first() if _may_be_of(one, newest)), None)
         if progress is None:
-            self._begin_anew()
+            self._begin()
+        elif newest is None and progress.version and self._stream.fresh:
+            self._carry_over(self._checkpoints, progress)
         else:
             self._go_on_from(progress, newest)
         metrics.POLICY_VERSION.set(self._version)
 
-    def _begin_anew(self) -> None:
+    def _begin(self) -> None:
+        """Without a checkpoint of this run: with another's, where one is named, or with the model folder."""
         taken = self._publisher.next_version - 1
         if taken >= 0:
             raise CheckpointRefused(
                 f"the log holds version {taken} of model {self._config.model_id}, and {self._config.checkpoints} no "
                 "checkpoint of it: name that run's folder, or take another --namespace"
             )
+        if self._config.begin_from is not None:
+            others = Checkpoints(self._config.begin_from, None)
+            progress = next(others.newest_first(), None)
+            if progress is None:
+                raise CheckpointRefused(f"trainer.begin_from names {others.folder}, where no whole checkpoint is")
+            self._carry_over(others, progress)
+            return
         torch.manual_seed(self._config.seed)
         self._version = 0
+        self._save_and_publish(self._stream.settlement(()), line=None)
+
+    def _carry_over(self, checkpoints: Checkpoints, progress: Progress) -> None:
+        """Begin a log that knows nothing of this checkpoint: of what its step settled, this one never heard."""
+        checkpoints.restore(progress, self._model, self._optimizer)
+        self._version = self._publisher.begin_epoch(epoch=progress.epoch, version=progress.version)
+        log.warning(
+            "the log knows nothing of the checkpoint: its policy begins a new epoch here",
+            checkpoint=str(checkpoints.folder),
+            policy_of=progress.version,
+            now=self._version,
+        )
         self._save_and_publish(self._stream.settlement(()), line=None)
 
     def _go_on_from(self, progress: Progress, newest: WeightManifest | None) -> None:
@@ -160,7 +184,9 @@ class Trainer:
             log.info("going on, weights travel in another way than before", version=self._version)
             self._save_and_publish(settlement, line=None)  # with the digest that the log will have
         else:
-            self._version = self._publisher.begin_epoch()
+            # Where no version is believed any more, as after a change of keys, the checkpoint alone tells of numbers.
+            known = {} if newest is not None else {"epoch": progress.epoch, "version": progress.version}
+            self._version = self._publisher.begin_epoch(**known)
             if self._version > progress.version + 1:
                 self._abandoned += ((progress.version + 1, self._version - 1),)
             why = "weights travel in another way than before" if level else "the log is further than the checkpoint"

@@ -59,6 +59,8 @@ class StepLine(msgspec.Struct, kw_only=True):
     """None if the trainer was killed after it."""
     ended_at: float = 0.0
     """Unix seconds; of the training, not of the publishing."""
+    group_ids: tuple[str, ...] = ()
+    """Of `groups`: settled with this step."""
 
     @classmethod
     def of(
@@ -78,6 +80,7 @@ class StepLine(msgspec.Struct, kw_only=True):
             step=version,
             version=version,
             groups=len(groups),
+            group_ids=tuple(group.group_id for group in groups),
             groups_filtered=sum(not group.trained for group in groups),
             outcomes=dict(Counter(verdict.outcome.value for _, verdict in settled)),
             reward_mean=_mean([sample.reward for sample in rewarded if sample.reward is not None]),

@@ -117,6 +117,8 @@ class SampleStream:
         """As whichever thread committed them says: the assembly belongs to the stream's."""
         self._writer = Writer(settings, client_id, transactional_id=f"{TRAINER_NAMES}{model_id}")
         self._reader = Reader(settings, client_id, group=f"{TRAINER_NAMES}{model_id}", ends=True)
+        self.fresh = False
+        """No trainer of the model has ever settled anything on this log, as far as the broker remembers."""
         self._buried: set[tuple[int, int]] | None = None
         self._handed: set[str] = set()
         self._ended: set[str] = set()
@@ -216,6 +218,7 @@ class SampleStream:
         committed = self._reader.committed([*places, OUTCOMES_PLACE])
         await_decided(self._settings, [OUTCOMES_PLACE], client_id=self._client_id)
         forgotten = None in committed.values()  # the broker drops the offsets of who was away for a week
+        self.fresh = all(offset is None for offset in committed.values())
         known_from = 0 if self._total or forgotten else committed[OUTCOMES_PLACE] or 0
         low, self._outcomes_end = self._reader.watermarks(OUTCOMES_PLACE)
         begin = {OUTCOMES_PLACE: max(low, known_from)}

@@ -2,7 +2,8 @@
 
 Keeps true
 - A number is never used for two policies: what comes next is above every number on the log and every one used since.
-- Who goes back begins a new epoch, whose versions are newer than all before, whatever their numbers.
+- Who goes back begins a new epoch, whose versions are newer than all before, whatever their numbers; before is also
+  what the log has lost.
 - The newest version may be stored whole again under its number, and no other.
 - Only manifests that are believed count; without keys a number that nobody can have counted up to counts neither.
 
@@ -58,10 +59,13 @@ class Numbering:
         """The lowest number that is free."""
         return self.highest + 1
 
-    def begin_epoch(self) -> int:
-        """Go back: what is published next is newer than all before. Returns the lowest number that is free."""
-        if self.newest is not None:
-            self.epoch = self.newest.epoch + 1
+    def begin_epoch(self, *, epoch: int = -1, version: int = -1) -> int:
+        """Go back: what is published next is newer than all before. Returns the lowest number that is free.
+
+        `epoch` and `version`: of the policy that is gone on from, which the log may have lost.
+        """
+        self.epoch = max(epoch, -1 if self.newest is None else self.newest.epoch) + 1
+        self.highest = max(self.highest, version)
         return self.next_version
 
     def take(self, manifest: WeightManifest) -> None:

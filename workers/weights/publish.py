@@ -146,15 +146,16 @@ class WeightPublisher:
         """The lowest number that no version has. Raises TopicMissing or BusError."""
         return self._numbering.next_version
 
-    def begin_epoch(self) -> int:
+    def begin_epoch(self, *, epoch: int = -1, version: int = -1) -> int:
         """Go back: whatever is published from here on is newer than all before. Returns the lowest number that is free.
 
-        For who goes on from a policy that is older than the newest on the log, or another than it. The first version
-        of an epoch is an anchor. Raises TopicMissing or BusError.
+        For who goes on from a policy that is older than the newest on the log, or another than it; its `epoch` and
+        `version`, where the log may have lost it. The first version of an epoch is an anchor. Raises TopicMissing or
+        BusError.
         """
         self.settle()
         self._base = None
-        return self._numbering.begin_epoch()
+        return self._numbering.begin_epoch(epoch=epoch, version=version)
 
     def publish(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int | None = None, *, step: int | None = None

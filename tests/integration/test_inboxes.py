@@ -1,0 +1,63 @@
+"""Inboxes that are added to a run: nobody is started again for it, and nothing else of the topics changes."""
+
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from schemas.errors import UsageError
+from schemas.turns import CLAIM_KEY
+from tests.brokers import AnyBroker
+from tests.integration.router_kit import PARTITIONS, Bus, router_process
+from tests.waiting import until
+from topics.admin import create_topics, describe_topics, drift
+from topics.catalog import DISPATCHED
+from topics.log import read_topics
+from topics.reader import Reader
+from topics.settings import BusSettings
+from workers.executor.loop import inbox_of
+
+ONE = replace(PARTITIONS, slots=1)
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    settings = broker.settings(namespace)
+    create_topics(settings, ONE)
+    return settings
+
+
+def claimed(settings: BusSettings) -> set[int]:
+    """The inboxes that a router has claimed."""
+    return {each.partition for each in read_topics(settings, [DISPATCHED]) if each.key == CLAIM_KEY}
+
+
+def test_to_create_the_topics_again_adds_inboxes_and_changes_nothing_else(settings: BusSettings) -> None:
+    before = {state.topic: state.partitions for state in describe_topics(settings)}
+    [found] = drift(settings, PARTITIONS)
+    assert found.creatable and (found.what, found.found, found.wanted) == ("partitions", "1", "3")
+    assert create_topics(settings, replace(PARTITIONS, home=5, samples=7)) == []
+    assert {state.topic: state.partitions for state in describe_topics(settings)} == before | {DISPATCHED: 3}
+    assert drift(settings, PARTITIONS) == []
+    assert create_topics(settings, ONE) == [], "inboxes are never taken away"
+    assert drift(settings, PARTITIONS) == []
+
+
+def test_a_router_that_serves_takes_in_inboxes_that_are_added(settings: BusSettings) -> None:
+    with router_process(settings):
+        until(lambda: claimed(settings) == {0})
+        create_topics(settings, PARTITIONS)
+        bus = Bus(settings)
+        bus.beat(2)
+        bus.ask("g:0")
+        bus.until_dispatched(1)
+        bus.close()
+    assert bus.inboxes[0].slot == 2 and not bus.zombies
+    assert claimed(settings) == {0, 1, 2}
+
+
+def test_an_executor_without_an_inbox_says_what_to_do(settings: BusSettings) -> None:
+    with closing(Reader(settings, "test")) as reader:
+        assert inbox_of(reader, 0) == (DISPATCHED, 0)
+        with pytest.raises(UsageError, match=r"slot is 1 and the last inbox 0: .* `rose topics create` adds"):
+            inbox_of(reader, 1)

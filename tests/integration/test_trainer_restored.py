@@ -1,0 +1,111 @@
+"""A run whose log is lost goes on from its checkpoint: on a new broker, or in another namespace."""
+
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from pipeline.accounting.audit import audit_log
+from pipeline.command.submit import settled_groups
+from schemas.errors import UsageError
+from tests.brokers import EMBEDDED, AnyBroker, start
+from tests.integration.trainer_kit import (
+    GROUP_SIZE,
+    GROUPS,
+    GROUPS_PER_STEP,
+    STEPS,
+    Result,
+    config_of,
+    group_name,
+    log_with_samples,
+    make_policy,
+    make_samples,
+    newest_of,
+    result_of,
+    write_prompts,
+    write_samples,
+)
+from topics.admin import create_topics
+from topics.catalog import Partitions
+from topics.settings import BusSettings
+from workers.trainer.main import run_trainer
+from workers.trainer.step_log import NAME
+
+pytestmark = pytest.mark.slow
+
+DONE = 2
+"""Steps of the run when its log is lost."""
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def lost(broker: AnyBroker, namespace: str, model_folder: Path, tmp_path: Path) -> Path:
+    """The folder of a run that has made two of its steps."""
+    settings = log_with_samples(broker, namespace)
+    config = config_of(model_folder, tmp_path / "run", total_groups=DONE * GROUPS_PER_STEP)
+    run_trainer(settings, config, Event())
+    return config.run_folder
+
+
+@pytest.fixture
+def undisturbed(broker: AnyBroker, namespace: str, model_folder: Path, tmp_path: Path) -> Result:
+    """The same run, if nothing is lost."""
+    settings = log_with_samples(broker, f"{namespace}whole.")
+    run_trainer(settings, config_of(model_folder, tmp_path / "whole"), Event())
+    return result_of(settings)
+
+
+def ask_again(settings: BusSettings, lost: Path) -> int:
+    """Ask a new log for what the lost one had not settled, and sample it; how many groups that are."""
+    settled = settled_groups(lost / NAME)
+    assert len(settled) == DONE * GROUPS_PER_STEP
+    left = [number for number in range(GROUPS) if group_name(number) not in settled]
+    create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=2))
+    write_prompts(settings, left)
+    write_samples(settings, (each for each in make_samples() if each.group_id not in settled))
+    return len(left)
+
+
+def goes_on_as_if_nothing_was_lost(settings: BusSettings, left: int, undisturbed: Result) -> None:
+    """The policies are those of the undisturbed run bit for bit, each under a number above that which it had."""
+    result = result_of(settings)
+    assert result.digests == {version + 1: digest for version, digest in undisturbed.digests.items() if version >= DONE}
+    assert newest_of(settings).order == (1, STEPS + 1)
+    assert len(result.outcomes) == len({name for name, _, _ in result.outcomes}) == left * GROUP_SIZE
+    audit = audit_log(settings)
+    assert audit.clean and audit.requested == audit.settled == left * GROUP_SIZE
+
+
+def test_on_a_new_broker_a_run_goes_on_from_its_own_checkpoint(
+    lost: Path, namespace: str, model_folder: Path, undisturbed: Result, tmp_path: Path
+) -> None:
+    with start(EMBEDDED, tmp_path / "broker") as another:
+        settings = another.settings(namespace)
+        left = ask_again(settings, lost)
+        run_trainer(settings, config_of(model_folder, lost, total_groups=left), Event())
+        goes_on_as_if_nothing_was_lost(settings, left, undisturbed)
+
+
+def test_in_another_namespace_a_run_begins_with_the_checkpoint_that_it_is_told_of(
+    broker: AnyBroker, lost: Path, namespace: str, model_folder: Path, undisturbed: Result, tmp_path: Path
+) -> None:
+    settings = broker.settings(f"{namespace}again.")
+    left = ask_again(settings, lost)
+    config = config_of(model_folder, tmp_path / "again", total_groups=left, begin_from=lost / "checkpoints")
+    run_trainer(settings, config, Event())
+    goes_on_as_if_nothing_was_lost(settings, left, undisturbed)
+    run_trainer(settings, config, Event())  # which has checkpoints of its own now
+    assert newest_of(settings).order == (1, STEPS + 1)
+
+
+def test_a_run_does_not_begin_with_checkpoints_that_are_not_there(
+    broker: AnyBroker, namespace: str, model_folder: Path, tmp_path: Path
+) -> None:
+    settings = log_with_samples(broker, namespace)
+    config = config_of(model_folder, tmp_path / "run", begin_from=tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="nowhere, where no whole checkpoint is"):
+        run_trainer(settings, config, Event())

@@ -1,0 +1,116 @@
+"""This version beside the next one: each reads what the other writes, and what the next adds passes unharmed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgpack
+import msgspec
+import pytest
+
+from pipeline.command.letters import mended, show_value
+from pipeline.routing.router import Router
+from pipeline.routing.waiting import Asked
+from schemas.prompts import Prompt
+from schemas.record import Record
+from schemas.slack import ExecutorState
+from schemas.turns import TurnDispatch, TurnRequest
+from schemas.wire import RECORDS, decode, encode
+from tests.golden.examples import EXAMPLES
+from tests.unit.routing_world import CONFIG, heartbeat
+from tests.upgrade.next_version import FIELD, VALUE, make_next
+from topics.catalog import RECORD_TOPICS
+from topics.letters import Letter
+from topics.records import Raw
+
+EXAMPLES_OF = ("tests/__init__.py", "tests/golden/examples.py")
+
+WRITE = """
+import sys
+from pathlib import Path
+from schemas.wire import encode
+from tests.golden.examples import EXAMPLES
+for example in EXAMPLES:
+    (Path(sys.argv[1]) / type(example).__name__).write_bytes(encode(example))
+"""
+READ = """
+import sys
+from pathlib import Path
+from schemas.wire import RECORDS, decode
+for record in RECORDS:
+    assert decode(record, (Path(sys.argv[1]) / record.__name__).read_bytes()).{field} == ""
+"""
+"""The next version's own."""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("next") / "sources"
+    make_next(folder, more=EXAMPLES_OF)
+    return folder
+
+
+def run(sources: Path, program: str, folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(sources)}
+    subprocess.run([sys.executable, "-P", "-c", program, str(folder)], env=environment, check=True)
+
+
+@pytest.fixture(scope="module")
+def newer(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[type[Record], bytes]:
+    """What the next version writes of the example of each record."""
+    folder = tmp_path_factory.mktemp("newer")
+    run(sources, WRITE, folder)
+    return {record: (folder / record.__name__).read_bytes() for record in RECORDS}
+
+
+def test_every_record_of_the_next_version_has_the_field_set_and_is_read_here(
+    newer: dict[type[Record], bytes],
+) -> None:
+    for example in EXAMPLES:
+        wire = newer[type(example)]
+        assert msgpack.unpackb(wire)[FIELD] == VALUE
+        assert decode(type(example), wire) == _with_nested(example, wire)
+
+
+def _with_nested(example: Record, wire: bytes) -> Record:
+    """The example; a dispatch has the request as it came, which compares by its bytes."""
+    if isinstance(example, TurnDispatch):
+        return msgspec.structs.replace(example, asked=decode(TurnDispatch, wire).asked)
+    return example
+
+
+def test_the_next_version_reads_every_record_of_this_one(sources: Path, tmp_path: Path) -> None:
+    for example in EXAMPLES:
+        (tmp_path / type(example).__name__).write_bytes(encode(example))
+    run(sources, READ.format(field=FIELD), tmp_path)
+
+
+def test_a_field_that_is_added_to_a_request_passes_this_router(newer: dict[type[Record], bytes]) -> None:
+    wire = newer[TurnRequest]
+    router = Router(CONFIG)
+    router.heard(heartbeat(0, state=ExecutorState.READY), 0.0)
+    [dispatch] = router.requested(Asked(decode(TurnRequest, wire), wire), 0.0)
+    sent = msgpack.unpackb(encode(dispatch))
+    assert sent["request"] == msgpack.unpackb(wire)
+    assert sent["request"][FIELD] == sent["request"]["sampling"][FIELD] == VALUE
+
+
+@pytest.mark.parametrize("record", [each for each in RECORDS if each is not Prompt], ids=lambda record: record.__name__)
+def test_a_dead_letter_keeps_what_the_next_version_added_when_it_is_edited_here(
+    newer: dict[type[Record], bytes], record: type[Record], tmp_path: Path
+) -> None:
+    """Sent back from the file that `rose letters show` gives, with one more field set; bytes stay bytes."""
+    [topic] = [topic for topic in RECORD_TOPICS if topic.record is record]
+    raw = Raw(b"key", newer[record])
+    letter = Letter(topic=topic, partition=0, offset=0, key=b"key", reason="", buried_at=0.0, raw=raw)
+    file = tmp_path / "letter.json"
+    file.write_text(show_value(letter))
+    sent = mended(letter, file, [f'{name_of(record)}="again"']).value
+    assert sent is not None
+    assert msgpack.unpackb(sent) == msgpack.unpackb(newer[record]) | {name_of(record): "again"}
+
+
+def name_of(record: type[Record]) -> str:
+    """Some field of the record."""
+    return msgspec.structs.fields(record)[0].encode_name

@@ -1,0 +1,75 @@
+"""A run whose broker is lost with all that was on it goes on in a fresh namespace, from checkpoint and prompt file."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipeline.command.submit import settled_groups
+from tests.brokers import KAFKA
+from tests.integration.rose_command import Rose
+from tests.waiting import until
+
+GROUPS, GROUP_SIZE, GROUPS_PER_STEP = 24, 4, 4
+STEP_SECONDS = 300.0
+
+CONFIG = f"""
+[run]
+executors = 1
+
+[environment]
+window_groups = 8
+
+[trainer]
+groups_per_step = {GROUPS_PER_STEP}
+total_groups = {GROUPS}
+
+[weights]
+store = "store"
+store_above_bytes = 0
+
+[topics]
+home_partitions = 2
+inbox_slots = 2
+"""
+
+
+def steps(folder: Path) -> list[int]:
+    """The versions that a run's steps have made."""
+    metrics = folder / "metrics.jsonl"
+    return [json.loads(line)["version"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_run_whose_broker_is_lost_goes_on_in_a_fresh_namespace(tmp_path: Path) -> None:
+    rose, runs = Rose(KAFKA, tmp_path), tmp_path / "runs"
+    (tmp_path / "rose.toml").write_text(CONFIG)
+    prompts = [
+        {"group_id": f"g{number}", "group_size": GROUP_SIZE, "environment": "calculator", "seed": number}
+        for number in range(GROUPS)
+    ]
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts))
+    asked = ("up", "--config", "rose.toml", "--prompts", "prompts.jsonl")
+    with rose.start(*asked, "--name", "lost") as process:
+        until(lambda: process.poll() is not None or bool(steps(runs / "lost")), STEP_SECONDS)
+        process.send_signal(signal.SIGINT)
+        told = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, told
+    shutil.rmtree(runs / "lost" / "broker")
+
+    settled = settled_groups(runs / "lost" / "metrics.jsonl")
+    left = GROUPS - len(settled)
+    assert 0 < left < GROUPS
+    again = ("--name", "again", "--namespace", "again.", "--set", "trainer.begin_from=runs/lost/checkpoints")
+    rest = ("--without", "runs/lost/metrics.jsonl", "--set", f"trainer.total_groups={left}")
+    rose(*asked, *again, *rest)
+    audited = rose("audit", "--run", "again")
+    assert f"{left * GROUP_SIZE} requested" in audited and "0 lost" in audited, audited
+    assert not settled & settled_groups(runs / "again" / "metrics.jsonl")
+    first = max(steps(runs / "lost")) + 2  # the number between is the lost run's last policy, published again
+    assert steps(runs / "again") == list(range(first, first + left // GROUPS_PER_STEP))
+    of_runs = {file.name.split(".")[1] for file in (tmp_path / "store").iterdir()}
+    assert len(of_runs) == 2, "anchors of both runs lie in the store"

@@ -1,0 +1,135 @@
+"""Rolling changes under load: from this version's wheel to the next one's and back, and node after node of a broker.
+
+Nothing excuses a stall here: of all but the trainer there are two, and one of them is always well.
+
+ROSE_CHAOS_SEED repeats a seed.
+"""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.brokers import KAFKA, start, start_nodes
+from tests.chaos.storm import NAMESPACE, Report, blow
+from tests.chaos.storm_log import read_all
+from tests.chaos.storm_plan import Role
+from tests.chaos.storm_shape import Shape
+from tests.upgrade.next_version import FIELD, ROOT, VALUE, make_next
+from tests.upgrade.rolling import FLEET, NODES, OF_A_PRODUCER, rolling
+from tests.upgrade.sites import build, install
+from topics.catalog import DISPATCHED, GRANTS, PROMPTS, RECORD_TOPICS, REQUESTED
+from topics.settings import BusSettings
+
+SEED = int(os.environ.get("ROSE_CHAOS_SEED", random.randrange(2**20)))
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not installed: it produces the prompts"),
+]
+
+READ = """
+import sys
+from confluent_kafka import OFFSET_BEGINNING
+from topics.catalog import RECORD_TOPICS
+from topics.log import read_back
+from topics.reader import Reader
+from topics.settings import BusSettings
+settings, spoiled = BusSettings(*sys.argv[1:]), []
+reader = Reader(settings, "test")
+places = {(topic, part): OFFSET_BEGINNING for topic in RECORD_TOPICS for part in range(reader.partitions(topic))}
+read = sum(1 for each in read_back(settings, places, spoiled=spoiled.append))
+assert read and not spoiled, spoiled
+"""
+"""Reads every record on the log, whoever wrote it."""
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """This version and the next one, each installed from its wheel into a folder of its own."""
+    folder = tmp_path_factory.mktemp("versions")
+    make_next(folder / "next")
+    for name, source in (("this", ROOT), ("next", folder / "next")):
+        install(build(source, folder / f"{name}-wheel"), folder / f"{name}-site")
+    return folder / "this-site", folder / "next-site"
+
+
+def clean(report: Report) -> None:
+    print(report)
+    assert not report.breaches and not report.crashes and not report.letters, str(report)
+    assert report.left.keys() == {0}, report.left
+
+
+def test_every_role_goes_to_the_next_version_and_back_under_load(tmp_path: Path, sites: tuple[Path, Path]) -> None:
+    """From wheels, on Apache Kafka, one process after another, a server that lends among them."""
+    print(f"ROSE_CHAOS_SEED={SEED}")
+    shape = Shape(nodes=0, lenders=1, round_seconds=300.0, groups_per_second=0.7, blocking_groups=0)
+    plan = rolling(SEED, shape, FLEET, [*FLEET, *FLEET])
+    with start(KAFKA, tmp_path / "broker") as broker:
+        report = blow(tmp_path / "roles", plan, broker, sites=sites)
+        clean(report)
+        assert sum(report.faults.values()) == len(plan.deeds) // 2
+        settings = broker.settings(NAMESPACE)
+        for site in sites:
+            subprocess.run(
+                [sys.executable, "-P", "-c", READ, settings.bootstrap, NAMESPACE],
+                env={**os.environ, "PYTHONPATH": str(site)},
+                check=True,
+            )
+        both_hands_wrote(settings)
+        requests_passed_unharmed(settings)
+
+
+def both_hands_wrote(settings: BusSettings) -> None:
+    """Every kind of record came from both versions, and prompts from a producer, wherever they were sent on from."""
+    topics = {settings.topic(topic): topic for topic in RECORD_TOPICS if topic is not GRANTS}
+    hands: defaultdict[object, Counter[object]] = defaultdict(Counter)
+    for found in read_all(settings, [*topics]):
+        if found.value is None:
+            continue
+        if topics[found.topic] is PROMPTS:
+            assert f'"{FIELD}": "{OF_A_PRODUCER}"'.encode() in found.value
+        else:
+            hands[topics[found.topic].name][found.record.get(FIELD)] += 1
+    print({name: dict(counts) for name, counts in hands.items()})
+    assert len(hands) == len(topics) - 1
+    for name, counts in hands.items():
+        assert counts.keys() == {None, VALUE}, (name, counts)
+
+
+def requests_passed_unharmed(settings: BusSettings) -> None:
+    """Whichever router dispatched it: what executors read is what the environment worker asked for."""
+    asked: dict[tuple[str, int], object] = {}
+    sent: Counter[tuple[bool, bool]] = Counter()
+    dispatches = []
+    for found in read_all(settings, [settings.topic(REQUESTED), settings.topic(DISPATCHED)]):
+        if found.value is None:
+            continue
+        if found.topic == settings.topic(REQUESTED):
+            asked[found.record["trajectory_id"], found.record["turn"]] = found.record
+        else:
+            dispatches.append(found.record)
+    for dispatch in dispatches:
+        request = dispatch["request"]
+        assert request == asked[request["trajectory_id"], request["turn"]]
+        sent[FIELD in request, FIELD in dispatch] += 1
+    print(f"dispatches, by whether the request and the dispatch are of the next version: {dict(sent)}")
+    assert sent.keys() == {(False, False), (False, True), (True, False), (True, True)}
+
+
+def test_a_broker_of_three_nodes_is_restarted_node_by_node_under_load(tmp_path: Path) -> None:
+    """Each leaves as it does for an upgrade; the version that comes back is the same, there is no other here."""
+    print(f"ROSE_CHAOS_SEED={SEED}")
+    shape = Shape(nodes=3, round_seconds=60.0, groups_per_second=1.0, blocking_groups=0)
+    first = [worker for worker in FLEET if worker.role is not Role.LENDER]
+    plan = rolling(SEED, shape, first, [*NODES, *NODES])
+    with start_nodes(tmp_path / "broker") as broker:
+        report = blow(tmp_path / "roles", plan, broker)
+    clean(report)
+    assert sum(report.faults.values()) == len(plan.deeds) // 2
