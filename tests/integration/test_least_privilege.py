@@ -62,7 +62,7 @@ from topics.permission import reach_as
 from topics.reader import Reader
 from topics.records import Place
 from topics.retention import delete_before, lowest_committed
-from topics.settings import BusSettings
+from topics.settings import PREFIX, BusSettings
 from topics.writer import Writer
 from workers.environments.config import EnvironmentConfig
 from workers.environments.main import run_environment_worker
@@ -272,6 +272,7 @@ def begin(role: Role, settings: BusSettings) -> None:
     elif role is OPERATOR:
         Writer(settings, "letters", transactional_id=LETTERS_WRITER)
     elif role is ADMIN:
+        create_topics(replace(settings, namespace=f"{settings.namespace}{PREFIX}"), PARTITIONS)
         for weakness in weaknesses(settings):
             raise RoseError(weakness)
     with closing(Reader(settings, "test")) as reader:  # by hand, as every reader of the log
