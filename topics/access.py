@@ -61,8 +61,8 @@ class Operation(Enum):
     DESCRIBE_CONFIGS = "DescribeConfigs"
 
 
-MANAGING = (Operation.CREATE, Operation.ALTER, Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS)
-"""What an admin does to topics."""
+MANAGING = (Operation.CREATE, Operation.ALTER, Operation.DESCRIBE_CONFIGS)
+"""What an admin does to topics, besides describing them."""
 
 
 class Resource(Enum):
