@@ -48,7 +48,7 @@ CLUSTER_NAME = "kafka-cluster"
 
 
 class Operation(Enum):
-    """By the names that Kafka's and Strimzi's tools give them. Who may read, write, alter or delete may describe too."""
+    """By the names that Kafka's and Strimzi's tools give them. To read, write, alter or delete is to describe too."""
 
     READ = "Read"
     WRITE = "Write"
