@@ -89,7 +89,12 @@ class Plan:
     deeds: tuple[Deed, ...]
     lines: tuple[Line, ...]
     in_turn: bool = False
-    """Nobody is asked to leave before all are well; and nothing excuses that no turn is applied."""
+    """Nobody is asked to leave before all are well, however long that takes: each deed brings its share of the lines.
+    And nothing excuses that no turn is applied."""
+
+    def due(self, now: float, deeds_left: int) -> float:
+        """The moment in the plan whose lines are to be produced."""
+        return self.shape.seconds * (1 - deeds_left / (len(self.deeds) + 1)) if self.in_turn else now
 
     @property
     def groups(self) -> dict[str, int]:

@@ -30,7 +30,7 @@ SEED = int(os.environ.get("ROSE_CHAOS_SEED", random.randrange(2**20)))
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(3000),
     pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not installed: it produces the prompts"),
 ]
 
