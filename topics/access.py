@@ -48,7 +48,7 @@ CLUSTER_NAME = "kafka-cluster"
 
 
 class Operation(Enum):
-    """By the names that Kafka's and Strimzi's tools give them. Each right but Create lets its owner describe too."""
+    """By the names that Kafka's and Strimzi's tools give them. To read, write, alter or delete is to describe too."""
 
     READ = "Read"
     WRITE = "Write"
@@ -61,8 +61,8 @@ class Operation(Enum):
     DESCRIBE_CONFIGS = "DescribeConfigs"
 
 
-MANAGING = (Operation.CREATE, Operation.ALTER, Operation.DESCRIBE, Operation.DESCRIBE_CONFIGS)
-"""What an admin does to topics."""
+MANAGING = (Operation.CREATE, Operation.ALTER, Operation.DESCRIBE_CONFIGS)
+"""What an admin does to topics, besides describing them."""
 
 
 class Resource(Enum):

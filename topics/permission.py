@@ -2,7 +2,8 @@
 
 Keeps true
 - A right that is missing is told at the start, by name, also if it would be needed only on a bad day.
-- What a broker does not say is not held against it: only a refusal is one.
+- What a broker does not say is not held against it: only a refusal is one. To create is told of by its first use: it
+  may be a right to the cluster, which a topic does not speak of.
 """
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
@@ -16,7 +17,6 @@ from topics.settings import BusSettings
 _SAID = {
     AclOperation.READ: Operation.READ,
     AclOperation.WRITE: Operation.WRITE,
-    AclOperation.CREATE: Operation.CREATE,
     AclOperation.ALTER: Operation.ALTER,
     AclOperation.DELETE: Operation.DELETE,
     AclOperation.DESCRIBE: Operation.DESCRIBE,
@@ -36,7 +36,7 @@ def reach_as(settings: BusSettings, role: Role) -> None:
     client = reach(settings)
     if settings.embedded:
         return
-    wanted = {settings.topic(topic): operations for topic, operations in topic_rights(role).items()}
+    wanted = {settings.topic(topic): rights - {Operation.CREATE} for topic, rights in topic_rights(role).items()}
     asked = TopicCollection(list(wanted))
     answers = client.describe_topics(asked, include_authorized_operations=True, request_timeout=ADMIN_SECONDS)
     missing: list[str] = []

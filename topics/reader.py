@@ -252,7 +252,8 @@ class Reader:
 
     def offsets_at(self, places: Sequence[Place], timestamp_seconds: float) -> dict[Place, int]:
         """Of each partition the first offset stamped at or after the time; its end if there is none."""
-        asked = [self._partition(place, int(timestamp_seconds * 1000)) for place in places]
+        milliseconds = max(0, int(timestamp_seconds * 1000))  # those below 0 mean something else to a broker
+        asked = [self._partition(place, milliseconds) for place in places]
         found = _insist(
             "looking offsets up by time",
             lambda left: self._consumer.offsets_for_times(asked, timeout=min(left, ENDS_TURN_SECONDS)),

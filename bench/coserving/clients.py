@@ -74,11 +74,13 @@ class Rolled(msgspec.Struct):
     counts: list[int]
     errors: list[str]
     steps: int = 0
-    """Of a guest; this and the next three are its host's word."""
+    """Of a guest; this and the next four are its host's word."""
     step_seconds: float = 0.0
     """That they took."""
     longest_seconds: list[float] = []
     """Of each report, the longest piece of the guest's work since the one before."""
+    computed_seconds: list[float] = []
+    """The same in processor time of the thread that computes both."""
     held_back: dict[str, int] = {}
     """How often the guest might not compute, by why."""
 

@@ -115,6 +115,7 @@ class Trajectories:
                 self.rolled.step_seconds += report.step_seconds
                 if report.slack is not None:
                     self.rolled.longest_seconds.append(report.slack.longest_seconds)
+                    self.rolled.computed_seconds.append(report.slack.computed_seconds)
                     for hold, times in report.slack.held_back.items():
                         self.rolled.held_back[hold] = self.rolled.held_back.get(hold, 0) + times
             elif isinstance(report, Prepared):

@@ -26,6 +26,7 @@ FIGURES = {
     "guest_tokens_per_second": "guest tokens/s",
     "guest_step_ms": "a guest's step, ms",
     "guest_longest_ms": "its longest piece, ms",
+    "guest_computed_ms": "its longest piece, ms of processor time",
     "busy": "serving busy",
     "prefix_hit_rate": "serving's prefix hits",
     "failed": "failed requests",

@@ -156,6 +156,7 @@ def figures(window: Window, budgets: Budgets) -> dict[str, float]:
         "serving_tokens_per_second": sum(answer.tokens for answer in answered) / (end - window.start),
         "guest_step_ms": 1000 * rolled.step_seconds / rolled.steps if rolled.steps else math.nan,
         "guest_longest_ms": 1000 * max(rolled.longest_seconds, default=math.nan),
+        "guest_computed_ms": 1000 * max(rolled.computed_seconds, default=math.nan),
         "guest_tokens_per_second": guest_tokens(window) / window.seconds,
         "busy": busy(window),
         "prefix_hit_rate": sum(answer.cached_tokens for answer in answered) / prompt if prompt else math.nan,

@@ -62,7 +62,7 @@ from topics.permission import reach_as
 from topics.reader import Reader
 from topics.records import Place
 from topics.retention import delete_before, lowest_committed
-from topics.settings import BusSettings
+from topics.settings import PREFIX, BusSettings
 from topics.writer import Writer
 from workers.environments.config import EnvironmentConfig
 from workers.environments.main import run_environment_worker
@@ -172,7 +172,8 @@ def mislead(settings: BusSettings) -> None:
 def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(run: Run) -> None:
     users = run.users
     everything = users.node.settings(users.namespace)
-    assert "all topics have their leaders" in run.ask(ADMIN, "topics", "create")
+    run.ask(ADMIN, "topics", "create", "--set", "run.executors=1", "--set", "topics.inbox_slots=1")
+    assert "all topics have their leaders" in run.ask(ADMIN, "topics", "create")  # adds the other
     assert "no right" not in run.ask(ADMIN, "topics", "check")
     assert PROMPTS.name in run.ask(ADMIN, "topics", "describe")
     mislead(everything)
@@ -272,6 +273,7 @@ def begin(role: Role, settings: BusSettings) -> None:
     elif role is OPERATOR:
         Writer(settings, "letters", transactional_id=LETTERS_WRITER)
     elif role is ADMIN:
+        create_topics(replace(settings, namespace=f"{settings.namespace}{PREFIX}"), PARTITIONS)
         for weakness in weaknesses(settings):
             raise RoseError(weakness)
     with closing(Reader(settings, "test")) as reader:  # by hand, as every reader of the log

@@ -183,15 +183,15 @@ def test_a_rank_that_fails_amid_a_step_is_told_and_the_guest_dropped_on_all(
     assert [worker.num_threads() for worker in server.workers] == threads
 
 
-def test_wakes_and_parks_leave_no_thread_and_no_memory_behind_in_a_rank(server: Server, beside: Beside) -> None:
+def test_ten_wakes_and_parks_leave_no_thread_and_no_memory_behind_in_a_rank(server: Server, beside: Beside) -> None:
     workers = server.workers
     for _ in range(2):
         wake_and_park(beside)
     threads, memory = [each.num_threads() for each in workers], [each.memory_info().rss for each in workers]
-    for _ in range(5):
+    for _ in range(10):
         wake_and_park(beside)
     grown = max(each.memory_info().rss - before for each, before in zip(workers, memory, strict=True))
-    print(f"five wakes and parks: {grown / 1024:.0f} KiB more in a rank", file=sys.__stderr__)
+    print(f"ten wakes and parks: {grown / 1024:.0f} KiB more in a rank", file=sys.__stderr__)
     assert [each.num_threads() for each in workers] == threads
     assert grown < server.config.kv_cache_bytes // RANKS, "less than one guest's cache"
     beside.order(Wake())

@@ -6,7 +6,7 @@ from workers.executor import metrics
 from workers.executor.words import Lent, Slack
 
 LENT = Lent(budget_bytes=64, frozen=True, cuts=2)
-SLACK = Slack(5, 2, 0.5, 0.25, 0.01, 0.1, 0.1, 0.1, {})
+SLACK = Slack(5, 2, 0.5, 0.25, 0.01, 0.01, 0.1, 0.1, 0.1, {})
 GAUGES = ("rose_executor_policy_version", "rose_executor_kv_free_bytes", "rose_lender_budget_bytes")
 
 

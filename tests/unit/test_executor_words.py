@@ -53,7 +53,7 @@ def tick(number: int, *, lends: bool) -> Tick:
     bare = Tick(number, "cpu", 0, 0, 1, 1, 1, 1.0, 1.0, 2, 0.5)
     if not lends:
         return bare
-    slack = Slack(5, 2, 0.5, 0.25, number / 4, 0.1, 0.1, 0.1, {"waiting": 3})
+    slack = Slack(5, 2, 0.5, 0.25, number / 4, number / 8, 0.1, 0.1, 0.1, {"waiting": 3})
     return structs.replace(bare, slack=slack, lent=Lent(64, True, 1, 0.25, 2, 3, 0.5))
 
 
@@ -85,6 +85,7 @@ def test_of_ticks_the_newest_is_kept_and_nothing_that_was_counted_is_lost(deeds:
     slacks = [each.slack for each in heard if each.slack is not None]
     assert sum(each.held_back["waiting"] for each in slacks) == 3 * lent
     assert max((each.longest_seconds for each in slacks), default=0.0) == longest
+    assert max((each.computed_seconds for each in slacks), default=0.0) == longest / 2
     os.close(descriptor)
 
 
@@ -100,5 +101,5 @@ def test_a_guest_that_is_gone_meanwhile_tells_its_cuts_and_refusals_and_sees_not
     outbox.flush()
     [_, told] = map(REPORTS.decode, line.read())
     assert isinstance(told, Tick) and told.lent == Lent(0, False, 1, 0.25, 2, 3, 0.5)
-    assert told.slack == Slack(0, 0, None, None, 1 / 4, 0.1, 0.1, 0.1, {"waiting": 3})
+    assert told.slack == Slack(0, 0, None, None, 1 / 4, 1 / 8, 0.1, 0.1, 0.1, {"waiting": 3})
     os.close(descriptor)

@@ -45,7 +45,7 @@ from cryptography.x509.oid import NameOID
 from topics.access import Acl, Operation, Resource
 from topics.admin import ADMIN_SECONDS
 from topics.apache_kafka import LONE_JAVA, Addition, lone_node
-from topics.broker import HOST, Broker, free_ports
+from topics.broker import HOST, Broker, BrokerFailed, free_ports
 from topics.settings import BusSettings
 
 ADMIN_USER = "admin"
@@ -104,14 +104,14 @@ class SecuredNode:
         return self.broker.settings(namespace, _signed_in(user, password, self.ca))
 
     def allow(self, user: str, rights: Iterable[Acl]) -> None:
-        """Give a user these rights."""
+        """Give a user these rights. Raises BrokerFailed."""
         given = [_binding(user, acl) for acl in rights]
         for created in self._admin.create_acls(given, request_timeout=ADMIN_SECONDS).values():
             created.result()
         self._await(user, lambda found: found.issuperset(given))
 
     def forbid(self, user: str, acl: Acl) -> None:
-        """Take a right away from a user."""
+        """Take a right away from a user. Raises BrokerFailed."""
         taken = _binding(user, acl)
         asked = AclBindingFilter(
             taken.restype,
@@ -139,7 +139,8 @@ class SecuredNode:
         )
         deadline = time.monotonic() + COUNTS_SECONDS
         while not done(set(self._admin.describe_acls(of_user, request_timeout=ADMIN_SECONDS).result())):
-            assert time.monotonic() < deadline, "the node does not go by its rights"
+            if time.monotonic() > deadline:
+                raise BrokerFailed(f"{self.broker.name} does not go by the rights of {user}")
             time.sleep(LOOK_SECONDS)
 
 

@@ -123,6 +123,9 @@ class Slack(msgspec.Struct, frozen=True, array_like=True):
     """Least S_dec; None also where none decoded."""
     longest_seconds: float
     """The longest piece of the guest's work, 0 where there was none: what the yield bound is about."""
+    computed_seconds: float
+    """The most that the loop's thread computed in one piece. What one took above that, the thread waited for a core, or
+    for others that compute."""
     guest_error: float
     """How wrong predicted steps are: nine in ten end within this share of what was predicted."""
     prefill_error: float
@@ -295,11 +298,19 @@ def _both_slacks(before: Slack | None, slack: Slack | None) -> Slack | None:
     if before is None:
         return slack
     now = slack or msgspec.structs.replace(
-        before, running=0, waiting=0, prefill_headroom=None, decode_headroom=None, longest_seconds=0.0, held_back={}
+        before,
+        running=0,
+        waiting=0,
+        prefill_headroom=None,
+        decode_headroom=None,
+        longest_seconds=0.0,
+        computed_seconds=0.0,
+        held_back={},
     )
     return msgspec.structs.replace(
         now,
         longest_seconds=max(before.longest_seconds, now.longest_seconds),
+        computed_seconds=max(before.computed_seconds, now.computed_seconds),
         held_back=dict(Counter(before.held_back) + Counter(now.held_back)),
     )
 

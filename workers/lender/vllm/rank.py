@@ -87,9 +87,15 @@ class Rank:
         """Of preparing it."""
 
     def process(self, watched: bool) -> Identity:
-        """Which it is. `watched`: by a keeper, that may ask for the stacks of its threads."""
+        """Which it is. `watched`: by a keeper, that may ask for the stacks of its threads.
+
+        What is there by now is no garbage, and is not looked through again: as vLLM has it in the engine core and in
+        the workers of GPUs. Each guest that is built or let go of would have all of it looked through, in one piece.
+        """
         if watched:
             faulthandler.register(STACK_SIGNAL, all_threads=True)
+        gc.collect()
+        gc.freeze()
         return this_process()
 
     def begin(self, name: str, *arguments: Any) -> None:

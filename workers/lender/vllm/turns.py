@@ -40,7 +40,7 @@ class Turns:
         self._halted = False
         """The guest was held back by requests that no step of serving's moves, as those of a server that is paused."""
         self._held_back: dict[str, int] = {}
-        self._longest = 0.0
+        self._longest = self._computed = 0.0
         self._answer: Answer | None = None
         """The newest since this was last told of: what was found long ago says nothing of serving now."""
 
@@ -89,9 +89,11 @@ class Turns:
             self._halted = not serving.queued and not self._core.has_work()
             self._guest.beat(held=True)
             return
+        computed = time.thread_time()
         self._guest.tick(seconds=answer.seconds, tokens=answer.tokens)
         seconds = time.monotonic() - now
         self._longest = max(self._longest, seconds)
+        self._computed = max(self._computed, time.thread_time() - computed)
         self._admission.ran(held=serving.held, seconds=seconds)
 
     def _slack(self) -> Slack:
@@ -99,13 +101,15 @@ class Turns:
         running, waiting = self._core.scheduler.get_request_counts()
         answer, self._answer, learned = self._answer, None, self._admission
         held_back, self._held_back = self._held_back, {}
-        longest, self._longest = self._longest, 0.0
+        longest, computed = self._longest, self._computed
+        self._longest = self._computed = 0.0
         return Slack(
             running=running,
             waiting=waiting,
             prefill_headroom=answer.prefill_headroom if answer else None,
             decode_headroom=answer.decode_headroom if answer else None,
             longest_seconds=longest,
+            computed_seconds=computed,
             guest_error=learned.guest.error,
             prefill_error=learned.serving.prefill.error,
             decode_error=learned.serving.decode.error,
