@@ -1,6 +1,8 @@
 """What the router costs: decisions a second, turns a second, and latency beside a bare loop.
 
 Run `python -m bench.bus` (all on the embedded broker; on Apache Kafka with KAFKA_HOME set), `--json FILE` to keep it.
+With `--secured` that Apache Kafka has TLS, SCRAM and an authorizer. Router and bare loop sign in with the rights of a
+router there, the load with those of an environment worker and an executor.
 
 core        Decisions a second of one core: a recorded history of 200 executors and 10,000 live trajectories is
             replayed through the pure core. A decision is a request in and its dispatch out; results and heartbeats are
@@ -27,15 +29,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
-from bench.broker import scratch_broker
+from bench.broker import kafka_home, scratch_broker, scratch_node, user_of
 from bench.check import Check
 from bench.history import Fleet, Recorder
 from bench.load import Executors, Lane, closed_loop, drain, open_loop
 from pipeline.routing.router import Router
+from topics.access import ADMIN, ENVIRONMENT, EXECUTOR, ROUTER, Role
 from topics.admin import create_topics
-from topics.broker import Broker
 from topics.catalog import Partitions
 from topics.settings import BusSettings
 
@@ -96,14 +100,23 @@ def _replay(recorder: Recorder, ramp: int) -> tuple[int, float, float]:
     return router.counters.dispatched - before, processor, wall
 
 
+class SignIn(Protocol):
+    """How a user of a namespace, with the rights of these roles there, reaches the broker."""
+
+    def __call__(self, namespace: str, name: str, *roles: Role) -> BusSettings: ...
+
+
 class Way:
     """One way from requests to inboxes: a program in a process of its own, and the load that passes through it."""
 
-    def __init__(self, program: str, settings: BusSettings, partitions: Partitions) -> None:
-        create_topics(settings, partitions)
+    def __init__(self, program: str, sign_in: SignIn, partitions: Partitions) -> None:
+        namespace = f"bench-{program}."
+        create_topics(sign_in(namespace, "admin", ADMIN), partitions)
+        settings = sign_in(namespace, program, ROUTER)
         arguments = [sys.executable, "-m", "bench.children", program, json.dumps(asdict(settings))]
         self.process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
-        self.lane = Lane(settings, partitions, routed=program == "router")
+        self.load = sign_in(namespace, "load", ENVIRONMENT, EXECUTOR)
+        self.lane = Lane(self.load, partitions, routed=program == "router")
 
     @contextmanager
     def at_work(self) -> Iterator[Lane]:
@@ -130,15 +143,14 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return statistics.quantiles(values, n=100)[percent - 1]
 
 
-def bus(broker: Broker, *, seconds: float, rate: float, windows: int) -> list[Check]:
+def bus(sign_in: SignIn, *, seconds: float, rate: float, windows: int) -> list[Check]:
     """The checks that need a broker."""
     partitions = Partitions()
-    routed, bare = broker.settings("bench-router."), broker.settings("bench-bare.")
     with ExitStack() as stack:
-        ways = {name: Way(name, settings, partitions) for name, settings in (("router", routed), ("bare", bare))}
+        ways = {program: Way(program, sign_in, partitions) for program in ("router", "bare")}
         for way in ways.values():
             stack.callback(way.close)
-        executors = Executors(routed, partitions.slots)
+        executors = Executors(ways["router"].load, partitions.slots)
         # Latency first: the embedded broker saves its whole state time and again, and stalls longer the more it holds.
         latency = _latency(ways, executors, rate, windows, seconds)
         return [_throughput(ways["router"], executors, seconds), *latency]
@@ -201,18 +213,31 @@ def _latency(ways: dict[str, Way], executors: Executors, rate: float, windows: i
     return checks
 
 
+@contextmanager
+def broker_of(secured: Path | None) -> Iterator[tuple[str, SignIn]]:
+    """Its name, and the way in for its users. `secured`: where the Apache Kafka is that lets in whom it knows alone."""
+    if secured is None:
+        with scratch_broker() as broker:
+            yield broker.name, lambda namespace, name, *roles: broker.settings(namespace)
+    else:
+        with scratch_node(secured) as node:
+            yield f"{node.broker.name} with TLS, SCRAM-SHA-512 and ACLs", partial(user_of, node)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement on the broker")
     parser.add_argument("--rate", type=float, default=250.0, help="turns a second while latency is measured")
     parser.add_argument("--windows", type=int, default=10, help="of router and bare loop each, interleaved")
+    parser.add_argument("--secured", action="store_true", help="on an Apache Kafka with TLS, SCRAM and ACLs")
     arguments = parser.parse_args()
+    if arguments.secured and kafka_home() is None:
+        parser.error("--secured takes an Apache Kafka: set KAFKA_HOME to a folder with its libs/")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that broker and programs are stopped on the way out
     checks = [core()]
-    with scratch_broker() as broker:
-        name = broker.name
-        checks += bus(broker, seconds=arguments.seconds, rate=arguments.rate, windows=arguments.windows)
+    with broker_of(kafka_home() if arguments.secured else None) as (name, sign_in):
+        checks += bus(sign_in, seconds=arguments.seconds, rate=arguments.rate, windows=arguments.windows)
     result = {"broker": name, "cores": os.cpu_count(), "checks": [asdict(check) for check in checks]}
     if arguments.json == "-":
         print(json.dumps(result, indent=2))

@@ -14,17 +14,17 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.main import run_router
 from pipeline.routing.reign import IDLE_SECONDS, READ_LIMIT
-from topics.catalog import DISPATCHED, REQUESTED
+from topics.catalog import DISPATCHED, LOG_GROUP, REQUESTED
 from topics.reader import Reader
 from topics.settings import BusSettings
 
 
 def run_bare(settings: BusSettings, stop: threading.Event) -> None:
     """Consume and produce, nothing else."""
-    counter = Reader(settings, "bench-bare", group="bare")
+    counter = Reader(settings, "bench-bare")
     homes, slots = counter.partitions(REQUESTED), counter.partitions(DISPATCHED)
     counter.close()
-    consumer = Consumer(settings.consumer("bench-bare", "bare"))
+    consumer = Consumer(settings.consumer("bench-bare", LOG_GROUP))
     producer = Producer(settings.producer("bench-bare"))
     consumer.assign([TopicPartition(settings.topic(REQUESTED), home, 0) for home in range(homes)])
     name = settings.topic(DISPATCHED)

@@ -18,7 +18,7 @@ from schemas.prompts import Sampling
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
 from schemas.wire import decode, encode
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions, Topic
+from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, LOG_GROUP, REQUESTED, Partitions, Topic
 from topics.settings import BusSettings
 
 CONTEXT_TOKENS = 150
@@ -90,7 +90,7 @@ class Lane:
         self._record: type[TurnDispatch | TurnRequest] = TurnDispatch if routed else TurnRequest
         self._random = random.Random(0)
         self._producer = Producer(settings.producer("bench-load"))
-        self._consumer = Consumer(settings.consumer("bench-load", "bench"))
+        self._consumer = Consumer(settings.consumer("bench-load", LOG_GROUP))
         inbox = settings.topic(DISPATCHED)
         self._inboxes = [TopicPartition(inbox, slot, 0) for slot in range(partitions.slots)]
         self._consumer.assign(self._inboxes)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from pipeline.command.nursery import Forked, Nursery
 from schemas.arrays import pack_tokens
@@ -45,10 +46,12 @@ class Router:
     settings: BusSettings
     executor: "Process | None" = None
     """Whose end is the end of waiting."""
+    key: Ed25519PrivateKey | None = None
+    """With which it signs versions."""
 
     def __post_init__(self) -> None:
         self.writer = Writer(self.settings, "test")
-        self.publisher = WeightPublisher(self.settings, "policy")
+        self.publisher = WeightPublisher(self.settings, "policy", key=self.key)
         self.reader = Reader(self.settings, "test", group="test")
         self.reader.assign({(HEARTBEATS, 0): 0, (COMPLETED, 0): 0, (COMPLETED, 1): 0})
         self.beats: list[SlackHeartbeat] = []
@@ -62,8 +65,8 @@ class Router:
         manifest = self.publisher.put(snapshot, version, step=version, published_at=time.time())
         if digest is not None:
             manifest = msgspec.structs.replace(manifest, digest=digest)
-            self.publisher = WeightPublisher(self.settings, "policy")  # the next one builds on nothing that was forged
-        signed(manifest, None).write(self.writer)
+            self.publisher = WeightPublisher(self.settings, "policy", key=self.key)  # builds on nothing forged
+        signed(manifest, self.key).write(self.writer)
         self.writer.flush()
 
     def dispatch(

@@ -11,6 +11,7 @@ from threading import Event, Timer
 
 import pytest
 from confluent_kafka import OFFSET_BEGINNING, Producer
+from safetensors.torch import load_file
 
 from pipeline.command.nursery import Forked, Nursery
 from pipeline.command.sections import WARM_START
@@ -19,7 +20,11 @@ from pipeline.routing.config import RouterConfig
 from pipeline.routing.main import run_router
 from schemas.errors import RoseError
 from schemas.homes import home_of as home_of_group
+from schemas.turns import TurnOutcome, TurnResult
+from tests.integration.executor_kit import Router
+from tests.integration.lender_kit import MODEL, SERVING, Server, server_flags
 from tests.integration.secured_kit import Users, rose, start_audited
+from tests.integration.test_lend import CONTEXT, START_SECONDS, lending, prove
 from tests.unit.routing_world import request
 from tests.waiting import WAIT_SECONDS, until
 from topics.access import (
@@ -35,12 +40,14 @@ from topics.access import (
     TRAINER,
     VIEW,
     Acl,
+    Operation,
     Resource,
     Role,
     acls,
 )
 from topics.admin import create_topics, reach
 from topics.apache_kafka.secured import SecuredNode
+from topics.broker import free_ports
 from topics.catalog import (
     CHUNKS,
     COMPLETED,
@@ -58,6 +65,7 @@ from topics.catalog import (
 from topics.errors import NotLetIn
 from topics.keeping import weaknesses
 from topics.letters import read_letters, send_back
+from topics.log import read_topics
 from topics.permission import reach_as
 from topics.reader import Reader
 from topics.records import Place
@@ -67,11 +75,10 @@ from topics.writer import Writer
 from workers.environments.config import EnvironmentConfig
 from workers.environments.main import run_environment_worker
 from workers.environments.sweeper import Sweeper
-from workers.lender.grants import Grants
 from workers.trainer.stream import SampleStream
-from workers.weights.signing import make_keys
+from workers.weights.signing import make_keys, private_key
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 PARTITIONS = Partitions(home=2, slots=2, samples=2, chunks=2)
 GROUPS_ASKED = 9
@@ -98,6 +105,9 @@ kv_cache_bytes = 16777216
 groups_per_step = 4
 total_groups = {GROUPS_ASKED}
 minibatches = 1
+
+[serving]
+environment = {{ {", ".join(f'{name} = "{value}"' for name, value in SERVING.items())} }}
 """
 
 
@@ -122,9 +132,14 @@ class Run:
         return (self.folder / f"{role.name}.log").read_text()
 
     def start(self, role: Role, *arguments: str) -> Forked:
-        """A lender's engine is one of its own here: what a server is to it, the bus never sees."""
-        command, log = "executor" if role is LENDER else role.name, self.folder / f"{role.name}.log"
-        return self._nursery.start((command, *arguments, *self.common(role)), name=role.name, log=log)
+        command = (role.name, *arguments, *self.common(role))
+        return self._nursery.start(command, name=role.name, log=self.folder / f"{role.name}.log")
+
+    def lend(self) -> Forked:
+        """A vLLM server that lends."""
+        model, [port] = ("lend", "--model", str(MODEL), "--slot", "1"), free_ports(1)
+        command = (*model, *self.common(LENDER), "--", *server_flags(port))
+        return self._nursery.start(command, name=LENDER.name, log=self.folder / f"{LENDER.name}.log")
 
     def ask(self, role: Role, *arguments: str) -> str:
         """What the command prints to a user of this role."""
@@ -178,17 +193,20 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     assert PROMPTS.name in run.ask(ADMIN, "topics", "describe")
     mislead(everything)
     litter(everything, (PROMPTS, 0), (REQUESTED, 0), (COMPLETED, 0), (SAMPLES, 0))
+    processes = {LENDER: run.lend()}
+    until(lambda: "Application startup complete" in run.log(LENDER), START_SECONDS)
     file = run.folder / "prompts.jsonl"
     file.write_text("\n".join(json.dumps(prompt(number)) for number in range(1, GROUPS_ASKED - 1)))
     run.ask(PRODUCER, "submit", str(file))
-    processes = {role: run.start(role) for role in (ROUTER, ENVIRONMENT, TRAINER)}
+    processes |= {role: run.start(role) for role in (ROUTER, ENVIRONMENT)}
     until(lambda: "event=serving" in run.log(ROUTER))
-    until(lambda: sum(ends(everything, REQUESTED).values()) > 2 * 4)  # some groups are open, and nobody answers yet
+    until(lambda: sum(ends(everything, REQUESTED).values()) > 2 * 4)  # some groups are open, and there is no policy yet
     processes[ENVIRONMENT].send_signal(signal.SIGKILL)
     processes[ENVIRONMENT] = run.start(ENVIRONMENT)
+    processes[TRAINER] = run.start(TRAINER)
+    until(lambda: has_answered(everything, "executor-1"))
     processes[EXECUTOR] = run.start(EXECUTOR, "--slot", "0")
-    processes[LENDER] = run.start(LENDER, "--slot", "1")
-    until(lambda: all("event=serving" in run.log(role) for role in (EXECUTOR, LENDER)))
+    until(lambda: "event=serving" in run.log(EXECUTOR))
     litter(everything, (HEARTBEATS, 0), (DISPATCHED, 0), (DISPATCHED, 1))
     viewer = users.settings(VIEW)
     until(lambda: {each.topic for each in read_letters(viewer, *BURIED) if each.partition >= 0} == set(BURIED))
@@ -196,6 +214,7 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     place = next(each.place for each in read_letters(viewer, PROMPTS) if each.partition >= 0)
     run.ask(OPERATOR, "letters", "retry", place, "--edit", str(file))
     run.ask(OPERATOR, "grant", "executor-1", "--no-lend")
+    until(lambda: "said=park" in run.log(LENDER))
     assert processes.pop(TRAINER).wait(300) == 0, run.log(TRAINER)
     for role, process in processes.items():
         process.send_signal(signal.SIGTERM)
@@ -214,12 +233,14 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     assert users.unused() == {VIEW.name: never}  # it would read them if anything lay there
 
 
+def has_answered(settings: BusSettings, worker: str) -> bool:
+    """Whether the worker has run a turn to its end."""
+    results = [each.record for each in read_topics(settings, [COMPLETED]) if isinstance(each.record, TurnResult)]
+    return any(each.worker == worker and each.outcome is TurnOutcome.COMPLETED for each in results)
+
+
 def do_what_is_seldom(users: Users) -> None:
-    """What roles do once in hours or days: follow a grant, delete what is old, send every kind of letter back."""
-    grants = Grants(users.settings(LENDER), "executor-1")
-    grants.known(Event())
-    assert grants.newest is not None
-    grants.stop()
+    """What roles do once in hours or days: delete what is old, send every kind of letter back."""
     operator = users.settings(OPERATOR)
     for topic in BURIED:
         letter = next(each for each in read_letters(operator, topic) if each.partition >= 0)
@@ -316,6 +337,55 @@ def test_a_role_on_the_command_line_says_it_in_one_sentence_and_ends(others: Use
         1,
         f"rose: this client has no right to {write}: `rose topics acl --role router` prints the ACLs that a role needs",
     )
+
+
+def test_a_server_that_lacks_a_right_to_lend_names_it_and_serves_on(node: SecuredNode, tmp_path: Path) -> None:
+    """Each is missing from the start, one after another; then those that it uses all the time are taken from it."""
+    users = Users(node, "lent.", tmp_path)
+    everything, user, flags = node.settings(users.namespace), users.name(LENDER), users.flags(LENDER)
+    create_topics(everything, PARTITIONS)
+    trusted, rights = make_keys(tmp_path / "trainer.pem"), acls(LENDER, users.namespace)
+    node.forbid(user, rights[0])
+    with lending(tmp_path, *flags, weights__trusted_key=trusted) as server:
+        answer = server.complete(CONTEXT).text
+
+        def tells_and_serves(lacking: Acl, before: int = 0) -> None:
+            until(lambda: told(server, lacking) > before)
+            assert server.complete(CONTEXT).text == answer
+
+        for lacking, following in zip(rights, [*rights[1:], None], strict=True):
+            tells_and_serves(lacking)
+            if following is not None:
+                node.forbid(user, following)
+            node.allow(user, [lacking])
+        router = Router(everything, server.process, private_key(tmp_path / "trainer.pem"))
+        router.publish_tensors(load_file(MODEL / "model.safetensors"), 0)
+        incarnation = lends(router, "first")
+        for operation, topic in (
+            (Operation.READ, DISPATCHED),
+            (Operation.WRITE, COMPLETED),
+            (Operation.WRITE, HEARTBEATS),
+        ):
+            taken = Acl(operation, Resource.TOPIC, everything.topic(topic))
+            before = told(server, taken)
+            node.forbid(user, taken)
+            router.dispatch(f"without-{topic.name}", CONTEXT)
+            tells_and_serves(taken, before)
+            node.allow(user, [taken])
+            incarnation = lends(router, f"with-{topic.name}", incarnation)
+
+
+def told(server: Server, lacking: Acl) -> int:
+    """How often its log names the right."""
+    return server.log.read_text().count(f"this client has no right to {lacking}")
+
+
+def lends(router: Router, turn: str, after: int = 0) -> int:
+    """Prove it; which incarnation of it lends, a later one than `after`."""
+    router.until(lambda: router.serves(0) and router.beats[-1].incarnation > after)
+    router.dispatch(turn, CONTEXT)
+    prove(router.result(turn))
+    return router.beats[-1].incarnation
 
 
 @pytest.mark.parametrize(("role", "field"), [(TRAINER, "signing_key"), (EXECUTOR, "trusted_key")])
