@@ -21,6 +21,9 @@ from topics.settings import BusSettings
 EXTERNAL, EMBEDDED, KAFKA = "external", "embedded", "kafka"
 KINDS = [EXTERNAL] if os.environ.get("ROSE_BOOTSTRAP") else [EMBEDDED, KAFKA]
 
+any_broker = pytest.mark.parametrize("broker_kind", KINDS[:1], indirect=True)
+"""Of a test to which all brokers are one: it needs one to run at all."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExternalBroker:
@@ -65,7 +68,21 @@ def home_of(kind: str) -> Path | None:
 
 def start(kind: str, folder: Path) -> Broker:
     """A broker of its own for the test that calls; skips the test where there is none to start."""
-    return start_broker(folder, kafka_home=home_of(kind))
+    home = home_of(kind)
+    formatted = folder / "apache-kafka" / "log"
+    if kind == KAFKA and _FORMATTED and not formatted.exists():
+        formatted.mkdir(parents=True)
+        for name, content in _FORMATTED.items():
+            (formatted / name).write_bytes(content)
+    broker = start_broker(folder, kafka_home=home)
+    if kind == KAFKA and not _FORMATTED:
+        _FORMATTED.update({name: (formatted / name).read_bytes() for name in FORMATTED})
+    return broker
+
+
+FORMATTED = ("meta.properties", "bootstrap.checkpoint")
+_FORMATTED: dict[str, bytes] = {}
+"""What formatting leaves in the folder of a node that is alone: done once, for it takes a Java of its own."""
 
 
 def start_nodes(folder: Path) -> Cluster:

@@ -14,26 +14,38 @@ import hypothesis
 import pytest
 
 from pipeline.command.nursery import Nursery
+from tests import roles
 from tests.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, AnyBroker, ExternalBroker, clear, start, start_nodes
+from tests.forked import Forks
 from topics.apache_kafka import Cluster
 from topics.broker import Broker
 
-ENGINE_TESTS = ("test_engine.py", "test_engine_deltas.py", "test_engine_resumed.py", "test_lender.py")
-"""All in them is slow, and to import vLLM takes ten seconds in each process that collects them."""
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if config.option.markexpr == "not slow" and collection_path.name in ENGINE_TESTS else None
-
+FORKED = "forked"
+FORKS = pytest.StashKey[Forks]()
+"""Of the process that hands the tests out: where those that run them are forked."""
 
 SHARED = pytest.StashKey[Broker]()
 """Of the process that hands the tests out: the Apache Kafka of all who run them. To start one costs as much as ten
 tests, and each compiles itself anew."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        roles.place_of_forks = config.workerinput[FORKED]
+    elif config.getoption("tx", None):
+        config.stash[FORKS] = Forks()
+        config.option.tx = [config.stash[FORKS].gateway] * len(config.option.tx)
+    hypothesis.settings.register_profile("rose", deadline=None)  # how fast it is says a benchmark
+    hypothesis.settings.load_profile("rose")
+    config.addinivalue_line(
+        "markers", "embedded_fault(reason): what the embedded broker cannot do; passing there is a failure"
+    )
+
+
 def pytest_configure_node(node: Any) -> None:
     """Before a process that runs tests is started."""
     config: pytest.Config = node.config
+    node.workerinput[FORKED] = config.stash[FORKS].place
     if config.option.markexpr == "not slow" or KAFKA not in KINDS or not os.environ.get("KAFKA_HOME"):
         return
     if SHARED not in config.stash:
@@ -42,17 +54,11 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    if FORKS in config.stash:
+        config.stash[FORKS].close()
     if SHARED in config.stash:
         config.stash[SHARED].stop()
         shutil.rmtree(config.stash[SHARED].data_folder)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    hypothesis.settings.register_profile("rose", deadline=None)  # how fast it is says a benchmark
-    hypothesis.settings.load_profile("rose")
-    config.addinivalue_line(
-        "markers", "embedded_fault(reason): what the embedded broker cannot do; passing there is a failure"
-    )
 
 
 @pytest.fixture(scope="session", params=[pytest.param(k, marks=pytest.mark.slow) if k == KAFKA else k for k in KINDS])
@@ -112,10 +118,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def nursery() -> Nursery:
     """Forks roles; what they import is imported once."""
-    with Nursery() as nursery:
-        yield nursery
+    return roles.nursery()
 
 
 @pytest.fixture

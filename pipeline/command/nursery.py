@@ -34,7 +34,7 @@ from topics.processes import end_with, show_as
 
 ENGINE = ("workers.executor.vllm.alone", "workers.executor.vllm.engine", "workers.executor.vllm.start")
 WANTED = {
-    "environment": ("pipeline.command.roles", "workers.environments.main"),
+    "environment": ("pipeline.command.roles", "workers.environments.main", "tokenizers"),
     "evaluate": ("pipeline.command.evaluation", *ENGINE),
     "executor": (
         "pipeline.command.roles",
@@ -46,7 +46,12 @@ WANTED = {
         *ENGINE,
     ),
     "router": ("pipeline.command.roles", "pipeline.routing.main"),
-    "trainer": ("pipeline.command.roles", "workers.trainer.main", "workers.trainer.loop", "transformers"),
+    "trainer": (
+        "pipeline.command.roles",
+        "workers.trainer.main",
+        "workers.trainer.loop",
+        "transformers.models.auto.modeling_auto",
+    ),
 }
 """What each command imports when it runs."""
 

@@ -2,10 +2,17 @@
 
 import pytest
 
-from tests.brokers import AnyBroker
+from tests.brokers import EMBEDDED, AnyBroker
+from tests.conformance import kit
 from tests.conformance.kit import Cluster
 
 
 @pytest.fixture
 def cluster(broker: AnyBroker, namespace: str) -> Cluster:
     return Cluster(broker.bootstrap, namespace)
+
+
+@pytest.fixture(autouse=True)
+def _known_faults_are_not_waited_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("embedded_fault") and request.getfixturevalue("broker_kind") == EMBEDDED:
+        monkeypatch.setattr(kit, "WAIT_SECONDS", kit.FAULT_SECONDS)

@@ -203,4 +203,12 @@ def test_the_open_transaction_of_a_producer_that_is_gone_is_aborted_in_time(clus
     store(producer, topic, b"abandoned")
     del producer
     cluster.send(topic, [b"after"])
-    until(lambda: cluster.values(topic) == [b"after"], what="the abort of the open transaction")
+    reader, seen = cluster.consumer(), list[bytes | None]()
+    reader.assign([TopicPartition(topic, 0, 0)])
+
+    def sees_what_came_after() -> bool:
+        seen.extend(message.value() for message in poll_all([reader]))
+        return seen == [b"after"]
+
+    until(sees_what_came_after, what="the abort of the open transaction")
+    reader.close()

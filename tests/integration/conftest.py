@@ -39,7 +39,7 @@ def undisturbed(broker: AnyBroker, model: str) -> dict[str, Sample]:
     """What becomes of the prompts when nothing is killed."""
     executors = ScriptedExecutors(broker.settings(f"undisturbed{random.getrandbits(32)}."), PARTITIONS)
     submit_all(executors)
-    with worker_process(executors.settings, "w0", {"model_folder": model}):
+    with worker_process(executors.settings, 0, {"model_folder": model}):
         finish(executors)
     samples = once(executors)
     executors.close()

@@ -97,7 +97,7 @@ class ScriptedEndpoint:
                 web.post("/v1/completions", self._complete),
             ]
         )
-        self._runner = web.AppRunner(app, shutdown_timeout=0.0)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
 

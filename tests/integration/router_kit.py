@@ -1,24 +1,17 @@
-"""A router's other sides over a real broker, by hand: environment workers, executors; and routers in their processes.
+"""A router's other sides over a real broker, by hand: environment workers, executors; and routers as processes."""
 
-Keeps true: what must die or freeze is a process, and it dies by SIGKILL: nothing is flushed, committed or said goodbye.
-"""
-
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING
 
+from pipeline.command.nursery import Forked
 from schemas.record import Record
 from schemas.turns import TurnDispatch, TurnOutcome, TurnResult
+from tests.roles import role_process
 from tests.unit.routing_world import heartbeat, packed, request, result
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions, Topic
 from topics.log import read_topics
@@ -30,17 +23,6 @@ from topics.writer import Writer
 WAIT_SECONDS = 60.0
 PARTITIONS = Partitions(home=2, slots=3, samples=1, chunks=1)
 BEAT_SECONDS = 0.2
-
-ROUTER = """
-import json, signal, sys, threading
-from pipeline.routing.config import RouterConfig
-from pipeline.routing.main import run_router
-from topics.settings import BusSettings
-bus, config, name = json.loads(sys.argv[1])
-stop = threading.Event()
-signal.signal(signal.SIGTERM, lambda *_: stop.set())
-run_router(BusSettings(**bus), RouterConfig(**config), stop, name)
-"""
 
 
 @dataclass
@@ -138,35 +120,10 @@ class Bus:
         self.reader.close()
 
 
-@contextmanager
-def router_process(
-    settings: BusSettings, name: str = "router-0", **config: object
-) -> Iterator[subprocess.Popen[bytes]]:
+def router_process(settings: BusSettings, number: int = 0, **config: object) -> AbstractContextManager[Forked]:
     """A router in a process of its own; killed at the end if it still runs."""
-    bus = {**asdict(settings), "properties": dict(settings.properties)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", ROUTER, json.dumps([bus, {"low_water_seconds": 0.0, **config}, name])],
-        cwd=Path(__file__).parents[2],
-        env=dict(os.environ),
-    )
-    try:
-        yield process
-    finally:
-        kill(process)
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """By SIGKILL, and see it gone."""
-    process.kill()
-    process.wait(WAIT_SECONDS)
-
-
-def freeze(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGSTOP)
-
-
-def thaw(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGCONT)
+    own = {f"router.{name}": value for name, value in config.items()}
+    return role_process("router", settings, number, {"router.low_water_seconds": 0.0, **own})
 
 
 def with_properties(settings: BusSettings, properties: Mapping[str, str]) -> BusSettings:

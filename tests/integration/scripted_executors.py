@@ -5,13 +5,8 @@ The script works the calculator's sums out, rightly or wrongly, in a varying num
 real executors make: preempted attempts before the result, and a second result with other tokens after it.
 """
 
-import dataclasses
 import hashlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,11 +17,13 @@ from typing import Any
 import msgspec
 from confluent_kafka import OFFSET_BEGINNING
 
+from pipeline.command.nursery import Forked
 from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
 from schemas.homes import home_of
 from schemas.prompts import Prompt
 from schemas.samples import Outcome, Sample, SampleOutcome
 from schemas.turns import TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from tests.roles import role_process, stop
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Partitions
 from topics.reader import Reader
@@ -37,27 +34,9 @@ from topics.writer import Writer
 WAIT_SECONDS = 120.0
 """A run of a few hundred turns that takes longer than this has stopped."""
 
-STOP_SECONDS = 60.0
-"""A worker that was asked to stop and is not gone by then hangs."""
-
 CHARACTERS = "".join(chr(code) for code in range(32, 127))
 PAD, ACT, END = range(3)
 FIRST_CHARACTER = 3
-
-WORKER = """
-import json, signal, sys, threading
-from pathlib import Path
-from topics.settings import BusSettings
-from workers.environments.config import EnvironmentConfig
-from workers.environments.main import run_environment_worker
-bus, config, name = json.loads(sys.argv[1])
-config["model_folder"] = Path(config["model_folder"])
-config["import_paths"] = tuple(map(Path, config.get("import_paths", ())))
-config["environments"] = tuple(config.get("environments", ()))
-stop = threading.Event()
-signal.signal(signal.SIGTERM, lambda *_: stop.set())
-run_environment_worker(BusSettings(**bus), EnvironmentConfig(**config), name, stop)
-"""
 
 
 def model_folder(folder: Path) -> Path:
@@ -77,34 +56,15 @@ def model_folder(folder: Path) -> Path:
 
 
 @contextmanager
-def worker_process(settings: BusSettings, name: str, config: Mapping[str, Any]) -> Iterator[subprocess.Popen[str]]:
+def worker_process(
+    settings: BusSettings, number: int, config: Mapping[str, Any], log: Path | None = None
+) -> Iterator[Forked]:
     """An environment worker in a process of its own; asked to stop at the end if it still runs."""
-    bus = {**dataclasses.asdict(settings), "properties": dict(settings.properties)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, json.dumps([bus, dict(config), name])],
-        cwd=Path(__file__).parents[2],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stderr is not None
-    try:
-        yield process
-        if process.poll() is None:
-            process.terminate()
-            _, said = process.communicate(timeout=STOP_SECONDS)
-            assert process.returncode == 0, f"{process.returncode}: {said}"
-    finally:
-        kill(process)
-        if not process.stderr.closed:
-            print(process.stderr.read(), end="")  # of a test that fails: why the worker ended
-            process.stderr.close()
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    """kill -9, and wait until it is gone."""
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    own = {f"environment.{name}": value for name, value in config.items() if name != "model_folder"}
+    said = {"model.folder": config["model_folder"], "trainer.groups_per_step": 1, **own}
+    with role_process("environment", settings, number, said, log=log) as worker:
+        yield worker
+        stop(worker)
 
 
 class ScriptedExecutors:

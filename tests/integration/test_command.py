@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,7 +15,8 @@ from pipeline.command.options import Common
 from schemas.homes import home_of
 from schemas.prompts import Prompt
 from schemas.samples import Outcome, SampleOutcome
-from tests.brokers import AnyBroker, flags
+from tests.brokers import AnyBroker, any_broker, flags
+from tests.roles import role_process, rose, stop
 from tests.waiting import until
 from topics.admin import create_topics
 from topics.broker import free_ports
@@ -27,7 +27,8 @@ from topics.writer import Writer
 REPOSITORY = Path(__file__).parents[2]
 
 
-def rose(*arguments: str, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def started(*arguments: str, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """By itself, from nothing; elsewhere a fork of who has imported it all does as well."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
     return subprocess.run(
         [sys.executable, "-m", "pipeline.command.main", *arguments],
@@ -47,7 +48,7 @@ def on(broker: AnyBroker, namespace: str) -> tuple[str, ...]:
 def refused(done: subprocess.CompletedProcess[str], *words: str, status: int) -> None:
     assert done.returncode == status, done.stderr
     assert done.stderr.startswith("rose: ")
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
     for word in words:
         assert word in done.stderr, done.stderr
 
@@ -81,7 +82,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_a_command_that_does_not_exist_is_bad_usage() -> None:
-    assert rose("foo").returncode == 2
+    assert started("foo").returncode == 2
     assert rose("replay").returncode == 2
 
 
@@ -92,7 +93,7 @@ def test_topics_are_created_once_described_and_checked(broker: AnyBroker, namesp
     refused(missing, "rose topics create", status=1)
     assert f"{namespace}rose.prompts.submitted.v1: topic is missing" in missing.stdout
     created = rose("topics", "create", *common)
-    assert created.returncode == 0, created.stderr
+    assert created.returncode == 0, created.stdout
     assert f"{len(CATALOG)} topics created" in created.stdout
     assert "0 topics created" in rose("topics", "create", *common).stdout
     described = rose("topics", "describe", *common).stdout
@@ -100,6 +101,7 @@ def test_topics_are_created_once_described_and_checked(broker: AnyBroker, namesp
     assert rose("topics", "check", *common).returncode == 0
 
 
+@any_broker
 def test_check_tells_what_has_drifted(broker: AnyBroker, namespace: str) -> None:
     common = on(broker, namespace)
     rose("topics", "create", *common, "--set", "topics.home_partitions=2")
@@ -108,6 +110,7 @@ def test_check_tells_what_has_drifted(broker: AnyBroker, namespace: str) -> None
     assert f"{namespace}rose.turns.requested.v1: partitions is 2, the catalog says 8" in drifted.stdout
 
 
+@any_broker
 @pytest.mark.slow
 def test_submit_sends_all_or_nothing(broker: AnyBroker, namespace: str, tmp_path: Path) -> None:
     common = on(broker, namespace)
@@ -122,13 +125,14 @@ def test_submit_sends_all_or_nothing(broker: AnyBroker, namespace: str, tmp_path
     refused(rose("submit", str(bad), *common), "line 6", "nothing was sent", status=2)
     assert list(read_topics(settings, [PROMPTS])) == []
     done = rose("submit", str(good), *common)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout
     assert "5 prompts submitted, 10 trajectories" in done.stdout
     sent = list(read_topics(settings, [PROMPTS]))
     assert sorted((envelope.record for envelope in sent), key=str) == sorted(prompts, key=str)
     assert all(envelope.partition == home_of(envelope.key, Partitions().home) for envelope in sent)
 
 
+@any_broker
 @pytest.mark.slow
 def test_audit_prints_the_law_and_tells_when_it_is_broken(broker: AnyBroker, namespace: str) -> None:
     common = on(broker, namespace)
@@ -138,7 +142,7 @@ def test_audit_prints_the_law_and_tells_when_it_is_broken(broker: AnyBroker, nam
     writer.write(PROMPTS, Prompt(group_id="g", group_size=2, environment="calculator", seed=0), key="g")
     writer.flush()
     clean = rose("audit", *common)
-    assert clean.returncode == 0, clean.stderr
+    assert clean.returncode == 0, clean.stdout
     assert "2 requested = 0 trained" in clean.stdout
     assert "2 not opened" in clean.stdout
     for _ in range(2):
@@ -156,7 +160,7 @@ def test_audit_prints_the_law_and_tells_when_it_is_broken(broker: AnyBroker, nam
     refused(broken, "conservation law", status=1)
     assert "1 doubled: g:0" in broken.stdout
     told = rose("replay", "g:0", *common)
-    assert told.returncode == 0, told.stderr
+    assert told.returncode == 0, told.stdout
     assert "calculator, seed 0" in told.stdout
     assert told.stdout.count("trained at step 1") == 2
     for unknown in ("g:2", "h:0", "g"):
@@ -167,21 +171,21 @@ def test_audit_prints_the_law_and_tells_when_it_is_broken(broker: AnyBroker, nam
 def test_a_broker_that_does_not_answer_is_told_in_one_sentence(command: str) -> None:
     done = rose(*command.split(), "--bootstrap-server", "127.0.0.1:1")
     refused(done, "no Kafka broker answers at 127.0.0.1:1", "--bootstrap-server", status=1)
-    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stdout.count("\n") == 1, done.stdout
 
 
 def test_bad_settings_are_bad_usage(tmp_path: Path) -> None:
     refused(rose("audit"), "no broker is named", status=2)
-    refused(rose("audit", "--run", "nowhere", folder=tmp_path), "cannot read runs/nowhere/config.toml", status=2)
+    refused(started("audit", "--run", "nowhere", folder=tmp_path), "cannot read runs/nowhere/config.toml", status=2)
     refused(rose("config", "--set", "router.nothing=1"), "no router.nothing", status=2)
-    refused(rose("config", ROSE_RUTER__X="1"), "ROSE_RUTER__X", status=2)
+    refused(started("config", ROSE_RUTER__X="1"), "ROSE_RUTER__X", status=2)
     unknown = ("--bootstrap-server", "127.0.0.1:1", "-X", "no.such.property=1")
     refused(rose("audit", *unknown), "no.such.property", status=2)
 
 
 def test_config_prints_every_value_with_its_sentence_and_origin(tmp_path: Path) -> None:
     (tmp_path / "rose.toml").write_text("[router]\nmax_attempts = 3\n")
-    done = rose("config", "--config", "rose.toml", "--set", "run.seed=7", folder=tmp_path, ROSE_RUN__EXECUTORS="4")
+    done = started("config", "--config", "rose.toml", "--set", "run.seed=7", folder=tmp_path, ROSE_RUN__EXECUTORS="4")
     assert done.returncode == 0, done.stderr
     for words in (
         "silences that end are nobody's. (rose.toml)\nmax_attempts = 3\n",
@@ -192,14 +196,14 @@ def test_config_prints_every_value_with_its_sentence_and_origin(tmp_path: Path) 
         assert words in done.stdout
 
 
+@any_broker
 @pytest.mark.slow
 def test_an_environment_worker_is_well_once_it_has_homes(
     broker: AnyBroker, namespace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    create_topics(broker.settings(namespace), Partitions())
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions())
     (port,) = free_ports(1)
-    common = [*on(broker, namespace), "--set", f"metrics.port={port}"]
-    command = [sys.executable, "-m", "pipeline.command.main", "environment", *common]
 
     def has_homes() -> bool:
         try:
@@ -208,34 +212,24 @@ def test_an_environment_worker_is_well_once_it_has_homes(
             return False
         return "owns homes [0, 1, 2, 3, 4, 5, 6, 7]" in capsys.readouterr().out
 
-    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as worker:
-        try:
-            until(has_homes)
-        finally:
-            worker.terminate()
-            told = worker.communicate()[1]
-    assert worker.returncode == 0, told
+    with role_process("environment", settings, 0, {"metrics.port": port}) as worker:
+        until(has_homes)
+        stop(worker)
 
 
+@any_broker
 @pytest.mark.slow
-def test_a_role_serves_its_metrics_and_ends_well_when_asked(broker: AnyBroker, namespace: str) -> None:
-    common = on(broker, namespace)
-    rose("topics", "create", *common)
-    with socket.socket() as spare:
-        spare.bind(("127.0.0.1", 0))
-        port = spare.getsockname()[1]
-    command = [sys.executable, "-m", "pipeline.command.main", "router", *common, "--set", f"metrics.router={port}"]
-    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as router:
-        assert router.stderr is not None
-        while "event=started" not in (line := router.stderr.readline()):
-            assert line, "the router ended before it had started"
+def test_a_role_serves_its_metrics_and_ends_well_when_asked(broker: AnyBroker, namespace: str, tmp_path: Path) -> None:
+    common, settings, log = on(broker, namespace), broker.settings(namespace), tmp_path / "log"
+    create_topics(settings, Partitions())
+    (port,) = free_ports(1)
+    with role_process("router", settings, 0, {"metrics.router": port}, log=log) as router:
+        until(lambda: "event=started" in log.read_text() or router.poll() is not None)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
             text = answer.read().decode()
         well = rose("health", f"127.0.0.1:{port}")
         second = rose("router", *common, "--set", f"metrics.router={port}")
-        router.terminate()
-        told = router.stderr.read()
+        stop(router)
     assert "rose_router_" in text
-    assert (well.returncode, well.stdout) == (0, "serves\n"), well.stderr
+    assert (well.returncode, well.stdout) == (0, "serves\n"), well.stdout
     refused(second, f"metrics cannot be served on 127.0.0.1:{port}", status=2)
-    assert router.returncode == 0, told

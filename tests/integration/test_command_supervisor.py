@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.command.nursery import Nursery
 from pipeline.command.supervisor import Role, RoleFailed, Supervisor
-from tests.brokers import AnyBroker, flags
+from tests.brokers import AnyBroker, any_broker, flags
 from tests.waiting import until
 from topics.admin import create_topics
 from topics.catalog import Partitions
@@ -63,6 +63,7 @@ def test_the_role_that_ends_the_run_ends_it(nursery: Nursery, tmp_path: Path) ->
     supervisor.stop()
 
 
+@any_broker
 @pytest.mark.slow
 def test_a_killed_role_comes_back_and_stop_leaves_none(router: Role, nursery: Nursery, tmp_path: Path) -> None:
     supervisor = Supervisor([router], tmp_path, nursery)
@@ -107,6 +108,7 @@ def test_who_makes_use_of_others_leaves_before_they_are_asked_to(tmp_path: Path)
     assert sorted(notes[2:4]) == ["SIGTERM to router", "SIGTERM to server"]
 
 
+@any_broker
 @pytest.mark.slow
 def test_a_killed_nursery_takes_its_roles_with_it_and_they_come_back(
     router: Role, nursery: Nursery, tmp_path: Path
@@ -127,6 +129,7 @@ def test_a_killed_nursery_takes_its_roles_with_it_and_they_come_back(
     assert not alive(its_nursery)
 
 
+@any_broker
 @pytest.mark.slow
 def test_roles_do_not_outlive_a_supervisor_that_is_killed(router: Role, tmp_path: Path) -> None:
     program = f"""
@@ -154,11 +157,11 @@ def test_roles_do_not_outlive_a_supervisor_that_is_killed(router: Role, tmp_path
 @pytest.mark.slow
 def test_a_role_that_is_not_born_yet_ends_at_once(nursery: Nursery, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    trainer = nursery.start(("trainer", "--help"), name="trainer", log=log)
-    trainer.send_signal(signal.SIGTERM)
-    assert trainer.poll() == -signal.SIGTERM
-    assert nursery.start(("trainer", "--help"), name="trainer", log=log).wait() == 0
-    assert log.read_text().count("Usage: rose trainer") == 1
+    router = nursery.start(("router", "--help"), name="router", log=log)
+    router.send_signal(signal.SIGTERM)
+    assert router.poll() == -signal.SIGTERM
+    assert nursery.start(("router", "--help"), name="router", log=log).wait() == 0
+    assert log.read_text().count("Usage: rose router") == 1
 
 
 FAILING = """
@@ -168,6 +171,7 @@ raise Unexpected("of its own")
 """
 
 
+@any_broker
 @pytest.mark.slow
 def test_a_forked_role_ends_as_one_that_was_started(
     broker: AnyBroker, namespace: str, nursery: Nursery, tmp_path: Path
@@ -207,6 +211,7 @@ print("stdin", repr(sys.stdin.read()))
 """
 
 
+@any_broker
 @pytest.mark.slow
 def test_siblings_draw_numbers_of_their_own_in_the_environment_of_the_supervisor(
     broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -11,7 +11,7 @@ import torch
 from schemas.arrays import unpack_logprobs, unpack_tokens
 from schemas.slack import ExecutorState, WorkerClass
 from schemas.turns import Refusal, TurnOutcome, TurnResult
-from tests.brokers import AnyBroker
+from tests.brokers import AnyBroker, any_broker
 from tests.integration.endpoint_kit import MOST_TOKENS, Lending, ScriptedEndpoint, lending
 from tests.integration.executor_kit import SLOT, Router
 from tests.integration.policies import logprobs_of, new_policy, save_policy
@@ -130,6 +130,7 @@ def test_turns_are_answered_under_versions_that_were_proven(
     router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
 
 
+@any_broker
 def test_an_endpoint_that_says_nothing_to_a_probe_proves_nothing(router: Router, endpoint: ScriptedEndpoint) -> None:
     endpoint.answers_probes = False
     router.until(lambda: bool(router.beats))
@@ -138,6 +139,7 @@ def test_an_endpoint_that_says_nothing_to_a_probe_proves_nothing(router: Router,
     assert "answered with 0" in router.beats[-1].refused_reason and not router.serves(1)
 
 
+@any_broker
 def test_what_a_turn_had_when_its_endpoint_went_comes_back_and_so_does_the_endpoint(
     router: Router, endpoint: ScriptedEndpoint
 ) -> None:
@@ -167,6 +169,7 @@ def test_what_a_turn_had_when_its_endpoint_went_comes_back_and_so_does_the_endpo
     assert unpack_tokens(whole.tokens)[: len(tokens)] == tokens and len(unpack_tokens(whole.tokens)) == len(tokens) + 8
 
 
+@any_broker
 def test_an_endpoint_that_hangs_is_a_silent_executor(router: Router, endpoint: ScriptedEndpoint) -> None:
     router.publish(new_policy(1, tied=False), 1)
     router.until(lambda: router.serves(1))
@@ -178,6 +181,7 @@ def test_an_endpoint_that_hangs_is_a_silent_executor(router: Router, endpoint: S
     assert router.result("after").outcome is TurnOutcome.COMPLETED
 
 
+@any_broker
 def test_a_lender_that_ends_amid_a_load_leaves_an_endpoint_that_answers_its_users(
     router: Router, endpoint: ScriptedEndpoint, lender: Lending
 ) -> None:
@@ -189,6 +193,7 @@ def test_a_lender_that_ends_amid_a_load_leaves_an_endpoint_that_answers_its_user
     assert endpoint.goes_on.is_set()
 
 
+@any_broker
 def test_an_endpoint_whose_lender_was_killed_amid_a_load_goes_on_with_the_next(
     settings: BusSettings, endpoint: ScriptedEndpoint, policy: Path, config: EndpointConfig
 ) -> None:
@@ -202,6 +207,7 @@ def test_an_endpoint_whose_lender_was_killed_amid_a_load_goes_on_with_the_next(
         until(lambda: not mark.exists())
 
 
+@any_broker
 def test_turns_that_are_late_go_back_and_none_are_asked_for(router: Router, endpoint: ScriptedEndpoint) -> None:
     router.publish(new_policy(1, tied=False), 1)
     router.until(lambda: router.serves(1))
@@ -216,6 +222,7 @@ def test_turns_that_are_late_go_back_and_none_are_asked_for(router: Router, endp
     assert router.result("none").refusal is Refusal.ROOM
 
 
+@any_broker
 def test_turns_on_time_are_asked_for_in_growing_number(router: Router, endpoint: ScriptedEndpoint) -> None:
     router.publish(new_policy(1, tied=False), 1)
     router.until(lambda: router.serves(1))
@@ -230,6 +237,7 @@ def test_turns_on_time_are_asked_for_in_growing_number(router: Router, endpoint:
             router.result(name)
 
 
+@any_broker
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
@@ -258,6 +266,7 @@ def test_an_endpoint_that_cannot_lend_is_refused_in_a_sentence(
         assert lender.poll() == 2 and sentence in lender.said and "\n" not in lender.said
 
 
+@any_broker
 def test_a_folder_that_the_endpoint_does_not_see_is_told_and_nothing_is_loaded(
     router: Router, endpoint: ScriptedEndpoint
 ) -> None:

@@ -13,7 +13,7 @@ from vllm.model_executor.layers import utils as layer_utils
 
 from schemas.arrays import pack_logprobs
 from schemas.prompts import Sampling
-from schemas.samples import SampleTurn
+from schemas.samples import Sample, SampleTurn
 from schemas.turns import VersionSpan
 from tests.integration.engine_rig import (
     BLOCK,
@@ -33,6 +33,7 @@ from workers.executor.vllm.engine import (
     EngineBroken,
     EngineRefusal,
     EngineStartError,
+    Finished,
     SwapRefused,
 )
 from workers.trainer.policy import token_logprobs
@@ -49,6 +50,10 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     rig = Rig(Engine(folder_config(folder, policy_version=0)), model, request.param)
     yield rig
     rig.engine.close()
+
+
+one_head = pytest.mark.parametrize("started", [True], indirect=True, ids=["tied"])
+"""Of a test to which it is all one whether the head is tied."""
 
 
 @pytest.fixture
@@ -89,32 +94,52 @@ def test_logprobs_are_those_of_transformers_before_and_after_swaps(rig: Rig) -> 
         assert rig.check(seed) < TOLERANCE
 
 
+class Drawn:
+    """A trajectory that is sampled turn by turn."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.mask = [0] * len(tokens)
+        self.turns: list[SampleTurn] = []
+        self._logprobs = [0.0] * len(tokens)
+
+    def add(self, turn: Finished, sampling: Sampling, *, observed: list[int]) -> None:
+        self.turns += turns_of([0] * len(self.mask) + [1] * len(turn.tokens), sampling)
+        self.tokens += [*turn.tokens, *observed]
+        self.mask += [1] * len(turn.tokens) + [0] * len(observed)
+        self._logprobs += [*turn.logprobs.tolist(), *[0.0] * len(observed)]
+
+    def sample(self) -> Sample:
+        made = sample(tokens=self.tokens, mask=self.mask)
+        return msgspec.structs.replace(made, turns=tuple(self.turns), logprobs=pack_logprobs(self._logprobs))
+
+
+@one_head
 @pytest.mark.parametrize("temperatures", [[0.7, 0.7], [1.3, 1.3], [0.7, 1.3]])
 def test_on_policy_the_trainer_weighs_what_the_engine_drew_at_one(rig: Rig, temperatures: list[float]) -> None:
     """Through a sample, its turns' sampling and the logits of the loss: mean |log ratio| under 1e-3 in float32."""
     rig.swap()
     rng, log_ratios = random.Random(4), list[float]()
-    for number in range(12):
-        tokens, turns = contexts_of(rng, rng.randint(5, 40)), list[SampleTurn]()
-        mask, logprobs = [0] * len(tokens), [0.0] * len(tokens)
-        for temperature in temperatures:
-            sampling = Sampling(temperature=temperature, max_tokens=rng.randint(2, 30), seed=number)
-            done = rig.run(tokens, **msgspec.structs.asdict(sampling))
-            drawn = [0] * len(mask) + [1] * len(done.tokens)
-            turns += turns_of(drawn, sampling)
-            observed = contexts_of(rng, 3)
-            tokens = [*tokens, *done.tokens, *observed]
-            mask += [1] * len(done.tokens) + [0] * len(observed)
-            logprobs += [*done.logprobs.tolist(), *[0.0] * len(observed)]
-        made = sample(tokens=tokens, mask=mask)
-        made = msgspec.structs.replace(made, turns=tuple(turns), logprobs=pack_logprobs(logprobs))
-        rules = Rules(max_staleness=0, vocabulary=VOCABULARY, context_tokens=MAX_MODEL_LEN)
+    drawn = [Drawn(contexts_of(rng, rng.randint(5, 40))) for _ in range(12)]
+    for temperature in temperatures:
+        samplings = [
+            Sampling(temperature=temperature, max_tokens=rng.randint(2, 30), seed=n) for n in range(len(drawn))
+        ]
+        for number, (one, sampling) in enumerate(zip(drawn, samplings, strict=True)):
+            rig.add(str(number), one.tokens, **msgspec.structs.asdict(sampling))
+        done = rig.drain()
+        for number, (one, sampling) in enumerate(zip(drawn, samplings, strict=True)):
+            one.add(done[str(number)], sampling, observed=contexts_of(rng, 3))
+    rules = Rules(max_staleness=0, vocabulary=VOCABULARY, context_tokens=MAX_MODEL_LEN)
+    for each in drawn:
+        made = each.sample()
         assert sample_flaw(made, rules=rules) == ""
-        one = TrainingSample.of(made)
+        weighed = TrainingSample.of(made)
         with torch.no_grad():
-            row = torch.tensor([one.tokens])
-            priced = token_logprobs(rig.model, row, temperatures=torch.tensor([one.temperatures]))
-        log_ratios += (priced[0] - torch.tensor(one.behaviour_logprobs))[torch.tensor(mask).bool()].abs().tolist()
+            row = torch.tensor([weighed.tokens])
+            priced = token_logprobs(rig.model, row, temperatures=torch.tensor([weighed.temperatures]))
+        ratios = (priced[0] - torch.tensor(weighed.behaviour_logprobs))[torch.tensor(each.mask).bool()]
+        log_ratios += ratios.abs().tolist()
     assert len(log_ratios) > 100
     assert sum(log_ratios) / len(log_ratios) < 1e-3
 
@@ -273,6 +298,7 @@ def test_a_turn_that_waits_through_a_swap_is_of_the_new_version_alone(rig: Rig) 
     assert done[f"t{MAX_RUNNING}"].cached_tokens == 0
 
 
+@one_head
 def test_the_next_turn_finds_its_prefix_and_no_version_finds_anothers(rig: Rig) -> None:
     rng = random.Random(10)
     context = contexts_of(rng, 3 * BLOCK)
@@ -289,6 +315,7 @@ def test_the_next_turn_finds_its_prefix_and_no_version_finds_anothers(rig: Rig) 
     rig.swap()
 
 
+@one_head
 def test_logprobs_are_of_the_distribution_that_was_sampled(rig: Rig) -> None:
     context = contexts_of(random.Random(11), 40)
     for temperature in (0.5, 1.7):
@@ -310,6 +337,7 @@ def test_logprobs_are_of_the_distribution_that_was_sampled(rig: Rig) -> None:
         assert abs(float(expected) - nucleus.logprobs[row]) < TOLERANCE
 
 
+@one_head
 def test_tokens_are_as_frequent_as_their_logprobs_say(rig: Rig) -> None:
     context = contexts_of(random.Random(12), 2 * BLOCK + 1)
     turns = 4000
@@ -326,6 +354,7 @@ def test_tokens_are_as_frequent_as_their_logprobs_say(rig: Rig) -> None:
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, "more than five standard deviations away"
 
 
+@one_head
 def test_a_seed_fixes_the_tokens_whatever_else_runs(rig: Rig) -> None:
     rng = random.Random(13)
     context = contexts_of(rng, 50)
@@ -339,6 +368,7 @@ def test_a_seed_fixes_the_tokens_whatever_else_runs(rig: Rig) -> None:
     assert done["unseeded"].tokens != alone.tokens
 
 
+@one_head
 def test_a_seeded_turn_whose_prefill_is_cut_samples_the_same_tokens(rig: Rig) -> None:
     rng = random.Random(18)
     context = contexts_of(rng, 200)
@@ -353,6 +383,7 @@ def test_a_seeded_turn_whose_prefill_is_cut_samples_the_same_tokens(rig: Rig) ->
     assert difference(rig.model, context, cut) < TOLERANCE
 
 
+@one_head
 def test_a_turn_ends_at_a_stop_token_at_its_limit_or_when_the_model_is_full(rig: Rig) -> None:
     context = contexts_of(random.Random(14), 40)
     turn = rig.run(context, max_tokens=30, seed=3)
@@ -367,6 +398,7 @@ def test_a_turn_ends_at_a_stop_token_at_its_limit_or_when_the_model_is_full(rig:
     assert (full.finish_reason, len(full.tokens)) == ("length", 3)
 
 
+@one_head
 def test_an_aborted_turn_keeps_what_it_has_sampled(rig: Rig) -> None:
     context = contexts_of(random.Random(16), 60)
     rig.add("gone", context, max_tokens=50)
@@ -387,6 +419,7 @@ def test_an_aborted_turn_keeps_what_it_has_sampled(rig: Rig) -> None:
     assert (unstarted.tokens, unstarted.spans, unstarted.scheduled_at) == ([], (), 0.0)
 
 
+@one_head
 def test_what_cannot_run_is_refused_with_the_reason(rig: Rig) -> None:
     rig.add("held", [1], max_tokens=5)
     refused: list[tuple[str, list[int], dict[str, Any]]] = [
@@ -408,6 +441,7 @@ def test_what_cannot_run_is_refused_with_the_reason(rig: Rig) -> None:
     assert list(rig.drain()) == ["held"]
 
 
+@one_head
 def test_a_failed_step_is_one_sentence(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("out of memory")
@@ -419,6 +453,7 @@ def test_a_failed_step_is_one_sentence(rig: Rig, monkeypatch: pytest.MonkeyPatch
             rig.engine.step()
 
 
+@one_head
 def test_load_and_times_follow_the_turns(rig: Rig) -> None:
     idle = rig.engine.load()
     assert idle.kv_bytes_free == idle.kv_bytes_total > 0

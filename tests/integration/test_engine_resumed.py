@@ -45,17 +45,21 @@ def part_of(finished: Finished) -> Part:
 
 def go_on(rig: Rig, dispatch: TurnDispatch, steps: int | None = None) -> tuple[TurnDispatch, Finished]:
     """Run a turn for so many steps, or to its end, beside others; the dispatch that goes on from there."""
-    rng = random.Random(steps)
+    rng, others = random.Random(steps), list[str]()
     for number in range(rng.randint(0, 3)):
-        rig.add(f"other{number}", contexts_of(rng, rng.randint(1, 60)), max_tokens=rng.randint(1, 60))
+        others.append(f"other{number}")
+        rig.add(others[-1], contexts_of(rng, rng.randint(1, 60)), max_tokens=rng.randint(1, 60))
     context = unpack_tokens(context_of(dispatch))
     rig.engine.add("turn", context, sampling_of(dispatch), policy_version=rig.engine.version)
     done: dict[str, Finished] = {}
-    for _ in range(0 if steps is None else steps):
+    taken = 0
+    while "turn" not in done and taken != steps:
         done |= {turn.key: turn for turn in rig.engine.step().finished}
-    aborted = None if steps is None else rig.engine.abort("turn")
-    finished = aborted or (done | rig.drain())["turn"]
-    rig.drain()
+        taken += 1
+    finished = done.get("turn") or rig.engine.abort("turn")
+    assert finished is not None
+    for name in others:
+        rig.engine.abort(name)
     return msgspec.structs.replace(dispatch, begun=joined(dispatch.begun, part_of(finished))), finished
 
 

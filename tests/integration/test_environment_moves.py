@@ -1,6 +1,5 @@
 """Environment workers that come, go, freeze and die with full windows over a real broker: each trajectory ends once."""
 
-import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +12,7 @@ from schemas.homes import home_of
 from schemas.prompts import Sampling
 from schemas.samples import Sample
 from schemas.wire import encode
-from tests.brokers import EMBEDDED
+from tests.brokers import EMBEDDED, any_broker
 from tests.integration.environment_kit import (
     GROUPS,
     PARTITIONS,
@@ -28,7 +27,8 @@ from tests.integration.environment_kit import (
     settle_all,
     submit_all,
 )
-from tests.integration.scripted_executors import ScriptedExecutors, kill, worker_process
+from tests.integration.scripted_executors import ScriptedExecutors, worker_process
+from tests.roles import freeze, kill, thaw
 from topics.admin import reach
 from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, PROMPTS, REQUESTED, Topic
 from topics.letters import read_letters
@@ -57,7 +57,7 @@ def test_workers_that_join_one_after_another_with_full_windows_read_on(
     config = {"model_folder": model, "window_groups": WINDOW}
     with ExitStack() as running:
         for workers in (1, 2, 3):
-            running.enter_context(worker_process(executors.settings, f"w{workers}", config))
+            running.enter_context(worker_process(executors.settings, workers, config))
             executors.pump_until(lambda: are_shared(executors.settings, workers), what=f"{workers} members")  # noqa: B023
             finish(executors, WINDOW * SIZE)  # the windows are full: nothing else opens
         settle_all(executors)
@@ -74,8 +74,8 @@ def test_a_worker_that_leaves_with_a_full_window_leaves_its_homes_to_the_others(
     executors.settles = False
     submit_all(executors)
     config = {"model_folder": model, "window_groups": WINDOW}
-    with worker_process(executors.settings, "w1", config):
-        with worker_process(executors.settings, "w2", config):
+    with worker_process(executors.settings, 1, config):
+        with worker_process(executors.settings, 2, config):
             executors.pump_until(lambda: are_shared(executors.settings, 2), what="two members")
             finish(executors, WINDOW * SIZE)
         executors.pump_until(lambda: are_shared(executors.settings, 1), what="the leaver's homes at the other")
@@ -95,20 +95,20 @@ def test_a_worker_that_freezes_or_dies_with_a_full_window_is_replaced_and_comes_
     settings = executors.settings
     submit_all(executors)
     config = {"model_folder": model, "window_groups": WINDOW}
-    with worker_process(settings, "w1", config), ExitStack() as running:
-        other = running.enter_context(worker_process(settings, "w2", config))
+    with worker_process(settings, 1, config), ExitStack() as running:
+        other = running.enter_context(worker_process(settings, 2, config))
         executors.pump_until(lambda: are_shared(settings, 2) and executors.asked >= 40, what="two members at work")
         executors.settles = False
         if dies:
             kill(other)
         else:
-            other.send_signal(signal.SIGSTOP)
+            freeze(other)
         executors.pump_until(lambda: are_shared(settings, 1), what="the homes at the one that lives")
         settle_all(executors)
         if dies:
-            running.enter_context(worker_process(settings, "w2", config))
+            running.enter_context(worker_process(settings, 2, config))
         else:
-            other.send_signal(signal.SIGCONT)
+            thaw(other)
         executors.pump_until(lambda: are_shared(settings, 2), what="its return")
         finish(executors)
         assert dies or other.poll() is None
@@ -122,7 +122,7 @@ def test_a_prompt_that_lies_in_another_home_is_sent_on_and_repeated_ones_open_no
     """Keyless, with another partitioner's key, twice: as honest strangers produce."""
     settings, config = executors.settings, {"model_folder": model}
     wires = {prompt_of(number).group_id: encode(prompt_of(number)) for number in range(GROUPS)}
-    with worker_process(settings, "w0", config):
+    with worker_process(settings, 0, config):
         for number, (name, wire) in enumerate(wires.items()):
             astray = (home_of(name, PARTITIONS.home) + 1 + number % 3) % PARTITIONS.home
             produce(settings, wire, partition=astray, key=None if number % 2 else name.encode())
@@ -166,7 +166,7 @@ def test_what_is_poison_is_a_dead_letter_once_as_it_came_however_often_workers_s
     for number in range(2):
         executors.submit(prompt_of(number))
     for start in range(3):
-        with worker_process(settings, "w0", {"model_folder": model, "window_groups": 1}):
+        with worker_process(settings, 0, {"model_folder": model, "window_groups": 1}):
             executors.submit(prompt_of(2 + start))
             finish(executors, (3 + start) * SIZE)
             executors.pump_until(lambda: len(letters(settings)) >= len(POISON), what="dead letters")
@@ -210,6 +210,7 @@ class Blocks(Calculator):
 '''
 
 
+@any_broker
 @pytest.mark.slow
 def test_an_environment_that_blocks_its_thread_fails_its_trajectories_and_no_others(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, tmp_path: Path
@@ -224,7 +225,7 @@ def test_an_environment_that_blocks_its_thread_fails_its_trajectories_and_no_oth
         "import_paths": [str(tmp_path)],
         "environments": ["blocks:Blocks"],
     }
-    with worker_process(executors.settings, "w0", config):
+    with worker_process(executors.settings, 0, config):
         finish(executors, 2 * SIZE + 2)
     samples = once(executors)
     for name in ("g1:0", "g2:0"):
@@ -240,7 +241,7 @@ def test_recovery_reads_what_is_live_and_nothing_is_deleted_that_it_needs(
     """All but one group have ended; the last one's trajectories wait for a turn."""
     settings = executors.settings
     submit_all(executors)
-    with worker_process(settings, "w0", {"model_folder": model}):
+    with worker_process(settings, 0, {"model_folder": model}):
         finish(executors)
         executors.answers = lambda request: request.turn < 1
         last = prompt_of(99)
@@ -271,7 +272,7 @@ def test_recovery_reads_what_is_live_and_nothing_is_deleted_that_it_needs(
     assert after.homes[home].trajectories == trajectories and after.broken == []
     executors.answers = lambda _request: True
     executors.answer([executors.requests[name, 1] for name in sorted(names)])
-    with worker_process(settings, "w0", {"model_folder": model}):
+    with worker_process(settings, 0, {"model_folder": model}):
         finish(executors, (GROUPS + 1) * SIZE)
     assert all(sample.failure == "" for sample in once(executors).values())
 

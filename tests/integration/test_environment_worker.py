@@ -17,7 +17,7 @@ from schemas.homes import home_of
 from schemas.prompts import Prompt, Sampling
 from schemas.samples import Sample
 from schemas.turns import TurnOutcome, TurnRequest, TurnResult
-from tests.brokers import EMBEDDED, AnyBroker
+from tests.brokers import EMBEDDED, AnyBroker, any_broker
 from tests.integration.environment_kit import (
     GROUPS,
     PARTITIONS,
@@ -30,12 +30,8 @@ from tests.integration.environment_kit import (
     prompt_of,
     submit_all,
 )
-from tests.integration.scripted_executors import (
-    ScriptedExecutors,
-    kill,
-    results_of,
-    worker_process,
-)
+from tests.integration.scripted_executors import ScriptedExecutors, results_of, worker_process
+from tests.roles import kill
 from tests.unit.trajectory_world import RULES
 from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, ENVIRONMENT_WRITERS, PROMPTS
 from topics.errors import BrokerUnreachable, BusError
@@ -82,10 +78,10 @@ def test_a_worker_that_is_killed_and_started_again_changes_no_trajectory(
     submit_all(executors)
     for _ in range(3):
         until = executors.asked + draw.randint(1, 60)
-        with worker_process(executors.settings, "w0", {"model_folder": model, "window_groups": 5}) as worker:
+        with worker_process(executors.settings, 0, {"model_folder": model, "window_groups": 5}) as worker:
             executors.pump_until(lambda: executors.asked >= until, what=f"{until} requests")  # noqa: B023
             kill(worker)
-    with worker_process(executors.settings, "w0", {"model_folder": model, "max_live_environments": 3}):
+    with worker_process(executors.settings, 0, {"model_folder": model, "max_live_environments": 3}):
         finish(executors)
     assert once(executors) == undisturbed
 
@@ -97,7 +93,7 @@ def test_two_workers_share_the_homes_and_one_goes_on_with_those_of_the_other(
     if broker_kind == EMBEDDED:
         pytest.skip("never evicts a member: tests/conformance/test_groups.py")
     settings, config = executors.settings, {"model_folder": model, "window_groups": 3}
-    with worker_process(settings, "w0", config), worker_process(settings, "w1", config) as other:
+    with worker_process(settings, 0, config), worker_process(settings, 1, config) as other:
         executors.pump_until(lambda: sorted(map(len, homes_of_members(settings))) == [2, 2], what="two members")
         submit_all(executors)
         executors.pump_until(lambda: executors.asked >= 80, what="80 requests")
@@ -111,11 +107,11 @@ def test_a_writer_that_is_fenced_is_made_anew_and_nothing_is_lost(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
 ) -> None:
     submit_all(executors)
-    with worker_process(executors.settings, "w0", {"model_folder": model}) as worker:
+    with worker_process(executors.settings, 0, {"model_folder": model}) as worker:
         for requests in (30, 90):
             executors.pump_until(lambda: executors.asked >= requests, what=f"{requests} requests")  # noqa: B023
             with suppress(BusError):  # it fences at once, and may be fenced before it has become an owner
-                Writer(executors.settings, "intruder", transactional_id="environment.w0")
+                Writer(executors.settings, "intruder", transactional_id="environment.environment-0")
         finish(executors)
         assert worker.poll() is None
     assert once(executors) == undisturbed
@@ -145,12 +141,13 @@ def test_what_is_aborted_and_decided_again_is_counted_once(executors: ScriptedEx
 
 @pytest.mark.slow
 def test_a_worker_whose_name_is_taken_ends_with_one_sentence(
-    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, tmp_path: Path
 ) -> None:
     submit_all(executors)
-    with worker_process(executors.settings, "w0", {"model_folder": model}) as first:
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    with worker_process(executors.settings, 0, {"model_folder": model}, logs[0]) as first:
         executors.pump_until(lambda: executors.asked >= 30, what="30 requests")
-        with worker_process(executors.settings, "w0", {"model_folder": model}) as second:
+        with worker_process(executors.settings, 0, {"model_folder": model}, logs[1]) as second:
             more = itertools.count(GROUPS)
 
             def one_has_ended() -> bool:
@@ -158,8 +155,8 @@ def test_a_worker_whose_name_is_taken_ends_with_one_sentence(
                 return any(one.poll() is not None for one in (first, second))
 
             executors.pump_until(one_has_ended, what="the end of one of them")
-            ended = first if first.poll() is not None else second
-            assert ended.stderr is not None and "another environment worker was started as 'w0'" in ended.stderr.read()
+            ended = logs[0 if first.poll() is not None else 1].read_text()
+            assert "another environment worker was started as 'environment-0'" in ended
             finish(executors, next(more) * SIZE)
     samples = once(executors)
     assert {name: samples[name] for name in undisturbed} == undisturbed
@@ -183,9 +180,9 @@ def test_a_worker_that_is_stopped_and_started_again_changes_no_trajectory(
 ) -> None:
     submit_all(executors)
     for until in (20, 60, 120):
-        with worker_process(executors.settings, "w0", {"model_folder": model, "window_groups": 5}):
+        with worker_process(executors.settings, 0, {"model_folder": model, "window_groups": 5}):
             executors.pump_until(lambda: executors.asked >= until, what=f"{until} requests")  # noqa: B023
-    with worker_process(executors.settings, "w0", {"model_folder": model, "max_live_environments": 3}):
+    with worker_process(executors.settings, 0, {"model_folder": model, "max_live_environments": 3}):
         finish(executors)
     assert once(executors) == undisturbed
 
@@ -208,7 +205,7 @@ def test_prompts_that_cannot_be_opened_are_dead_lettered_and_the_stream_goes_on(
     for prompt in [first, *bad, msgspec.structs.replace(fourth, note="the same group id, mended")]:
         executors.submit(prompt, partition=0)
     reasons = ("unknown environment 'chess'", "unknown environment", "max_operands", "before", "temperature", "top_p")
-    with worker_process(settings, "w0", {"model_folder": model}):
+    with worker_process(settings, 0, {"model_folder": model}):
         finish(executors, 2 * SIZE)
         executors.pump_until(lambda: len(letters(settings)) == len(bad), what="dead letters")
     found = letters(settings)
@@ -218,7 +215,7 @@ def test_prompts_that_cannot_be_opened_are_dead_lettered_and_the_stream_goes_on(
         assert reason in letter.reason
     executors.submit(msgspec.structs.replace(fourth, note="once too often"), partition=0)
     executors.submit(fifth, partition=0)
-    with worker_process(settings, "w0", {"model_folder": model}):
+    with worker_process(settings, 0, {"model_folder": model}):
         finish(executors, 3 * SIZE)
         executors.pump_until(lambda: len(letters(settings)) == len(bad) + 1, what="another dead letter")
     assert [letter.offset for letter in letters(settings)] == [1, 2, 3, 4, 5, 6, 8], "a restart knows what was opened"
@@ -229,6 +226,7 @@ def test_prompts_that_cannot_be_opened_are_dead_lettered_and_the_stream_goes_on(
     assert {name: state for name, state in states.items() if state is GroupState.REFUSED} == refused
 
 
+@any_broker
 @pytest.mark.slow
 def test_an_environment_that_fails_fails_its_trajectories_without_a_reward(
     executors: ScriptedExecutors, model: str, tmp_path: Path
@@ -242,7 +240,7 @@ def test_an_environment_that_fails_fails_its_trajectories_without_a_reward(
         "import_paths": [str(tmp_path)],
         "environments": ["moody:Moody"],
     }
-    with worker_process(executors.settings, "w0", config):
+    with worker_process(executors.settings, 0, config):
         finish(executors, 4 * SIZE)
     samples = once(executors)
     for group, reason in {"g1": "no container left", "g2": "boom", "g3": "longer than 0.5 s"}.items():
@@ -252,6 +250,7 @@ def test_an_environment_that_fails_fails_its_trajectories_without_a_reward(
     assert all(samples[f"g0:{index}"].reward is not None for index in range(SIZE))
 
 
+@any_broker
 @pytest.mark.slow
 def test_results_that_are_malformed_or_given_up_fail_their_trajectory(
     broker: AnyBroker, namespace: str, model: str
@@ -267,7 +266,7 @@ def test_results_that_are_malformed_or_given_up_fail_their_trajectory(
     executors = ScriptedExecutors(broker.settings(namespace), PARTITIONS, results=results)
     for number in range(3):
         executors.submit(prompt_of(number))
-    with worker_process(executors.settings, "w0", {"model_folder": model}):
+    with worker_process(executors.settings, 0, {"model_folder": model}):
         finish(executors, 3 * SIZE)
     samples = once(executors)
     executors.close()
@@ -283,7 +282,7 @@ def test_no_more_groups_are_open_than_the_window_allows(executors: ScriptedExecu
     submit_all(executors)
     config = {"model_folder": model, "window_groups": 2}
     for settled in range(4):  # every restart knows which groups are unsettled
-        with worker_process(executors.settings, "w0", config):
+        with worker_process(executors.settings, 0, config):
             finish(executors, (2 + settled) * SIZE)
             groups = list(dict.fromkeys(request.group_id for request in executors.requests.values()))
             assert len(groups) == 2 + settled
@@ -292,7 +291,7 @@ def test_no_more_groups_are_open_than_the_window_allows(executors: ScriptedExecu
     executors.settles = True
     for samples in list(executors.samples.values()):
         executors.settle(samples[0])
-    with worker_process(executors.settings, "w0", config):
+    with worker_process(executors.settings, 0, config):
         finish(executors)
     once(executors)
 

@@ -24,7 +24,7 @@ from schemas.turns import (
     TurnResult,
     VersionSpan,
 )
-from tests.brokers import EMBEDDED, AnyBroker
+from tests.brokers import EMBEDDED, AnyBroker, any_broker
 from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router, engine_of, start_executor
 from tests.integration.policies import logprobs_of, new_policy
 from tests.waiting import until
@@ -139,6 +139,7 @@ def test_an_executor_from_start_to_its_second_version(
     assert third.device_seconds["dedicated"] > 0
 
 
+@any_broker
 def test_more_than_it_offers_is_refused_and_all_else_is_answered_once(router: Router) -> None:
     router.publish(new_policy(0, tied=True), 0)
     router.until(lambda: router.serves(0))
@@ -227,6 +228,7 @@ def cut_off(executor: Forked, broker: Broker) -> None:
     broker.restart()
 
 
+@any_broker
 def test_an_executor_whose_engine_is_gone_ends(router: Router, executor: Forked) -> None:
     router.until(lambda: bool(router.beats))
     os.kill(engine_of(executor), signal.SIGKILL)

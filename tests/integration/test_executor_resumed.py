@@ -15,7 +15,7 @@ from schemas.arrays import count, pack_tokens, unpack_logprobs, unpack_tokens
 from schemas.prompts import Sampling
 from schemas.slack import ExecutorState, SlackHeartbeat
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
-from tests.brokers import AnyBroker
+from tests.brokers import AnyBroker, any_broker
 from tests.integration.executor_kit import start_executor
 from tests.integration.policies import new_policy, tensors_of
 from tests.integration.router_kit import router_process
@@ -96,6 +96,7 @@ class Log:
         self.writer.flush()
 
 
+@any_broker
 @pytest.mark.timeout(900)  # vLLM starts twice
 def test_turns_of_an_executor_that_stops_end_on_another_as_if_nobody_had_stopped(
     broker: AnyBroker, namespace: str, nursery: Nursery, tmp_path: Path

@@ -12,7 +12,7 @@ from docs.examples import plain_trainer
 from pipeline.accounting.audit import audit_log
 from schemas.prompts import Sampling
 from schemas.samples import Outcome
-from tests.brokers import AnyBroker
+from tests.brokers import AnyBroker, any_broker
 from tests.integration.trainer_kit import (
     GROUP_SIZE,
     GROUPS,
@@ -77,6 +77,7 @@ def test_plain_torch_trains_and_settles(settings: BusSettings, model_folder: Pat
     assert result.digests[5] == result.digests[0]
 
 
+@any_broker
 def test_trl_trains_and_settles(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
     from docs.examples import trl_trainer
 
@@ -94,6 +95,7 @@ def test_trl_trains_and_settles(settings: BusSettings, model_folder: Path, tmp_p
     assert moved(model, model_folder) > 0 and all(tensor.isfinite().all() for tensor in model.parameters())
 
 
+@any_broker
 def test_trl_leaves_groups_of_another_size_or_that_were_drawn_at_another_temperature(
     broker: AnyBroker, namespace: str, model_folder: Path, tmp_path: Path
 ) -> None:

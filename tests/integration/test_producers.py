@@ -80,7 +80,7 @@ def test_they_are_run_and_a_bad_one_is_told_and_what_became_of_them_can_be_read(
     executors = ScriptedExecutors(brokers(kinds.KAFKA).settings(namespace), PARTITIONS)
     settings = executors.settings
     submit(settings, tmp_path)
-    with worker_process(settings, "w0", {"model_folder": model}):
+    with worker_process(settings, 0, {"model_folder": model}):
         executors.pump_until(lambda: len(executors.samples) == 2 * len(GROUPS), what="samples of all groups")
         executors.pump_until(lambda: len(letters(settings)) == 1, what="a dead letter")
     executors.pump()

@@ -12,7 +12,8 @@ from pipeline.routing.reign import Reign, steady_clock
 from pipeline.routing.seat import Seat
 from schemas.turns import TurnOutcome
 from tests.brokers import AnyBroker
-from tests.integration.router_kit import PARTITIONS, WAIT_SECONDS, Bus, kill, router_process, with_properties
+from tests.integration.router_kit import PARTITIONS, Bus, router_process, with_properties
+from tests.roles import kill, stop
 from tests.unit.routing_world import result
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, HEARTBEATS, REQUESTED, ROUTER_GROUP, Topic
@@ -235,8 +236,7 @@ def test_the_program_stops_cleanly_when_asked(bus: Bus) -> None:
         bus.answer(bus.inboxes[0])
         bus.ask("g0:1", home=0)
         bus.until_dispatched(2)
-        router.terminate()
-        assert router.wait(WAIT_SECONDS) == 0
+        stop(router)
     assert committed(bus.settings, 0) <= 1, "g0:1 is unfinished"
 
 

@@ -1,16 +1,17 @@
 """Two routers, each a process: one serves, one waits and takes over; none that was replaced does any harm."""
 
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from pipeline.command.nursery import Forked
 from pipeline.routing.seat import LET_GO_SECONDS, SESSION_SECONDS
 from schemas.turns import TurnDispatch
 from tests.brokers import EMBEDDED, KAFKA, AnyBroker, start
-from tests.integration.router_kit import PARTITIONS, Bus, freeze, kill, router_process, thaw
+from tests.integration.router_kit import PARTITIONS, Bus, router_process
+from tests.roles import freeze, kill, thaw
 from topics.admin import create_topics
 
 TURNS = 6
@@ -52,11 +53,11 @@ def finish(bus: Bus) -> None:
 
 
 def test_a_router_that_was_frozen_does_no_harm_when_it_goes_on(bus: Bus, broker_kind: str) -> None:
-    with router_process(bus.settings, "router-0") as first:
+    with router_process(bus.settings, 0) as first:
         bus.beat(0, max_turns=3)
         bus.ask("warm:0")
         bus.until_dispatched(1)
-        with router_process(bus.settings, "router-1"):
+        with router_process(bus.settings, 1):
             bus.go_on(6.0)
             keep_turns_moving(bus, 3.0)
             freeze(first)
@@ -76,7 +77,7 @@ def repeated(zombies: list[TurnDispatch]) -> list[TurnDispatch]:
 
 
 def test_a_freeze_shorter_than_the_session_is_over_when_it_is_over(bus: Bus) -> None:
-    with router_process(bus.settings, "router-0") as router:
+    with router_process(bus.settings, 0) as router:
         bus.beat(0, max_turns=3)
         bus.ask("warm:0")
         bus.until_dispatched(1)
@@ -91,23 +92,23 @@ def test_a_freeze_shorter_than_the_session_is_over_when_it_is_over(bus: Bus) -> 
 def test_a_router_that_is_killed_is_replaced_within_its_session(bus: Bus, broker_kind: str) -> None:
     with ExitStack() as processes:
 
-        def begin(name: str) -> subprocess.Popen[bytes]:
-            return processes.enter_context(router_process(bus.settings, name))
+        def begin(number: int) -> Forked:
+            return processes.enter_context(router_process(bus.settings, number))
 
-        running = {name: begin(name) for name in ("router-0", "router-1")}
+        running = {number: begin(number) for number in (0, 1)}
         bus.beat(0, max_turns=3)
         bus.ask("warm:0")
         bus.until_dispatched(1)
         # Which of the two serves is the broker's choice: each is killed once, and comes back by name.
-        for name, router in running.items():
+        for number, router in running.items():
             kill(router)
             served = len(bus.inboxes)
             if broker_kind == EMBEDDED:
-                begin(name)
+                begin(number)
             keep_turns_moving(bus, SESSION_SECONDS)
             bus.until(lambda: len(bus.inboxes) > served)  # noqa: B023
             if broker_kind != EMBEDDED:
-                begin(name)
+                begin(number)
             keep_turns_moving(bus, 3.0)
         finish(bus)
 

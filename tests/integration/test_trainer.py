@@ -15,7 +15,7 @@ from schemas.arrays import pack_tokens
 from schemas.errors import UsageError
 from schemas.samples import Outcome
 from schemas.weights import WeightManifest
-from tests.brokers import AnyBroker
+from tests.brokers import AnyBroker, any_broker
 from tests.integration.trainer_kit import (
     GROUP_SIZE,
     GROUPS,
@@ -127,6 +127,7 @@ def raise_on(trainer: Trainer, tokens: Iterable[bytes], error: Exception) -> Non
     trainer._model.register_forward_pre_hook(look, with_kwargs=True)
 
 
+@any_broker
 def test_a_group_that_no_step_can_compute_is_settled_and_the_trainer_goes_on(
     settings: BusSettings, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_group_that_no_step_can_compute_is_settled_and_the_trainer_goes_on(
     assert audit_log(settings).clean
 
 
+@any_broker
 @pytest.mark.parametrize("error", [ValueError("the device is gone"), MemoryError()])
 def test_what_every_group_raises_or_a_lack_of_memory_is_no_groups_fault(
     settings: BusSettings, model_folder: Path, tmp_path: Path, error: Exception
@@ -186,6 +188,7 @@ def test_samples_that_come_twice_are_trained_once(settings: BusSettings, model_f
     assert len(outcomes) == len({name for name, _, _ in outcomes}) == (GROUPS + 2) * GROUP_SIZE
 
 
+@any_broker
 def test_stale_samples_are_settled_and_not_trained(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
     run_trainer(settings, config_of(model_folder, tmp_path / "run", max_staleness=1), Event())
     stale = {step for _, outcome, step in result_of(settings).outcomes if outcome is Outcome.STALE}
@@ -204,6 +207,7 @@ def test_a_new_trainer_fences_the_old_one(settings: BusSettings, model_folder: P
     assert len(result_of(settings).outcomes) == GROUPS * GROUP_SIZE
 
 
+@any_broker
 def test_checkpoints_of_another_run_are_refused(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
     first = config_of(model_folder, tmp_path / "first")
     run_trainer(settings, first, Event())
@@ -214,6 +218,7 @@ def test_checkpoints_of_another_run_are_refused(settings: BusSettings, model_fol
         run_trainer(settings, config_of(model_folder, tmp_path / "third"), Event())
 
 
+@any_broker
 def test_a_checkpoint_of_another_model_is_refused(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
     config = config_of(model_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
@@ -243,6 +248,7 @@ def test_a_stop_ends_the_trainer_and_it_goes_on_later(
     assert_like(result_of(settings), config.run_folder, unkilled)
 
 
+@any_broker
 def test_a_step_line_that_was_cut_short_is_written_again(
     settings: BusSettings, model_folder: Path, unkilled: tuple[Result, Path], tmp_path: Path
 ) -> None:
@@ -254,6 +260,7 @@ def test_a_step_line_that_was_cut_short_is_written_again(
     assert_like(result_of(settings), config.run_folder, unkilled)
 
 
+@any_broker
 def test_a_broken_model_folder_is_one_sentence(settings: BusSettings, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="it has no config"):
         run_trainer(settings, config_of(tmp_path, tmp_path / "run"), Event())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from pipeline.accounting.audit import audit_log
 from schemas.samples import Outcome, Sample
 from schemas.turns import VersionSpan
-from tests.brokers import AnyBroker
+from tests.brokers import AnyBroker, any_broker
 from tests.integration.trainer_kit import (
     GROUP_SIZE,
     GROUPS,
@@ -63,6 +63,7 @@ def without_tensors(checkpoints: Path) -> None:
     max(checkpoints.glob("*.safetensors")).unlink()
 
 
+@any_broker
 @pytest.mark.parametrize("harm", [cut_short, rotten_tensors, without_tensors])
 def test_a_trainer_whose_newest_checkpoint_is_broken_goes_back_under_a_new_number(
     settings: BusSettings, model_folder: Path, tmp_path: Path, harm: Callable[[Path], None]
@@ -163,6 +164,7 @@ def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
     assert result_of(settings).outcomes == before.outcomes
 
 
+@any_broker
 @pytest.mark.parametrize("other", [WeightsConfig(dtype="bfloat16"), WeightsConfig(column_parts=2)])
 def test_a_run_goes_on_when_its_weights_travel_in_another_way(
     settings: BusSettings, model_folder: Path, tmp_path: Path, other: WeightsConfig

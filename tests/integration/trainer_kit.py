@@ -33,6 +33,13 @@ GROUPS, GROUP_SIZE = 10, 4
 GROUPS_PER_STEP = 3
 STEPS = 4  # three of three groups and one of the last
 FILTERED_GROUP, FAILED_GROUP = 2, 5
+PRELOADED = [
+    "workers.trainer.loop",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    __name__,
+]
+"""What a trainer imports, so that one that is to be killed need not."""
 POINTS = ("before_checkpoint", "after_checkpoint", "in_transaction", "after_transaction")
 
 
@@ -148,7 +155,7 @@ def train_in_a_process_that_is_killed(
 ) -> int | None:
     """The exit status of a trainer that SIGKILL is to end at this point of this version."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["workers.trainer.loop", "transformers.models.qwen3", __name__])
+    context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=_train_armed, args=(settings, model_folder, run_folder, point, version))
     process.start()
     process.join(600)
