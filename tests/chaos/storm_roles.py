@@ -263,13 +263,10 @@ class Roles:
     def _do_to_node(self, deed: Deed) -> None:
         assert isinstance(self._broker, Cluster)
         node = self._broker.nodes[deed.worker.number]
-        if deed.act is not Act.START:
-            if deed.act is Act.KILL:
-                node.kill()
-            else:
-                node.stop()
+        if deed.act is Act.KILL:
+            node.kill()
             self._note(Change.ENDED, deed.worker, 0)
-            self._count(deed.act.value, deed.worker)
+            self._count("kill", deed.worker)
             self._starts += 1
             self._node_starts[deed.worker] = -self._starts
         else:

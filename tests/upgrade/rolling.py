@@ -22,9 +22,6 @@ FLEET = (
 )
 """Who runs, in the order in which they are replaced: new environment workers have old routers for a while."""
 
-NODES = tuple(Worker(Role.NODE, number) for number in range(3))
-"""Of the broker's cluster."""
-
 OF_A_PRODUCER = "set by a producer"
 """The value that a producer gives a field of the prompt which nobody here knows."""
 

@@ -1,4 +1,4 @@
-"""Rolling changes under load: from this version's wheel to the next one's and back, and node after node of a broker.
+"""A rolling upgrade under load: from this version's wheel to the next one's and back.
 
 Nothing excuses a stall here: of all but the trainer there are two, and one of them is always well.
 
@@ -15,13 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.brokers import KAFKA, start, start_nodes
+from tests.brokers import KAFKA, start
 from tests.chaos.storm import NAMESPACE, Report, blow
 from tests.chaos.storm_log import read_all
-from tests.chaos.storm_plan import Role
 from tests.chaos.storm_shape import Shape
 from tests.upgrade.next_version import FIELD, ROOT, VALUE, make_next
-from tests.upgrade.rolling import FLEET, NODES, OF_A_PRODUCER, rolling
+from tests.upgrade.rolling import FLEET, OF_A_PRODUCER, rolling
 from tests.upgrade.sites import build, install
 from topics.catalog import DISPATCHED, GRANTS, PROMPTS, RECORD_TOPICS, REQUESTED
 from topics.settings import BusSettings
@@ -121,15 +120,3 @@ def requests_passed_unharmed(settings: BusSettings) -> None:
         sent[FIELD in request, FIELD in dispatch] += 1
     print(f"dispatches, by whether the request and the dispatch are of the next version: {dict(sent)}")
     assert sent.keys() == {(False, False), (False, True), (True, False), (True, True)}
-
-
-def test_a_broker_of_three_nodes_is_restarted_node_by_node_under_load(tmp_path: Path) -> None:
-    """Each leaves as it does for an upgrade; the version that comes back is the same, there is no other here."""
-    print(f"ROSE_CHAOS_SEED={SEED}")
-    shape = Shape(nodes=3, round_seconds=60.0, groups_per_second=1.0, blocking_groups=0)
-    first = [worker for worker in FLEET if worker.role is not Role.LENDER]
-    plan = rolling(SEED, shape, first, [*NODES, *NODES])
-    with start_nodes(tmp_path / "broker") as broker:
-        report = blow(tmp_path / "roles", plan, broker)
-    clean(report)
-    assert sum(report.faults.values()) == len(plan.deeds) // 2
