@@ -3,17 +3,25 @@
 Keeps true
 - What this machine's pip and uv know of their registry goes into a build as a secret and as mounts, into no layer.
 - What runs from an image is another user, in the image's own file system.
+- What is kept for the next time is what others made: the base, and the packages that uv has fetched.
 """
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.parse
-from collections.abc import Mapping
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deploy.generate import CHART
@@ -23,8 +31,17 @@ VERSION = "0.1.0"
 USER = "10001:10001"
 SUITE = "bookworm"
 PACKAGES = "python3,python3-venv,ca-certificates"
+PYTHON = "/opt/rose/bin/python"
+LEAVE_SECONDS = 60.0
+"""The grace period of a role."""
+
+UV_CACHE = "/uv-cache"
+"""Where a build finds what uv has fetched before."""
 
 OF_A_REGISTRY = ("PIP_", "UV_", "SSL_CERT_", "REQUESTS_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+
+HAS_NO_COMPILER = "for each in cc gcc g++ clang ld make cargo go nvcc uv; do if command -v $each; then exit 1; fi; done"
+INSTALLED = "import importlib.metadata as m; print(*(f'{each.name}=={each.version}' for each in m.distributions()))"
 
 
 def need_builder() -> None:
@@ -36,72 +53,133 @@ def need_builder() -> None:
         pytest.skip("buildah builds in a chroot here, which takes root")
 
 
+def _buildah(*arguments: str | Path) -> str:
+    done = subprocess.run(["buildah", *map(str, arguments)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"buildah {arguments}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout.strip()
+
+
 @dataclass(slots=True)
 class Builder:
     """A store of images of its own, in a folder."""
 
     folder: Path
+    kept: Path
+    """Where what is kept for the next time lies."""
+
+    @property
+    def store(self) -> tuple[str | Path, ...]:
+        """What tells buildah of the store, and of the one that the base is kept in."""
+        kept = ("--storage-opt", f"vfs.imagestore={self.kept / 'base'}")
+        return "--storage-driver", "vfs", "--root", self.folder / "root", "--runroot", self.folder / "run", *kept
 
     def buildah(self, *arguments: str | Path) -> str:
-        store = ("--storage-driver", "vfs", "--root", self.folder / "root", "--runroot", self.folder / "run")
-        done = subprocess.run(
-            ["buildah", *map(str, store), *map(str, arguments)], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, f"buildah {arguments}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        return done.stdout.strip()
+        return _buildah(*self.store, *arguments)
 
     def make_base(self) -> None:
         """What stands for the public image of Python, which cannot be had everywhere: Debian with its own Python."""
-        archive = self.folder / "base.tar"
+        base, made, archive = self.kept / "base", self.kept / "base-is-made", self.folder / "base.tar"
+        if made.exists():
+            return
         slim = [f"--dpkgopt=path-exclude=/usr/share/{each}/*" for each in ("doc", "man", "locale", "info")]
-        subprocess.run(
-            ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={PACKAGES}", *slim, SUITE, archive], check=True
-        )
-        container = self.buildah("from", "scratch")
-        self.buildah("add", container, archive, "/")
-        self.buildah("commit", "--quiet", container, "localhost/base")
-        self.buildah("rm", container)
+        how = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={PACKAGES}", *slim, SUITE, str(archive)]
+        done = subprocess.run(how, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"no Debian can be had: {done.stderr.strip()[-200:]}")
+        shutil.rmtree(base, ignore_errors=True)
+        store = ("--storage-driver", "vfs", "--root", base, "--runroot", self.folder / "base-run")
+        container = _buildah(*store, "from", "scratch")
+        _buildah(*store, "add", container, archive, "/")
+        _buildah(*store, "commit", "--quiet", container, "localhost/base")
+        _buildah(*store, "rm", container)
         archive.unlink()
+        made.touch()
 
-    def make_context(self) -> Path:
+    @property
+    def context(self) -> Path:
+        return self.folder / "context"
+
+    def make_context(self) -> None:
         """What a build is given: the wheel, and what locks and installs it."""
-        context = self.folder / "context"
+        context = self.context
         (context / "deploy").mkdir(parents=True)
         uv = [sys.executable, "-m", "uv", "build", "--quiet", "--wheel", "--out-dir", str(context / "dist"), str(ROOT)]
         subprocess.run(uv, check=True)
         for name in ("pyproject.toml", "requirements.txt"):
             shutil.copy(ROOT / name, context / name)
         shutil.copytree(ROOT / "deploy" / "images", context / "deploy" / "images")
-        return context
 
-    def registry(self) -> list[str]:
-        """Flags that tell a build of this machine's registry."""
+    def registry(self, *, keeps: bool) -> list[str]:
+        """Flags that tell a build of this machine's registry. `keeps`: what uv fetches is there the next time."""
         known = {name: value for name, value in os.environ.items() if name.upper().startswith(OF_A_REGISTRY)}
         links = known.get("PIP_FIND_LINKS")
         if links:
             known.setdefault("UV_FIND_LINKS", links)
+        known.pop("UV_CACHE_DIR", None)
+        if keeps:
+            known |= {"UV_CACHE_DIR": UV_CACHE, "UV_LINK_MODE": "copy"}
         files = {*(value for value in known.values() if value.startswith("/") and Path(value).exists())}
         files |= {urllib.parse.urlparse(value).path for value in known.values() if value.startswith("file:///")}
         secret = self.folder / "registry"
         secret.write_text("".join(f"{name}='{value}'\n" for name, value in known.items()))
         mounts = [f"--volume={path}:{path}:ro" for path in sorted(files)]
+        if keeps:
+            (self.kept / "uv").mkdir(exist_ok=True)
+            mounts.append(f"--volume={self.kept / 'uv'}:{UV_CACHE}")
         return [f"--secret=id=registry,src={secret}", *mounts]
 
-    def build(self, containerfile: Path, context: Path, tag: str, **arguments: str) -> None:
+    def build(self, containerfile: Path, context: Path, tag: str, *, keeps: bool = False, **arguments: str) -> None:
         given = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
         how = ("--isolation", "chroot", "--format", "docker", "--pull=never", "--layers=false")
-        self.buildah("bud", *how, *self.registry(), *given, "--file", containerfile, "--tag", tag, context)
+        self.buildah("bud", *how, *self.registry(keeps=keeps), *given, "--file", containerfile, "--tag", tag, context)
 
-    def family(self, family: str, context: Path, **arguments: str) -> str:
+    def family(self, family: str) -> str:
         """Build the image of a family; returns its name."""
         tag = f"rose-{family}:{VERSION}"
-        file = context / "deploy" / "images" / f"{family}.Containerfile"
-        self.build(file, context, tag, BASE="localhost/base", VERSION=VERSION, REVISION="0" * 40, **arguments)
+        file = self.context / "deploy" / "images" / f"{family}.Containerfile"
+        said = {"BASE": "localhost/base", "VERSION": VERSION, "REVISION": "0" * 40}
+        self.build(file, self.context, tag, keeps=family == "light", **said)  # what the others fetch is large
         return tag
+
+    def close(self) -> None:
+        """Remove the store."""
+        self.buildah("rm", "--all")
+        shutil.rmtree(self.folder)
 
     def container(self, image: str) -> "Container":
         name = self.buildah("from", "--pull=never", image)
         return Container(self, name, Path(self.buildah("mount", name)))
+
+
+class Images:
+    """Built when first asked for."""
+
+    def __init__(self, builder: Builder) -> None:
+        self.builder = builder
+        self.container = cache(self._container)
+
+    def _container(self, family: str) -> "Container":
+        return self.builder.container(self.builder.family(family))
+
+
+def look_into(images: Images, family: str) -> float:
+    """Its size in megabytes, once all else that an image promises was found to be so."""
+    found = images.container(family)
+    size = found.megabytes()
+    print(f"rose-{family}: {size:.0f} MB, of them /opt/rose {found.megabytes('/opt/rose'):.0f} MB")
+    found.answers("sh", "-ec", HAS_NO_COMPILER)
+    found.answers("python", "-c", "import opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    inspected = images.builder.buildah("inspect", "--type", "image", f"rose-{family}:{VERSION}")
+    config = json.loads(inspected)["Docker"]["config"]
+    assert config["User"] == USER
+    assert config["Entrypoint"] == ["rose"] and config["Healthcheck"]["Test"] == ["CMD", "rose", "health", "--live"]
+    labels = {name.rpartition(".")[2]: value for name, value in config["Labels"].items()}
+    assert labels["title"] == f"rose-{family}" and labels["version"] == VERSION and labels["licenses"] == "Apache-2.0"
+    said = json.loads((found.root / "opt/rose/sbom.cdx.json").read_text())
+    listed = {(each["name"], each["version"]) for each in said["components"]}
+    there = {tuple(each.split("==")) for each in found.answers("python", "-c", INSTALLED).split()}
+    assert said["bomFormat"] == "CycloneDX" and ("rose-rollouts", VERSION) in listed and there == listed
+    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +192,10 @@ class Container:
 
     def command(self, *words: str, environment: Mapping[str, str] = {}, volumes: Mapping[Path, str] = {}) -> list[str]:
         """What runs the words in it as the image's user. `volumes`: this machine's folders, where they are there."""
-        store = ("--storage-driver", "vfs", "--root", self.builder.folder / "root")
-        runroot = ("--runroot", self.builder.folder / "run")
         said = [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
         mounts = [f"--volume={path}:{where}" for path, where in volumes.items()]
         run = ("run", "--isolation", "chroot", "--user", USER, *said, *mounts, self.name, "--", *words)
-        return [str(word) for word in ("buildah", *store, *runroot, *run)]
+        return [str(word) for word in ("buildah", *self.builder.store, *run)]
 
     def run(
         self, *words: str, environment: Mapping[str, str] = {}, volumes: Mapping[Path, str] = {}
@@ -151,3 +227,34 @@ class Container:
             check=True,
         )
         return [Path(line).relative_to(self.root) for line in found.stdout.splitlines()]
+
+
+@contextmanager
+def running(found: Container, port: int, *words: str, log: Path, **more: str) -> Iterator[psutil.Process]:
+    """A role, in its image; it leaves within its grace period when it is asked to."""
+    environment = {"ROSE_METRICS__PORT": str(port), "OMP_NUM_THREADS": "1", **more}
+    volumes = {log.parent: "/runs"}
+    with log.open("wb") as sink:
+        line = found.command("rose", *words, environment=environment, volumes=volumes)
+        process = psutil.Popen(line, stdout=sink, stderr=sink)
+    try:
+        yield process
+        if process.is_running():
+            role_of(process).send_signal(signal.SIGTERM)
+            assert process.wait(LEAVE_SECONDS) == 0, log.read_text()[-3000:]
+    finally:
+        for child in [*process.children(recursive=True), process] if process.is_running() else []:
+            child.kill()
+
+
+def role_of(process: psutil.Process) -> psutil.Process:
+    """What runs in the image. Of buildah's own around it the innermost kills it when it is itself asked to stop."""
+    return next(child for child in process.children(recursive=True) if child.cmdline()[:1] == [PYTHON])
+
+
+def is_ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False

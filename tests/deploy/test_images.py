@@ -1,16 +1,11 @@
-"""The images, built here: what is in them, how large they are, and the whole loop run from them as another user.
+"""The images, built here: what is in the large ones, and the whole loop run from all of them as another user.
 
 Namespaces and cgroups are not tested: there is no container engine here.
 """
 
 import json
 import os
-import signal
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -19,20 +14,14 @@ import pytest
 
 from schemas.prompts import Prompt
 from tests.brokers import KAFKA, start
-from tests.deploy.images_kit import VERSION, Builder, Container, need_builder
+from tests.deploy.images_kit import VERSION, Container, Images, is_ready, look_into, running
 from tests.waiting import until
 from topics.broker import free_ports
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3600)]
 
-LIGHT_MEGABYTES = 400
 OWN_MEGABYTES = 150
 """Of the engine's and the trainer's image, beside torch, vLLM and what those need."""
-
-ROSE = "/opt/rose/bin/rose"
-
-LEAVE_SECONDS = 60.0
-"""The grace period of a role."""
 
 GROUPS, GROUP_SIZE, GROUPS_OF_OWN = 32, 8, 2
 
@@ -61,33 +50,6 @@ while wanted:
 print(sum(found.values()) / 1e6)
 """
 
-HAS_NO_COMPILER = "for each in cc gcc g++ clang ld make cargo go nvcc uv; do if command -v $each; then exit 1; fi; done"
-
-
-@pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
-    need_builder()
-    made = Builder(tmp_path_factory.mktemp("images"))
-    made.make_base()
-    made.make_context()
-    return made
-
-
-class Images:
-    """Built when first asked for."""
-
-    def __init__(self, builder: Builder) -> None:
-        self.builder = builder
-        self.container = cache(self._container)
-
-    def _container(self, family: str) -> Container:
-        return self.builder.container(self.builder.family(family, self.builder.folder / "context"))
-
-
-@pytest.fixture(scope="module")
-def images(builder: Builder) -> Images:
-    return Images(builder)
-
 
 @pytest.fixture(scope="module")
 def own(images: Images, tmp_path_factory: pytest.TempPathFactory) -> Container:
@@ -101,38 +63,13 @@ def own(images: Images, tmp_path_factory: pytest.TempPathFactory) -> Container:
     return images.builder.container("rose-own")
 
 
-@pytest.mark.parametrize("family", ["light", "engine", "trainer"])
+@pytest.mark.parametrize("family", ["engine", "trainer"])
 def test_an_image_is_small_has_no_compiler_and_says_what_is_in_it(images: Images, family: str) -> None:
-    found = images.container(family)
-    size = found.megabytes()
-    print(f"rose-{family}: {size:.0f} MB, of them /opt/rose {found.megabytes('/opt/rose'):.0f} MB")
-    if family == "light":
-        assert size < LIGHT_MEGABYTES
-    else:
-        base = size - found.megabytes("/opt/rose")
-        of_others = float(images.container("engine").answers("python", "-c", OF_TORCH_AND_VLLM))
-        print(f"torch and vLLM with what they need: {of_others:.0f} MB; the base: {base:.0f} MB")
-        assert size < base + of_others + OWN_MEGABYTES
-    found.answers("sh", "-ec", HAS_NO_COMPILER)
-    found.answers("python", "-c", "import opentelemetry.exporter.otlp.proto.http.trace_exporter")
-    config = json.loads(images.builder.buildah("inspect", "--type", "image", f"rose-{family}:{VERSION}"))["Docker"][
-        "config"
-    ]
-    assert config["User"] == "10001:10001"
-    assert config["Entrypoint"] == ["rose"] and config["Healthcheck"]["Test"] == ["CMD", "rose", "health", "--live"]
-    labels = {name.rpartition(".")[2]: value for name, value in config["Labels"].items()}
-    assert labels["title"] == f"rose-{family}" and labels["version"] == VERSION and labels["licenses"] == "Apache-2.0"
-    said = json.loads((found.root / "opt/rose/sbom.cdx.json").read_text())
-    listed = {(each["name"], each["version"]) for each in said["components"]}
-    of_python = "import importlib.metadata as m; print(*(f'{d.name}=={d.version}' for d in m.distributions()))"
-    there = {tuple(each.split("==")) for each in found.answers("python", "-c", of_python).split()}
-    assert said["bomFormat"] == "CycloneDX" and ("rose-rollouts", VERSION) in listed and there == listed
-
-
-def test_a_role_that_is_not_there_is_not_well(images: Images) -> None:
-    asked = images.container("light").run("rose", "health")
-    assert asked.returncode == 1 and "nothing answers" in asked.stderr
-    assert "Traceback" not in asked.stderr
+    size = look_into(images, family)
+    base = size - images.container(family).megabytes("/opt/rose")
+    of_others = float(images.container("engine").answers("python", "-c", OF_TORCH_AND_VLLM))
+    print(f"torch and vLLM with what they need: {of_others:.0f} MB; the base: {base:.0f} MB")
+    assert size < base + of_others + OWN_MEGABYTES
 
 
 def test_beside_a_vllm_that_has_no_rose_it_comes_with_what_is_missing_and_replaces_nothing(
@@ -158,33 +95,6 @@ print(confluent_kafka.__file__, numpy.__file__, pipeline.__file__)
     assert told.returncode == 0, told.stderr
     missing, there, rose = told.stdout.split()[-3:]
     assert missing.startswith("/rose/behind/") and there.startswith("/opt/rose/") and rose.startswith("/rose/pipeline/")
-
-
-@contextmanager
-def running(found: Container, port: int, *words: str, log: Path, **more: str) -> Iterator[psutil.Process]:
-    """A role, in its image; it leaves within its grace period when it is asked to."""
-    environment = {"ROSE_METRICS__PORT": str(port), "OMP_NUM_THREADS": "1", **more}
-    volumes = {log.parent: "/runs"}
-    with log.open("wb") as sink:
-        line = found.command("rose", *words, environment=environment, volumes=volumes)
-        process = psutil.Popen(line, stdout=sink, stderr=sink)
-    try:
-        yield process
-        if process.is_running():
-            role = next(child for child in process.children(recursive=True) if ROSE in child.cmdline())
-            role.send_signal(signal.SIGTERM)
-            role.wait(LEAVE_SECONDS)
-    finally:
-        for child in [*process.children(recursive=True), process] if process.is_running() else []:
-            child.kill()
-
-
-def is_ready(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def test_the_loop_runs_from_the_images_as_another_user_and_its_law_holds(

@@ -1,0 +1,39 @@
+"""The light image, built here from the present wheel. The others, and the loop run from all of them, take longer."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.brokers import EMBEDDED, flags, start
+from tests.deploy.images_kit import Images, is_ready, look_into, running
+from tests.waiting import until
+from topics.admin import create_topics
+from topics.broker import free_ports
+from topics.catalog import Partitions
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+MOST_MEGABYTES = 400
+
+
+def test_it_is_small_has_no_compiler_and_says_what_is_in_it(images: Images) -> None:
+    assert look_into(images, "light") < MOST_MEGABYTES
+
+
+def test_a_role_that_is_not_there_is_not_well(images: Images) -> None:
+    asked = images.container("light").run("rose", "health")
+    assert asked.returncode == 1 and "nothing answers" in asked.stderr
+    assert "Traceback" not in asked.stderr
+
+
+def test_a_role_that_is_asked_to_stop_leaves_well(images: Images, tmp_path: Path) -> None:
+    runs, [port] = tmp_path / "runs", free_ports(1)
+    runs.mkdir()
+    with start(EMBEDDED, tmp_path / "broker") as broker:
+        settings = broker.settings()
+        create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1))
+        light = images.container("light")
+        with running(light, port, "router", *flags(settings), log=runs / "router.log") as router:
+            until(lambda: is_ready(port))
+        assert router.returncode == 0
+        assert light.written() == [], "the root may be read-only"
