@@ -149,11 +149,11 @@ def test_a_letter_of_somebody_elses_hand_is_listed_whatever_its_headers_say(
 def test_a_place_is_found_in_a_namespace_with_which_topics_begin_too(
     broker: AnyBroker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = Log(broker.settings("rose."))
+    log = Log(broker.settings("rose"))
     found = Spoiled(PROMPTS, 0, 5, Raw(b"key", b"no prompt"), "no prompt")
     log.writer.dead_letter(found, found.reason)
     log.writer.flush()
-    for place in (f"{PROMPTS.name}/0/5", f"rose.{PROMPTS.name}/0/5"):
+    for place in (f"{PROMPTS.name}/0/5", f"rose{PROMPTS.name}/0/5"):
         show_letter(common(log.settings), place)
         assert f"place    {PROMPTS.name}/0/5" in capsys.readouterr().out
 
