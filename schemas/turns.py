@@ -172,17 +172,15 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
     begun: Part | None = None
     """What attempts before this one sampled: the turn goes on from there."""
 
-    def __post_init__(self) -> None:
-        """Raises ValueError when what was asked is no TurnRequest: nobody who holds a dispatch meets a flaw in it."""
-        try:
-            self.request  # noqa: B018
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"what was asked is no {TurnRequest.SCHEMA}: {error}") from error
-
     @cached_property
     def request(self) -> TurnRequest:
-        """What was asked."""
-        return _request.decode(self.asked)
+        """What was asked, decoded when it is looked at first. Raises ValueError when it is no TurnRequest, which none
+        that was read is.
+        """
+        try:
+            return _request.decode(self.asked)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"what was asked is no {TurnRequest.SCHEMA}: {error}") from error
 
     @property
     def key(self) -> TurnKey:

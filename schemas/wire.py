@@ -68,7 +68,7 @@ def encode(record: Record) -> bytes:
     try:
         wire = _encoder.encode(record)
         _check_size(record, wire)
-        _check_nesting(_decoders[type(record)].decode(wire))
+        _check_within(_decoders[type(record)].decode(wire))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RecordError(f"no {record.SCHEMA} can be written of this: {error}") from error
     return wire
@@ -85,9 +85,9 @@ def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
             decoded = _decoders[record].decode(wire)
         if record is TurnRequest and len(wire) != len(_encoder.encode(decoded)):
             _check_levels(record, msgspec.msgpack.decode(wire))  # it goes on as it came, with what is not known of it
-    except (msgspec.MsgspecError, TypeError, UnicodeDecodeError, RecursionError) as error:
+        _check_within(decoded)
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise RecordError(f"not a {record.SCHEMA}: {error}") from error
-    _check_nesting(decoded)
     return decoded
 
 
@@ -104,9 +104,12 @@ def _check_size(record: Record | type[Record], wire: bytes) -> None:
         raise RecordError(f"{record.SCHEMA} of {len(wire)} bytes is over the limit of {record.MOST_BYTES}: cut it up")
 
 
-def _check_nesting(record: Record) -> None:
+def _check_within(record: Record) -> None:
+    """What the types of its fields do not say. Raises RecordError or ValueError."""
     if (loose := _loose.get(type(record))) is not None:
         _check_levels(record, loose(record))
+    if isinstance(record, TurnDispatch):
+        record.request  # noqa: B018  (decoded here, it has no flaw that whoever holds the dispatch could meet)
 
 
 def _check_levels(record: Record | type[Record], value: object) -> None:
