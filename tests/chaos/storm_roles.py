@@ -134,7 +134,8 @@ class Roles:
         for present in list(self._leaving):
             if (status := present.process.poll()) is not None:
                 self._leaving.remove(present)
-                self.left[status] += 1
+                if present.ready or status != -signal.SIGTERM:  # who is asked while it loads has nothing to hand back
+                    self.left[status] += 1
                 self._note(Change.ENDED, present.worker, present.number, status=status)
             elif present.asked_at is not None and now > present.asked_at + LEAVE_SECONDS:
                 self.overdue.append(present.worker)
