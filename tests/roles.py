@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +26,8 @@ from topics.settings import BusSettings
 STOP_SECONDS = 60.0
 """A role that was asked to stop and is not gone by then hangs."""
 
-COMMAND_SECONDS = 120.0
+COMMAND_SECONDS = 120
+"""A command that is not done by then hangs."""
 
 place_of_forks: str | None = None
 """Where forks can be asked for, that have imported everything; None: nowhere."""
@@ -37,6 +40,21 @@ os.environ.clear()
 os.environ.update({environment!r})
 from pipeline.command.nursery import nurse
 nurse(line)
+"""
+
+
+COMMAND = """
+import os, signal, sys
+if child := os.fork():
+    with open({status!r}, "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+    os._exit(0)
+signal.alarm({seconds})
+os.environ.clear()
+os.environ.update({environment!r})
+sys.argv = {arguments!r}
+from pipeline.command.main import main
+main()
 """
 
 
@@ -54,26 +72,37 @@ class ForkedNursery(Nursery):
 @cache
 def nursery() -> Nursery:
     """It ends with this process. It has what every command imports."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
     kind = Nursery if place_of_forks is None else ForkedNursery
-    opened = kind(environment=inherited | {"COLUMNS": "200"})
+    opened = kind(environment=_inherited())
     opened.start(("router", "--help"), name="router", log=Path(os.devnull))
     return opened
 
 
+def started(*arguments: str, folder: Path | None = None, **environment: str) -> CompletedProcess[str]:
+    """A command that ends by itself, in a process that begins from nothing."""
+    return subprocess.run(
+        [sys.executable, "-m", "pipeline.command.main", *arguments],
+        cwd=folder,
+        env=_inherited() | {"PYTHONPATH": str(Path(__file__).parents[1])} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=COMMAND_SECONDS,
+    )
+
+
 def rose(*arguments: str) -> CompletedProcess[str]:
-    """A command that ends by itself. All that it prints is its output; what begins as a refusal is its error too."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        command = nursery().start(arguments, name="rose", log=log)
-        try:
-            status = command.wait(COMMAND_SECONDS)
-        finally:
-            kill(command)
-        said = log.read_text()
-    assert status is not None, f"not done after {COMMAND_SECONDS:.0f} s: {said}"
-    refusal = f"\n{said}".rfind("\nrose: ")
-    return CompletedProcess(arguments, status, stdout=said, stderr=said[refusal:] if refusal >= 0 else "")
+    """The same in a process that was forked, where there is one to fork."""
+    if place_of_forks is None:
+        return started(*arguments)
+    with tempfile.TemporaryDirectory() as name:
+        ended, out, error = (Path(name) / each for each in ("status", "out", "error"))
+        code = COMMAND.format(
+            status=str(ended), seconds=COMMAND_SECONDS, environment=_inherited(), arguments=["rose", *arguments]
+        )
+        with Path(os.devnull).open() as nothing, out.open("w") as output, error.open("w") as errors:
+            Fork(place_of_forks, code, [nothing.fileno(), output.fileno(), errors.fileno()]).wait()
+        return CompletedProcess(arguments, int(ended.read_text()), stdout=out.read_text(), stderr=error.read_text())
 
 
 @contextmanager
@@ -116,3 +145,8 @@ def freeze(role: Forked) -> None:
 
 def thaw(role: Forked) -> None:
     role.send_signal(signal.SIGCONT)
+
+
+def _inherited() -> dict[str, str]:
+    """The environment of whoever runs the tests, less what it says to `rose`."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")} | {"COLUMNS": "200"}

@@ -106,8 +106,10 @@ class Router:
 
     def on(self, event: Record | Asked, now: float) -> list[Decision]:
         """Take any record of the router's inputs in, as a replayed log has them."""
-        if isinstance(event, Asked | TurnRequest):
-            return self.requested(event if isinstance(event, Asked) else Asked.anew(event), now)
+        if isinstance(event, Asked):
+            return self.requested(event, now)
+        if isinstance(event, TurnRequest):
+            return self.requested(Asked.anew(event), now)
         if isinstance(event, TurnResult):
             return self.completed(event, now)
         if isinstance(event, SlackHeartbeat):
