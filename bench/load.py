@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
 
+from schemas.contexts import appending
 from schemas.prompts import Sampling
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
@@ -124,7 +125,7 @@ class Lane:
             group_id=trajectory.group,
             home=trajectory.home,
             turn=trajectory.turn,
-            context=self._context,
+            **appending(self._context),
             sampling=self._sampling,
             requested_at=now,
             patience_seconds=600.0,

@@ -238,7 +238,7 @@ class Reign:
         assert isinstance(request, TurnRequest) and wire is not None
         if request.home != envelope.partition:
             request = msgspec.structs.replace(request, home=envelope.partition)
-        return Asked(request, wire)
+        return Asked(request, wire, envelope.offset)
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:

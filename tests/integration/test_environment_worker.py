@@ -255,8 +255,8 @@ def test_an_environment_that_fails_fails_its_trajectories_without_a_reward(
 def test_results_that_are_malformed_or_given_up_fail_their_trajectory(
     broker: AnyBroker, namespace: str, model: str
 ) -> None:
-    def results(request: TurnRequest) -> list[TurnResult]:
-        sound = results_of(request)[-1]
+    def results(request: TurnRequest, context: bytes) -> list[TurnResult]:
+        sound = results_of(request, context)[-1]
         if request.group_id == "g1":
             return [msgspec.structs.replace(sound, logprobs=b"")]
         if request.group_id == "g2":
