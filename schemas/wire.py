@@ -108,8 +108,6 @@ def _check_within(record: Record) -> None:
     """What the types of its fields do not say. Raises RecordError or ValueError."""
     if (loose := _loose.get(type(record))) is not None:
         _check_levels(record, loose(record))
-    if isinstance(record, TurnRequest) and record.flaw:
-        raise ValueError(record.flaw)
     if isinstance(record, TurnDispatch):
         record.request  # noqa: B018  (decoded here, it has no flaw that whoever holds the dispatch could meet)
 
