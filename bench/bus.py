@@ -1,6 +1,8 @@
 """What the router costs: decisions a second, turns a second, and latency beside a bare loop.
 
 Run `python -m bench.bus` (all on the embedded broker; on Apache Kafka with KAFKA_HOME set), `--json FILE` to keep it.
+With `--context TOKENS` (again for more lengths) contexts by reference are measured instead: `bench.contexts`, and turns
+a second through the router with contexts of 16,000 tokens over those of 150.
 With `--secured` that Apache Kafka has TLS, SCRAM and an authorizer. Router and bare loop sign in with the rights of a
 router there, the load with those of an environment worker and an executor.
 
@@ -35,8 +37,9 @@ from typing import Protocol
 
 from bench.broker import kafka_home, scratch_broker, scratch_node, user_of
 from bench.check import Check
+from bench.contexts import LONG, TURNS, bytes_a_turn, memory, read_back
 from bench.history import Fleet, Recorder
-from bench.load import Executors, Lane, closed_loop, drain, open_loop
+from bench.load import USUAL, Executors, Lane, Shape, closed_loop, drain, open_loop
 from pipeline.routing.router import Router
 from topics.access import ADMIN, ENVIRONMENT, EXECUTOR, ROUTER, Role
 from topics.admin import create_topics
@@ -54,6 +57,10 @@ FLYING_TURNS = 4_000
 SETTLE_SECONDS = 4.0
 """Of load at the beginning of each window that does not count: librdkafka takes up to 1 s to resume a partition, and a
 router that was stopped for long stands in line for its seat again."""
+SHORT = 150
+"""Tokens of contexts whose turns a second are compared with those of LONG ones."""
+PAIRS = 3
+"""Of windows, one with either."""
 WARM_SECONDS = 10.0
 """Of each load before it is measured: the first thousands of records on a new Apache Kafka are slow."""
 
@@ -109,14 +116,14 @@ class SignIn(Protocol):
 class Way:
     """One way from requests to inboxes: a program in a process of its own, and the load that passes through it."""
 
-    def __init__(self, program: str, sign_in: SignIn, partitions: Partitions) -> None:
+    def __init__(self, program: str, sign_in: SignIn, partitions: Partitions, shape: Shape = USUAL) -> None:
         namespace = f"bench-{program}."
         create_topics(sign_in(namespace, "admin", ADMIN), partitions)
         settings = sign_in(namespace, program, ROUTER)
         arguments = [sys.executable, "-m", "bench.children", program, json.dumps(asdict(settings))]
         self.process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
         self.load = sign_in(namespace, "load", ENVIRONMENT, EXECUTOR)
-        self.lane = Lane(self.load, partitions, routed=program == "router")
+        self.lane = Lane(self.load, partitions, routed=program == "router", shape=shape)
 
     @contextmanager
     def at_work(self) -> Iterator[Lane]:
@@ -213,6 +220,45 @@ def _latency(ways: dict[str, Way], executors: Executors, rate: float, windows: i
     return checks
 
 
+def contexts(sign_in: SignIn, lengths: Sequence[int], *, seconds: float) -> list[Check]:
+    """What contexts by reference cost, the router's throughput with long ones among it."""
+    settings = sign_in("bench-contexts.", "all", ADMIN, ENVIRONMENT, EXECUTOR)
+    create_topics(settings, Partitions())
+    checks = [*bytes_a_turn(lengths), memory(max(lengths)), read_back(settings, max(lengths))]
+    return [*checks, _long_contexts(sign_in, seconds)]
+
+
+def _long_contexts(sign_in: SignIn, seconds: float) -> Check:
+    """The router's throughput with contexts of both lengths, in turns."""
+    partitions = Partitions()
+    with ExitStack() as stack:
+        ways: dict[int, Way] = {}
+        for tokens in (SHORT, LONG):
+            step = -(-tokens // TURNS)
+            own = partial(_prefixed, sign_in, f"{tokens}-")
+            way = ways[tokens] = Way("router", own, partitions, Shape(step, step, (TURNS,)))
+            stack.callback(way.close)
+            way.process.send_signal(signal.SIGSTOP)
+        rates: dict[int, list[float]] = {SHORT: [], LONG: []}
+        for _ in range(PAIRS):
+            for tokens, way in ways.items():
+                executors = Executors(way.load, partitions.slots)
+                rates[tokens].append(_throughput(way, executors, seconds / PAIRS).value)
+    return Check(
+        name="long_contexts",
+        value=round(statistics.median(rates[LONG]) / statistics.median(rates[SHORT]), 3),
+        unit=f"of turns/s at {SHORT} tokens",
+        bound=0.8,
+        direction="min",
+        against=f"contexts that grow to {LONG} tokens in {TURNS} turns; {PAIRS} interleaved windows of each",
+        details={f"turns_a_second_at_{tokens}": [round(rate) for rate in each] for tokens, each in rates.items()},
+    )
+
+
+def _prefixed(sign_in: SignIn, prefix: str, namespace: str, name: str, *roles: Role) -> BusSettings:
+    return sign_in(prefix + namespace, name, *roles)
+
+
 @contextmanager
 def broker_of(secured: Path | None) -> Iterator[tuple[str, SignIn]]:
     """Its name, and the way in for its users. `secured`: where the Apache Kafka is that lets in whom it knows alone."""
@@ -231,13 +277,19 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=250.0, help="turns a second while latency is measured")
     parser.add_argument("--windows", type=int, default=10, help="of router and bare loop each, interleaved")
     parser.add_argument("--secured", action="store_true", help="on an Apache Kafka with TLS, SCRAM and ACLs")
+    parser.add_argument(
+        "--context", type=int, action="append", metavar="TOKENS", help="measure contexts by reference, of this length"
+    )
     arguments = parser.parse_args()
     if arguments.secured and kafka_home() is None:
         parser.error("--secured takes an Apache Kafka: set KAFKA_HOME to a folder with its libs/")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that broker and programs are stopped on the way out
-    checks = [core()]
     with broker_of(kafka_home() if arguments.secured else None) as (name, sign_in):
-        checks += bus(sign_in, seconds=arguments.seconds, rate=arguments.rate, windows=arguments.windows)
+        if arguments.context:
+            checks = contexts(sign_in, arguments.context, seconds=arguments.seconds)
+        else:
+            checks = bus(sign_in, seconds=arguments.seconds, rate=arguments.rate, windows=arguments.windows)
+            checks.insert(0, core())
     result = {"broker": name, "cores": os.cpu_count(), "checks": [asdict(check) for check in checks]}
     if arguments.json == "-":
         print(json.dumps(result, indent=2))

@@ -13,6 +13,7 @@ from zlib import crc32
 from pipeline.routing.router import Decision, Router
 from pipeline.routing.waiting import Asked
 from schemas.arrays import count as token_count
+from schemas.contexts import appending
 from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
@@ -93,7 +94,7 @@ class Recorder:
             incarnation=decision.incarnation,
             tokens=self._contexts[new_tokens],
             spans=(VersionSpan(0, new_tokens, 0),),
-            context_tokens=token_count(request.context),
+            context_tokens=request.context_tokens,
         )
         self._at(self.now + self._random.expovariate(1 / (0.9 * self.fleet.turn_seconds)), result)
 
@@ -104,7 +105,14 @@ class Recorder:
             del self._held[int((event.worker or "").removeprefix("worker-"))][event.key]
             if event.turn + 1 < self._turns(event.trajectory_id):
                 tokens = event.context_tokens + token_count(event.tokens) + self._random.randint(10, 60)
-                self._ask(event.trajectory_id, event.group_id, event.turn + 1, tokens, 0.1 * self.fleet.turn_seconds)
+                self._ask(
+                    event.trajectory_id,
+                    event.group_id,
+                    event.turn + 1,
+                    tokens,
+                    0.1 * self.fleet.turn_seconds,
+                    known=event.context_tokens,
+                )
             else:
                 self.live -= 1
                 if self.live <= self.fleet.trajectories - GROUP_SIZE:
@@ -121,14 +129,16 @@ class Recorder:
         for index in range(GROUP_SIZE):
             self._ask(f"{group}:{index}", group, 0, tokens, at - self.now)
 
-    def _ask(self, trajectory_id: str, group_id: str, turn: int, tokens: int, after_seconds: float) -> None:
+    def _ask(
+        self, trajectory_id: str, group_id: str, turn: int, tokens: int, after_seconds: float, *, known: int = 0
+    ) -> None:
         at = self.now + after_seconds
         request = TurnRequest(
             trajectory_id=trajectory_id,
             group_id=group_id,
             home=0,
             turn=turn,
-            context=self._contexts[tokens],
+            **appending(self._contexts[tokens], (0,) if turn else (), known=known),
             sampling=self._sampling,
             requested_at=at,
             patience_seconds=600.0,

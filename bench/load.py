@@ -21,14 +21,27 @@ from schemas.wire import decode, encode
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, LOG_GROUP, REQUESTED, Partitions, Topic
 from topics.settings import BusSettings
 
-CONTEXT_TOKENS = 150
 NEW_TOKENS = 20
 HEARTBEAT_SECONDS = 0.2
 GROUP_SIZE = 8
-TURNS = range(2, 13)
 READ_LIMIT = 500
 POLL_SECONDS = 0.001
 """How long to wait for dispatches before looking whether a request is due."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of trajectories."""
+
+    first: int
+    """Tokens of the first request."""
+    more: int
+    """That each one after it appends."""
+    turns: Sequence[int]
+    """One of these, at random."""
+
+
+USUAL = Shape(150, 30, range(2, 13))
 
 
 @dataclass(slots=True)
@@ -84,8 +97,9 @@ class Executors:
 class Lane:
     """One way from requests to inboxes: the topics of one namespace, with whatever program carries records between."""
 
-    def __init__(self, settings: BusSettings, partitions: Partitions, *, routed: bool) -> None:
+    def __init__(self, settings: BusSettings, partitions: Partitions, *, routed: bool, shape: Shape = USUAL) -> None:
         self._settings = settings
+        self._shape = shape
         self._homes = partitions.home
         self._record: type[TurnDispatch | TurnRequest] = TurnDispatch if routed else TurnRequest
         self._random = random.Random(0)
@@ -95,7 +109,7 @@ class Lane:
         self._inboxes = [TopicPartition(inbox, slot, 0) for slot in range(partitions.slots)]
         self._consumer.assign(self._inboxes)
         self._topics = {topic: settings.topic(topic) for topic in (REQUESTED, COMPLETED)}
-        self._context, self._tokens = bytes(4 * CONTEXT_TOKENS), bytes(4 * NEW_TOKENS)
+        self._first, self._more, self._tokens = (bytes(4 * n) for n in (shape.first, shape.more, NEW_TOKENS))
         self._sampling = Sampling(max_tokens=2 * NEW_TOKENS)
         self._idle: deque[Trajectory] = deque()
         self._flying: dict[str, tuple[Trajectory, float]] = {}
@@ -124,7 +138,10 @@ class Lane:
             group_id=trajectory.group,
             home=trajectory.home,
             turn=trajectory.turn,
-            context=self._context,
+            appended=self._more if trajectory.turn else self._first,
+            context_tokens=self._shape.first + trajectory.turn * self._shape.more,
+            digest=bytes(16),  # nobody computes on it
+            chain=tuple(range(trajectory.turn)),
             sampling=self._sampling,
             requested_at=now,
             patience_seconds=600.0,
@@ -176,7 +193,7 @@ class Lane:
             logprobs=self._tokens,
             finish_reason="stop",
             spans=(VersionSpan(0, NEW_TOKENS, 0),),
-            context_tokens=CONTEXT_TOKENS,
+            context_tokens=request.context_tokens,
         )
         self._write(COMPLETED, encode(result), trajectory, None)
         trajectory.turn += 1
@@ -194,7 +211,7 @@ class Lane:
         home = self._opened % self._homes
         self._opened += 1
         for index in range(GROUP_SIZE):
-            self._idle.append(Trajectory(f"{group}:{index}", group, home, self._random.choice(TURNS)))
+            self._idle.append(Trajectory(f"{group}:{index}", group, home, self._random.choice(self._shape.turns)))
 
 
 def closed_loop(lane: Lane, executors: Executors, *, flying: int, seconds: float) -> tuple[int, float]:

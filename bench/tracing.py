@@ -13,6 +13,7 @@ from contextlib import closing
 from bench.broker import scratch_broker
 from bench.check import Check
 from schemas.arrays import pack_tokens
+from schemas.contexts import appending
 from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.turns import TurnRequest
@@ -56,7 +57,7 @@ def request(number: int) -> TurnRequest:
         group_id=f"group-{number // 16}",
         home=0,
         turn=0,
-        context=CONTEXT,
+        **appending(CONTEXT),
         sampling=SAMPLING,
         requested_at=1.0,
         patience_seconds=60.0,

@@ -16,6 +16,9 @@ CONTEXT_TOKENS = 65_536
 GROUP_SIZE = 4_096
 """Trajectories of one prompt."""
 
+CHAIN = 64
+"""Requests that one goes on from, its anchor the first of them: so many records are read back at most."""
+
 TURNS = 512
 """Turns of one trajectory."""
 

@@ -6,6 +6,7 @@ Keeps true: (trajectory, turn, attempt) names one execution, and a result is app
 import hashlib
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
@@ -14,10 +15,12 @@ from msgspec import Meta
 
 from schemas.arrays import ITEM_BYTES, count, unpack_logprobs
 from schemas.limits import (
+    CHAIN,
     CONTEXT_TOKENS,
     SPANS,
     TURNS,
     Count,
+    Digest,
     GroupId,
     Id,
     Logprobs,
@@ -60,9 +63,18 @@ def held_hash(key: TurnKey) -> int:
 
 
 class TurnRequest(Record, frozen=True, kw_only=True):
-    """An environment worker asks for the next turn of a trajectory."""
+    """An environment worker asks for the next turn of a trajectory.
 
-    SCHEMA: ClassVar[str] = "turn-request/3"
+    It carries what its context has become longer by since the trajectory's request before, and names the places of
+    those it goes on from. An anchor goes on from none and carries its context whole: the first request of a trajectory,
+    each that would go on from more than `CHAIN`, and one that is asked again because its chain could not be read.
+
+        turn 0, offset 7    chain ()         appended: 10 tokens   context_tokens 10
+        turn 1, offset 19   chain (7,)       appended: 6           context_tokens 16
+        turn 2              chain (7, 19)    appended: 5           context_tokens 21
+    """
+
+    SCHEMA: ClassVar[str] = "turn-request/4"
 
     MOST_BYTES: ClassVar[int] = ITEM_BYTES * CONTEXT_TOKENS + 32 * 1024
     """What else it says, and what a newer writer adds, leaves its dispatch room for all that may have been sampled."""
@@ -72,13 +84,36 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     home: Partition
     """The partition of the prompt; the result comes back to the same one."""
     turn: Turn
-    context: Tokens
+    appended: Tokens
+    """What was sampled since the request before and the observation that followed; of an anchor, all tokens so far."""
+    context_tokens: Annotated[int, Meta(ge=0, le=CONTEXT_TOKENS)]
     """All tokens so far: observations and sampled tokens alike."""
+    digest: Digest
+    """`contexts.context_digest` of them."""
+    chain: Annotated[tuple[Count, ...], Meta(max_length=CHAIN)] = ()
+    """Offsets, in the home's requests, of those it goes on from: its anchor first, the request before last."""
     sampling: Sampling
     requested_at: Moment
     """Unix seconds, of the environment worker's clock."""
     patience_seconds: Annotated[float, Meta(gt=0, le=1e12)]
     """The router fails the turn once it has waited for so long and no executor has taken it up."""
+
+    @property
+    def anchors(self) -> bool:
+        """Whether it carries its context whole."""
+        return not self.chain
+
+    @property
+    def flaw(self) -> str:
+        """Where it contradicts itself; empty when it does not."""
+        appended = count(self.appended)
+        if len(self.appended) % ITEM_BYTES or appended > self.context_tokens:
+            return f"{len(self.appended)} bytes are appended to a context that has {self.context_tokens} tokens then"
+        if self.anchors and appended != self.context_tokens:
+            return f"an anchor of {self.context_tokens} tokens carries {appended}"
+        if any(later <= earlier for earlier, later in pairwise(self.chain)):
+            return "its chain goes back"
+        return ""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -143,18 +178,21 @@ CLAIM_KEY = "router"
 class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
     """The router puts a turn into one executor's inbox.
 
-    It carries what was generated of a preempted turn, as it carries the context, and does not name the PREEMPTED
-    result by its place: the router has read that result anyway, its pure core stays one of records alone, and an
-    executor needs no second reader whose fetch would stand before the turn and could find the record deleted. A token
-    of context takes 4 bytes and a generated one 8, so with both at their bounds a dispatch is still one record.
+    It carries what was generated of a preempted turn and does not name the PREEMPTED result by its place: the router
+    has read that result anyway, and its pure core stays one of records alone. A token of context takes 4 bytes and a
+    generated one 8, so with both at their bounds a dispatch is still one record.
     """
 
-    SCHEMA: ClassVar[str] = "turn-dispatch/4"
+    SCHEMA: ClassVar[str] = "turn-dispatch/5"
 
     asked: Annotated[msgspec.Raw, Meta(extra={"record": "TurnRequest"})] = msgspec.field(name="request")
     """The TurnRequest's bytes as they came: what a newer writer added passes an older router unharmed."""
     home: Partition
     """Where the request lay, whatever it says itself; the result goes there."""
+    offset: Count
+    """Of the request in its home."""
+    cut: bool = False
+    """What it appends was left out: it is read back where it lies."""
     attempt: Attempt = 0
     """The router counts up when it issues a turn again."""
     worker: Id
@@ -204,6 +242,8 @@ class Refusal(Enum):
     """It holds as much as it offers; nobody's fault."""
     VERSION = "version"
     """It has proven no policy version yet; nobody's fault."""
+    CONTEXT = "context"
+    """The requests that it goes on from cannot be read back: nobody's fault, and asked again with an anchor."""
     ENGINE = "engine"
     """Its engine can't run it as it was asked for."""
 

@@ -151,7 +151,7 @@ ROUTER = Role(
 
 EXECUTOR = Role(
     name="executor",
-    reads=(DISPATCHED, MANIFESTS, CHUNKS),
+    reads=(REQUESTED, DISPATCHED, MANIFESTS, CHUNKS),
     writes=(DISPATCHED, COMPLETED, HEARTBEATS),
     buries=(DISPATCHED,),
     groups=_BY_HAND,

@@ -84,7 +84,7 @@ class Fetch:
     def _read_on(self) -> Iterator[Envelope]:
         """From the next wanted place of each partition, until every partition has a gap to jump or is done."""
         open_places = set(self._wanted)
-        self._reader.assign({place: offsets[-1] for place, offsets in self._wanted.items()})
+        _assign(self._reader, {place: offsets[-1] for place, offsets in self._wanted.items()})
         deadline = monotonic() + STALL_SECONDS
         while open_places and not self._stopped():
             items = self._reader.read(self._batch, LOOK_SECONDS)
@@ -124,6 +124,13 @@ class Fetch:
     def _drop_if_done(self, place: Place) -> None:
         if not self._wanted[place]:
             del self._wanted[place]
+
+
+def _assign(reader: Reader, begins: Mapping[Place, int]) -> None:
+    """Read on from there at once: librdkafka looks for what it was assigned once a second, or when it is asked."""
+    reader.assign(begins)
+    for place in begins:
+        reader.watermarks(place)
 
 
 Name = TypeVar("Name", bound=Hashable)
@@ -175,7 +182,7 @@ class Find(Generic[Name]):
 
     def _read_on(self, begins: Mapping[Place, int]) -> Iterator[tuple[Name, Envelope]]:
         """From the first hint of each partition, until every partition has a gap to jump or is done."""
-        self._reader.assign({place: max(begins[place], self._first(place, 0)) for place in self._wanted})
+        _assign(self._reader, {place: max(begins[place], self._first(place, 0)) for place in self._wanted})
         open_places = set(self._wanted)
         deadline = monotonic() + STALL_SECONDS
         while open_places and not self._stopped():

@@ -72,8 +72,10 @@ def _applied(applied: SampleTurn) -> Iterator[str]:
 
 
 def _request(request: TurnRequest, seen: int, decode: Decode | None) -> Iterator[str]:
-    new = unpack_tokens(_whole(request.context))[seen:]
-    tokens = f"{count(request.context)} tokens, {len(new)} of them new"
+    unseen = max(0, request.context_tokens - seen)
+    new = unpack_tokens(_whole(request.appended))[-unseen:] if unseen else []
+    behind = f", behind {len(request.chain)} requests" if request.chain else ", carried whole"
+    tokens = f"{request.context_tokens} tokens, {len(new)} of them new{behind}"
     yield f"  asked      {_clock(request.requested_at)}, context of {tokens}"
     if decode is not None:
         yield f"  reads      {_quoted(decode(new))}"
@@ -152,7 +154,7 @@ def _legs(times: TurnTimes) -> str:
 
 def _length_after(turn: LifeTurn, seen: int) -> int:
     """Tokens of the context and of the result that was applied."""
-    context = count(turn.request.context) if turn.request is not None else seen
+    context = turn.request.context_tokens if turn.request is not None else seen
     for _, attempt in sorted(turn.attempts.items()):
         for result in attempt.results:
             if result.finish_reason:

@@ -46,6 +46,7 @@ class Custody:
     def give(self, turn: Turn, worker: str, now: float) -> None:
         """Enter a turn that does not wait any more and whose room is taken already."""
         turn.worker = worker
+        turn.sent()
         turn.execution = held_hash(turn.key)
         turn.next_attempt = max(turn.next_attempt, turn.attempt + 1)
         self._seen(turn, now)

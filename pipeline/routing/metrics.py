@@ -39,6 +39,7 @@ COUNTS = {
     "late": ("late_results", "Results of executions that no longer mattered."),
     "duplicate": ("duplicate_requests", "Requests for turns already known."),
     "lost": ("lost_dispatches", "Dispatches that a living executor did not hold."),
+    "torn": ("turns_torn", "Times that a turn waited for an anchor: its context could not be read back."),
     "overtaken": ("turns_overtaken", "Turns finished by the request for the next one."),
 }
 """Of each of the core's counts, what it is called here and what it means."""

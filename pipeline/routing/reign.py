@@ -128,7 +128,11 @@ class Reign:
             self._next[place] = min(max(low, committed[place] or 0), high)
         self._low_water = LowWater(self._next)
         decisions = self.router.restore(
-            (self._asked(each) for each in self._read_on(REQUESTED) if isinstance(each.record, TurnRequest)),
+            (
+                self._asked(each)
+                for each in self._read_on(REQUESTED)
+                if isinstance(each.record, TurnRequest) and self._sound(each)
+            ),
             valid(self._read_on(DISPATCHED)),
             (each.record for each in self._read_on(COMPLETED) if isinstance(each.record, TurnResult)),
             self.clock,
@@ -155,7 +159,7 @@ class Reign:
         began = time.monotonic()
         for item in found:
             if isinstance(item, Spoiled) and item.topic is not COMPLETED:  # whoever waits for the results buries those
-                self._bury(item)
+                self._bury(item, item.reason)
         records = [each for each in found if isinstance(each, Envelope)]
         for envelope in records:
             if isinstance(envelope.record, SlackHeartbeat):
@@ -164,7 +168,7 @@ class Reign:
             if isinstance(envelope.record, TurnResult):
                 self._carry_out(self.router.completed(envelope.record, self.clock()))
         for envelope in records:
-            if isinstance(envelope.record, TurnRequest):
+            if isinstance(envelope.record, TurnRequest) and self._sound(envelope):
                 self._carry_out(self.router.requested(self._asked(envelope), self.clock()))
         for item in found:
             if isinstance(item, Envelope | Spoiled) and item.topic is not HEARTBEATS:
@@ -221,16 +225,23 @@ class Reign:
             self._log.info("inboxes added", slots=there)
         return len(known)
 
-    def _bury(self, found: Spoiled) -> None:
-        """Make a dead letter of what is no record, unless it is one already."""
+    def _sound(self, envelope: Envelope) -> bool:
+        """Whether the request makes sense; one that contradicts itself is buried."""
+        flaw = envelope.record.flaw if isinstance(envelope.record, TurnRequest) else ""
+        if flaw:
+            self._bury(envelope, flaw)
+        return not flaw
+
+    def _bury(self, found: Envelope | Spoiled, reason: str) -> None:
+        """Make a dead letter of what is of no use, unless it is one already."""
         if found.topic not in self._buried:
             self._buried[found.topic] = buried(self._settings, found.topic, client_id="rose-router-letters")
         place = found.partition, found.offset
         if place not in self._buried[found.topic]:
             self._buried[found.topic].add(place)
-            self._log.warning("buried", topic=found.topic.name, place=place, reason=found.reason)
+            self._log.warning("buried", topic=found.topic.name, place=place, reason=reason)
             self._unstored += 1
-            self._writer.dead_letter(found, found.reason, on_delivery=self._stored)
+            self._writer.dead_letter(found, reason, on_delivery=self._stored)
 
     def _asked(self, envelope: Envelope) -> Asked:
         """The request with the partition it lies in as its home, which is where its result is waited for."""
@@ -238,7 +249,7 @@ class Reign:
         assert isinstance(request, TurnRequest) and wire is not None
         if request.home != envelope.partition:
             request = msgspec.structs.replace(request, home=envelope.partition)
-        return Asked(request, wire)
+        return Asked(request, wire, envelope.offset)
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
@@ -301,7 +312,7 @@ class Reign:
     def _read_on(self, topic: Topic) -> Iterator[Envelope]:
         """The topic from its next offsets to its present end; moves the next offsets along."""
         begins = {place: self._next[place] for place in self._places[topic]}
-        spoiled = self._bury if topic is REQUESTED else lambda found: None
+        spoiled = (lambda found: self._bury(found, found.reason)) if topic is REQUESTED else lambda found: None
         found = read_back(
             self._settings, begins, client_id="rose-router-restore", spoiled=spoiled, meanwhile=self._seat.hold
         )

@@ -10,6 +10,8 @@ Keeps true
   nobody took it up, or nobody was heard to run it. A refusal for lack of room, a preemption and a silence that ended
   are nobody's fault. What runs has all the time in the world.
 - The first COMPLETED result of a turn finishes it, whichever attempt it is of.
+- Of a context it knows the length. A turn whose context no executor can read back waits until it is asked for again, by
+  a request that carries it whole: that is nobody's fault.
 - Decisions are a function of the events and their times: the same history gives the same bytes.
 
 A trajectory has one present turn. A request for its next one proves that the present one was applied, even if the
@@ -47,7 +49,7 @@ SWEEP_SECONDS = 1.0
 MOST_ATTEMPTS = 2**16
 """As many as a dispatch can number; a turn that was moved so often is given up."""
 
-NOBODYS_FAULT = (Refusal.ROOM, Refusal.VERSION)
+NOBODYS_FAULT = (Refusal.ROOM, Refusal.VERSION, Refusal.CONTEXT)
 
 
 @dataclass(slots=True)
@@ -68,6 +70,8 @@ class Counters:
     """Requests for turns already known."""
     lost: int = 0
     """Dispatches that a living executor did not hold."""
+    torn: int = 0
+    """Times that a turn waited for an anchor."""
     overtaken: int = 0
     """Turns finished by the request for the next one, which was read before their result."""
 
@@ -118,6 +122,8 @@ class Router:
 
     def requested(self, asked: Asked, now: float) -> list[Decision]:
         """An environment worker asks for a turn."""
+        if self._mended(asked, now):
+            return self._drain(now)
         turn = self._open(asked, now)
         if turn is None:
             return []
@@ -148,13 +154,17 @@ class Router:
         if not present:
             self.counters.late += 1
             return self._drain(now)
+        torn = result.refusal is Refusal.CONTEXT
         executor = self.liveness.executors.get(turn.worker)
-        if executor is not None and executor.incarnation == result.incarnation:
+        if executor is not None and executor.incarnation == result.incarnation and not torn:
             executor.rejected, executor.full = True, result.refusal is Refusal.ROOM
             self.placement.close(turn.worker)
             self._remember(turn, result, behind)
-        fault = result.outcome is TurnOutcome.REFUSED and result.refusal not in NOBODYS_FAULT
         self.custody.ended(turn)
+        if torn and not turn.request.anchors:
+            self._hold(turn, now)
+            return self._drain(now)
+        fault = result.outcome is TurnOutcome.REFUSED and result.refusal not in NOBODYS_FAULT
         decisions = self._reissue(turn, f"{result.outcome.value}: {result.reason}", now, fault=fault)
         return [*decisions, *self._drain(now)]
 
@@ -216,6 +226,8 @@ class Router:
         """
         began = clock()
         for asked in requests:
+            if self._mended(asked, began):
+                continue
             opened = self._open(asked, began)
             if opened is not None:
                 self.waiting.push(opened)
@@ -230,14 +242,14 @@ class Router:
         for turn in self.turns.values():
             turn.queued_at = turn.seen_at = now
             turn.due = now + turn.request.patience_seconds
-            if not turn.worker:
+            if not turn.worker and not turn.torn:
                 self.waiting.remove(turn)
                 self.waiting.push(turn)
         return decisions
 
     def _open(self, asked: Asked, now: float) -> Turn | None:
         """Take a request in; None if it asks for nothing new."""
-        request, context_tokens = asked.request, count(asked.request.context)
+        request = asked.request
         known = self.turns.get(request.trajectory_id)
         newest = self.prefixes.finished_turn(request.trajectory_id) if known is None else known.request.turn
         if request.turn <= newest:
@@ -247,15 +259,34 @@ class Router:
             self._overtake(known)
         self.counters.requested += 1
         turn = self.turns[request.trajectory_id] = Turn(
-            request=msgspec.structs.replace(request, context=b""),
+            request=msgspec.structs.replace(request, appended=b""),
             wire=asked.wire,
-            context_tokens=context_tokens,
+            offset=asked.offset,
             epoch=self.epoch,
-            room_tokens=context_tokens + request.sampling.max_tokens,
+            room_tokens=request.context_tokens + request.sampling.max_tokens,
             due=now + request.patience_seconds,
             queued_at=now,
         )
         return turn
+
+    def _mended(self, asked: Asked, now: float) -> bool:
+        """Whether this asks again for a turn that is known, with its context whole."""
+        request, turn = asked.request, self.turns.get(asked.request.trajectory_id)
+        if turn is None or turn.request.turn != request.turn or not request.anchors or turn.request.anchors:
+            return False
+        turn.asked_by(asked)
+        if not turn.worker:  # else its executor may have the context, whoever had it not
+            self.waiting.remove(turn)
+            turn.queued_at = now
+            self.waiting.push(turn)
+        return True
+
+    def _hold(self, turn: Turn, now: float) -> None:
+        """Nobody can read the turn's context back: it waits for its anchor."""
+        turn.queued_at, turn.torn = now, True
+        turn.attempt = min(turn.next_attempt, MOST_ATTEMPTS - 1)
+        self.waiting.hold(turn)
+        self.counters.torn += 1
 
     def _reissue(self, turn: Turn, reason: str, now: float, *, fault: bool) -> list[Decision]:
         """Let a turn that nobody has any more wait under a new attempt; it fails when that is one too many."""
@@ -326,7 +357,7 @@ class Router:
         )
 
     def _dispatch(self, turn: Turn, ask: Ask, choice: Choice, now: float) -> TurnDispatch:
-        request = turn.request
+        request, wire, cut = turn.request, turn.wire, turn.cut
         self.waiting.remove(turn)
         self.placement.take(choice, ask, now)
         self.custody.give(turn, choice.worker, now)
@@ -338,8 +369,10 @@ class Router:
             self.prefixes.prompted(request.group_id, choice.worker, prefix)
         self.counters.dispatched += 1
         return TurnDispatch(
-            asked=msgspec.Raw(turn.wire),
+            asked=msgspec.Raw(wire),
             home=request.home,
+            offset=turn.offset,
+            cut=cut,
             attempt=turn.attempt,
             worker=choice.worker,
             slot=choice.slot,
@@ -385,6 +418,8 @@ class Router:
             return self._fail(turn, f"{turn.worker}, which has it, was not heard to run it for {patience}", now)
         if turn.request.sampling.seed is not None and self.placement.refuses_seeds:
             return self._fail(turn, "no executor takes turns with a seed", now)
+        if turn.torn:
+            return self._fail(turn, f"its context is torn, and nobody asked again with an anchor in {patience}", now)
         return self._fail(turn, f"no executor has taken it up in {patience}", now)
 
     def _fail(self, turn: Turn, reason: str, now: float) -> TurnResult:

@@ -6,28 +6,42 @@ Keeps true
 - Nobody overtakes: a turn behind the first one is not tried while the first one could run on some executor. So small
   turns cannot starve a big one.
 - A turn that no executor could run even if it were idle is set aside, and comes back when the fleet has changed.
-- What has left is not held: neither the turn nor its context.
+- A turn whose context is torn waits for its anchor, whoever else waits.
+- What has left is not held: neither the turn nor what it appends.
 """
 
 import heapq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from schemas.arrays import count
 from schemas.turns import Part, TurnKey, TurnRequest
 from schemas.wire import encode
 
+KEPT_BYTES = 1024
+"""Of a request: one that is larger goes whole with its first dispatch, and by its place with those that may follow."""
+
 
 class Asked(NamedTuple):
-    """A request, and its bytes as they came."""
+    """A request, its bytes as they came, and its offset in its home."""
 
     request: TurnRequest
     wire: bytes
+    offset: int
 
     @classmethod
-    def anew(cls, request: TurnRequest) -> "Asked":
+    def anew(cls, request: TurnRequest, offset: int = 0) -> "Asked":
         """As its writer would send it."""
-        return cls(request, encode(request))
+        return cls(request, encode(request), offset)
+
+
+def without_tokens(wire: bytes) -> bytes:
+    """The request's bytes less what it appends: all else, known here or not, is as it came."""
+    fields = msgspec.msgpack.decode(wire)
+    fields["appended"] = b""
+    return msgspec.msgpack.encode(fields)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,10 +49,11 @@ class Turn:
     """One unfinished turn. Times are the router's own, in seconds."""
 
     request: TurnRequest
-    """Without its context, which `wire` has."""
+    """Without what it appends."""
     wire: bytes
     """The request as it came, for its dispatches."""
-    context_tokens: int
+    offset: int
+    """Of the request in its home."""
     epoch: int
     """The router's epoch in which it was asked for."""
     room_tokens: int
@@ -67,6 +82,24 @@ class Turn:
     """Its place in the waiting order, 0 when it does not wait."""
     begun: Part | None = None
     """The most that any attempt handed back of it: the next one goes on from there."""
+    cut: bool = False
+    """`wire` lacks what the request appends."""
+    torn: bool = False
+    """No executor can read its context back: it waits for its anchor."""
+
+    @property
+    def context_tokens(self) -> int:
+        return self.request.context_tokens
+
+    def asked_by(self, asked: Asked) -> None:
+        """It is asked for by this from now on."""
+        self.request = msgspec.structs.replace(asked.request, appended=b"")
+        self.wire, self.offset, self.cut, self.torn = asked.wire, asked.offset, False, False
+
+    def sent(self) -> None:
+        """What it appends is with an executor, and on the log."""
+        if len(self.wire) > KEPT_BYTES and not self.cut:
+            self.wire, self.cut = without_tokens(self.wire), True
 
     @property
     def key(self) -> TurnKey:
@@ -108,9 +141,7 @@ class Waiting:
         return len(self.turns)
 
     def push(self, turn: Turn) -> None:
-        self.tickets += 1
-        turn.ticket = self.tickets
-        self.turns[turn.ticket] = turn
+        self.hold(turn)
         heapq.heappush(self.heap, (turn.due, -turn.request.turn, turn.ticket))
 
     def first(self) -> Turn | None:
@@ -121,6 +152,12 @@ class Waiting:
                 return turn
             heapq.heappop(self.heap)
         return None
+
+    def hold(self, turn: Turn) -> None:
+        """Let a turn wait that nobody can run as it is; `remove` it to push it."""
+        self.tickets += 1
+        turn.ticket = self.tickets
+        self.turns[turn.ticket] = turn
 
     def remove(self, turn: Turn) -> None:
         """Take a waiting turn out, wherever it stands."""

@@ -9,6 +9,7 @@ import msgspec
 
 from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.capacity import CapacityGrant
+from schemas.contexts import appending
 from schemas.environments import Applied, EnvSnapshot, Group, GroupState, TrajectoryProgress
 from schemas.prompts import Prompt, Sampling
 from schemas.record import Record
@@ -55,7 +56,7 @@ REQUEST = TurnRequest(
     group_id="g-1",
     home=5,
     turn=2,
-    context=pack_tokens([1, 2, 70_000]),
+    **appending(pack_tokens([1, 2, 70_000]), (7, 19), known=1),
     sampling=SAMPLING,
     requested_at=1.5,
     patience_seconds=60.0,
@@ -79,6 +80,8 @@ EXAMPLES: tuple[Record, ...] = (
     TurnDispatch(
         asked=msgspec.Raw(encode(REQUEST)),
         home=5,
+        offset=23,
+        cut=True,
         attempt=1,
         worker="executor-0",
         slot=0,

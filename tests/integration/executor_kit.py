@@ -10,14 +10,16 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from pipeline.command.nursery import Forked, Nursery
+from pipeline.routing.waiting import without_tokens
 from schemas.arrays import pack_tokens
+from schemas.contexts import appending
 from schemas.prompts import Sampling
 from schemas.slack import SlackHeartbeat
 from schemas.turns import Part, PlacementCost, TurnDispatch, TurnKey, TurnRequest, TurnResult, held_hash
 from schemas.wire import encode
 from tests.brokers import flags
 from tests.integration.policies import new_policy, save_policy, tensors_of
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
+from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED
 from topics.reader import Reader
 from topics.records import Envelope
 from topics.settings import BusSettings
@@ -83,19 +85,61 @@ class Router:
         home: int = 1,
         **sampling: Any,
     ) -> TurnKey:
-        request = TurnRequest(
+        request = self.request(name, context, home=home, max_tokens=max_tokens, stop_token_ids=stop, **sampling)
+        return self.send(request, incarnation=incarnation, claim=claim, attempt=attempt, begun=begun)
+
+    def request(
+        self,
+        name: str,
+        context: list[int],
+        *,
+        turn: int = 0,
+        chain: tuple[int, ...] = (),
+        known: int = 0,
+        home: int = 1,
+        **sampling: Any,
+    ) -> TurnRequest:
+        return TurnRequest(
             trajectory_id=name,
             group_id="g",
             home=home,
-            turn=0,
-            context=pack_tokens(context),
-            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=stop, **sampling),
+            turn=turn,
+            **appending(pack_tokens(context), chain, known=known),
+            sampling=Sampling(**{"max_tokens": 8, "stop_token_ids": (0,), **sampling}),
             requested_at=time.time(),
             patience_seconds=600.0,
         )
+
+    def log(self, request: TurnRequest) -> int:
+        """Put a request where its home is; its offset."""
+        offsets: list[int] = []
+        self.writer.write(
+            REQUESTED,
+            request,
+            key=request.trajectory_id,
+            partition=request.home,
+            on_delivery=lambda _, offset: offsets.append(offset),
+        )
+        self.writer.flush()
+        return offsets[0]
+
+    def send(
+        self,
+        request: TurnRequest,
+        *,
+        offset: int = 0,
+        cut: bool = False,
+        incarnation: int | None = None,
+        claim: int = 0,
+        attempt: int = 0,
+        begun: Part | None = None,
+    ) -> TurnKey:
+        wire = encode(request)
         record = TurnDispatch(
-            asked=msgspec.Raw(encode(request)),
-            home=home,
+            asked=msgspec.Raw(without_tokens(wire) if cut else wire),
+            home=request.home,
+            offset=offset,
+            cut=cut,
             attempt=attempt,
             worker="executor-1",
             slot=SLOT,
@@ -105,7 +149,7 @@ class Router:
             cost=PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0),
             begun=begun,
         )
-        self.writer.write(DISPATCHED, record, key=name, partition=SLOT)
+        self.writer.write(DISPATCHED, record, key=request.trajectory_id, partition=SLOT)
         self.writer.flush()
         return record.key
 
@@ -131,8 +175,8 @@ class Router:
     def serves(self, version: int) -> bool:
         return bool(self.beats) and self.beats[-1].policy_version == version
 
-    def result(self, name: str, attempt: int = 0) -> TurnResult:
-        wanted = TurnKey(name, 0, attempt)
+    def result(self, name: str, attempt: int = 0, turn: int = 0) -> TurnResult:
+        wanted = TurnKey(name, turn, attempt)
         self.until(lambda: any(result.key == wanted for result in self.results))
         return next(result for result in self.results if result.key == wanted)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from schemas.contexts import appending
 from schemas.environments import Applied, Group, GroupState, TrajectoryProgress
 from schemas.homes import home_of
 from schemas.prompts import Prompt, Sampling
@@ -76,7 +77,7 @@ class Log:
             group_id=group_id,
             home=self.home(group_id),
             turn=turn,
-            context=b"\x01\x00\x00\x00",
+            **appending(b"\x01\x00\x00\x00"),
             sampling=Sampling(),
             requested_at=at,
             patience_seconds=60.0,

@@ -19,6 +19,7 @@ from confluent_kafka import OFFSET_BEGINNING
 
 from pipeline.command.nursery import Forked
 from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
+from schemas.contexts import context_of
 from schemas.homes import home_of
 from schemas.prompts import Prompt
 from schemas.samples import Outcome, Sample, SampleOutcome
@@ -75,9 +76,9 @@ class ScriptedExecutors:
         settings: BusSettings,
         partitions: Partitions,
         *,
-        results: Callable[[TurnRequest], list[TurnResult]] | None = None,
+        results: Callable[[TurnRequest, bytes], list[TurnResult]] | None = None,
     ) -> None:
-        """`results` is the script, `results_of` unless said otherwise."""
+        """`results` is the script, of a request and its context: `results_of` unless said otherwise."""
         create_topics(settings, partitions)
         self.settings = settings
         self._homes = partitions.home
@@ -88,6 +89,8 @@ class ScriptedExecutors:
         samples = {(SAMPLES, part): OFFSET_BEGINNING for part in range(partitions.samples)}
         self._reader.assign({**homes, **samples})
         self.requests: dict[tuple[str, int], TurnRequest] = {}
+        self._links: dict[int, dict[int, TurnRequest]] = defaultdict(dict)
+        """By home and offset."""
         self.asked = 0
         """Requests read, each time that one came."""
         self.samples: dict[str, list[Sample]] = defaultdict(list)
@@ -123,8 +126,12 @@ class ScriptedExecutors:
     def answer(self, requests: Iterable[TurnRequest]) -> None:
         """Write their results; they are stored with the next pump."""
         for request in requests:
-            for result in self._results(request):
+            for result in self._results(request, self.context_of(request)):
                 self.write_result(result)
+
+    def context_of(self, request: TurnRequest) -> bytes:
+        """As an executor reads it back."""
+        return context_of(request, self._links[request.home])
 
     def settle(self, sample: Sample) -> None:
         outcome = Outcome.INFRA_FAILED if sample.reward is None else Outcome.TRAINED
@@ -149,6 +156,7 @@ class ScriptedExecutors:
         record = envelope.record
         if isinstance(record, TurnRequest):
             self.asked += 1
+            self._links[envelope.partition][envelope.offset] = record
             self.requests[record.trajectory_id, record.turn] = record
             if self.answers(record):
                 self.answer([record])
@@ -158,13 +166,13 @@ class ScriptedExecutors:
                 self.settle(record)
 
 
-def results_of(request: TurnRequest) -> list[TurnResult]:
+def results_of(request: TurnRequest, context: bytes) -> list[TurnResult]:
     """What the executors answer, in order: perhaps a preempted attempt, the result, perhaps a second result."""
     noise = draw(request.trajectory_id, request.turn)
     results = []
     if noise % 5 == 0:
         results.append(_result(request, "", attempt=0, outcome=TurnOutcome.PREEMPTED))
-    results.append(_result(request, scripted_action(request), attempt=len(results)))
+    results.append(_result(request, scripted_action(request, context), attempt=len(results)))
     if noise % 3 == 0:
         results.append(_result(request, "0+0", attempt=len(results)))
     return results
@@ -175,12 +183,12 @@ def draw(trajectory_id: str, turn: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{trajectory_id}/{turn}".encode(), digest_size=4).digest(), "little")
 
 
-def scripted_action(request: TurnRequest) -> str:
+def scripted_action(request: TurnRequest, context: bytes) -> str:
     """A call of the tool for some turns, then the answer, right in half of the trajectories."""
     noise = draw(request.trajectory_id, request.turn)
     if request.turn == 0 or noise % 3:
         return f"{noise % 90}+{noise % 7}"
-    task = unpack_tokens(request.context)
+    task = unpack_tokens(context)
     operands = "".join(CHARACTERS[token - FIRST_CHARACTER] for token in task[: task.index(ACT)])
     total = sum(int(sign + digit) for sign, digit in zip(operands[::2], operands[1::2], strict=True))
     return f"={total if draw(request.trajectory_id, -1) % 2 else 100}"
@@ -207,7 +215,7 @@ def _result(
         logprobs=pack_logprobs([-0.25 * (token % 8) for token in tokens]),
         finish_reason="stop",
         spans=tuple(span for span in spans if span.end > span.start),
-        context_tokens=len(request.context) // 4,
+        context_tokens=request.context_tokens,
         device_seconds={"dedicated": 0.5, "serving": 0.25 * attempt},
     )
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from schemas.arrays import count, pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
+from schemas.contexts import appending
 from schemas.prompts import Sampling
 from schemas.turns import Part, TurnDispatch
 from tests.integration.engine_rig import BLOCK, TOLERANCE, Rig, contexts_of, folder_config
 from tests.integration.policies import VOCABULARY, new_policy, save_policy
 from tests.unit.routing_world import dispatched, request
-from workers.executor.parts import context_of, joined, sampling_of
+from workers.executor.parts import begun_from, joined, sampling_of
 from workers.executor.vllm.engine import Engine, EngineRefusal, Finished
 from workers.executor.vllm.seeds import seed_at
 
@@ -35,7 +36,7 @@ def rigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Rig]]:
 
 
 def dispatch_of(context: Sequence[int], sampling: Sampling) -> TurnDispatch:
-    asked = msgspec.structs.replace(request("g0:0"), context=pack_tokens(context), sampling=sampling)
+    asked = msgspec.structs.replace(request("g0:0"), **appending(pack_tokens(context)), sampling=sampling)
     return dispatched(asked)
 
 
@@ -49,7 +50,7 @@ def go_on(rig: Rig, dispatch: TurnDispatch, steps: int | None = None) -> tuple[T
     for number in range(rng.randint(0, 3)):
         others.append(f"other{number}")
         rig.add(others[-1], contexts_of(rng, rng.randint(1, 60)), max_tokens=rng.randint(1, 60))
-    context = unpack_tokens(context_of(dispatch))
+    context = unpack_tokens(begun_from(dispatch, dispatch.request.appended))
     rig.engine.add("turn", context, sampling_of(dispatch), policy_version=rig.engine.version)
     done: dict[str, Finished] = {}
     taken = 0

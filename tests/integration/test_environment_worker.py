@@ -16,7 +16,7 @@ from schemas.errors import UsageError
 from schemas.homes import home_of
 from schemas.prompts import Prompt, Sampling
 from schemas.samples import Sample
-from schemas.turns import TurnOutcome, TurnRequest, TurnResult
+from schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
 from tests.brokers import EMBEDDED, AnyBroker, any_broker
 from tests.integration.environment_kit import (
     GROUPS,
@@ -255,8 +255,8 @@ def test_an_environment_that_fails_fails_its_trajectories_without_a_reward(
 def test_results_that_are_malformed_or_given_up_fail_their_trajectory(
     broker: AnyBroker, namespace: str, model: str
 ) -> None:
-    def results(request: TurnRequest) -> list[TurnResult]:
-        sound = results_of(request)[-1]
+    def results(request: TurnRequest, context: bytes) -> list[TurnResult]:
+        sound = results_of(request, context)[-1]
         if request.group_id == "g1":
             return [msgspec.structs.replace(sound, logprobs=b"")]
         if request.group_id == "g2":
@@ -274,6 +274,38 @@ def test_results_that_are_malformed_or_given_up_fail_their_trajectory(
         assert samples[f"g0:{index}"].failure == ""
         assert "malformed result" in samples[f"g1:{index}"].failure and samples[f"g1:{index}"].reward is None
         assert "nobody had room" in samples[f"g2:{index}"].failure and samples[f"g2:{index}"].reward is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True], ids=["lives", "is killed"])
+def test_a_turn_whose_context_is_torn_is_asked_for_again_whole(
+    broker: AnyBroker, namespace: str, model: str, killed: bool
+) -> None:
+    """Each turn behind a chain is refused twice, as by two executors; whoever takes over does what was left undone."""
+
+    def results(request: TurnRequest, context: bytes) -> list[TurnResult]:
+        sound = results_of(request, context)[-1]
+        if request.anchors:
+            return [sound]
+        torn = msgspec.structs.replace(sound, outcome=TurnOutcome.REFUSED, refusal=Refusal.CONTEXT, tokens=b"")
+        return [torn, torn]
+
+    executors = ScriptedExecutors(broker.settings(namespace), PARTITIONS, results=results)
+    for number in range(3):
+        executors.submit(prompt_of(number))
+    with worker_process(executors.settings, 0, {"model_folder": model}) as worker:
+        if killed:
+            executors.pump_until(lambda: any(request.turn for request in executors.requests.values()), what="turns")
+            kill(worker)
+        else:
+            finish(executors, 3 * SIZE)
+    if killed:
+        with worker_process(executors.settings, 0, {"model_folder": model}):
+            finish(executors, 3 * SIZE)
+    samples = once(executors)
+    assert all(sample.failure == "" for sample in samples.values())
+    assert any(len(sample.turns) > 1 for sample in samples.values())
+    executors.close()
 
 
 @pytest.mark.slow

@@ -154,6 +154,42 @@ def test_more_than_it_offers_is_refused_and_all_else_is_answered_once(router: Ro
     assert all(each.refusal is Refusal.ROOM for each in router.results if each.outcome is TurnOutcome.REFUSED)
 
 
+@any_broker
+def test_a_context_that_is_not_kept_is_read_back_by_its_places(router: Router) -> None:
+    model = new_policy(1, tied=True)
+    router.until(lambda: bool(router.beats))
+    router.publish(model, 1)
+    router.until(lambda: router.serves(1))
+    contexts = [[3, 4, 5] * 5, [3, 4, 5] * 5 + [6, 7], [3, 4, 5] * 5 + [6, 7, 8, 9]]
+    strange = router.log(router.request("other", [9] * 15))
+    first = router.log(router.request("moved", contexts[0]))
+    second = router.log(router.request("moved", contexts[1], turn=1, chain=(first,), known=15))
+    third = router.request("moved", contexts[2], turn=2, chain=(first, second), known=17)
+    router.send(third)
+    prove(router.result("moved", turn=2), model, contexts[2], 1)
+
+    longer = contexts[2] + [10]
+    fourth = router.request("moved", longer, turn=3, chain=(first, second, router.log(third)), known=19)
+    router.send(fourth)  # goes on from what is kept
+    prove(router.result("moved", turn=3), model, longer, 1)
+
+    cut = router.request("cut", contexts[0])
+    router.send(cut, offset=router.log(cut), cut=True)
+    prove(router.result("cut"), model, contexts[0], 1)
+
+    for name, chain in (("bent", (strange,)), ("gone", (10**6,))):
+        router.send(router.request(name, contexts[1], turn=1, chain=chain, known=15))
+        torn = router.result(name, turn=1)
+        assert (torn.outcome, torn.refusal) == (TurnOutcome.REFUSED, Refusal.CONTEXT), torn.reason
+        assert "not on the log" in torn.reason
+    lost = router.request("lost", contexts[0])
+    router.send(lost, offset=strange, cut=True)
+    refused = router.result("lost")
+    assert (refused.refusal, "any more" in refused.reason) == (Refusal.ENGINE, True), "an anchor is all that there is"
+    router.dispatch("after", contexts[0])
+    prove(router.result("after"), model, contexts[0], 1)
+
+
 def test_what_it_holds_is_listed_and_what_an_older_claim_or_no_record_says_is_not_done(router: Router) -> None:
     router.publish(new_policy(0, tied=True), 0)
     router.until(lambda: router.serves(0))

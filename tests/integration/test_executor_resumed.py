@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.command.nursery import Forked, Nursery
 from schemas.arrays import count, pack_tokens, unpack_logprobs, unpack_tokens
+from schemas.contexts import appending
 from schemas.prompts import Sampling
 from schemas.slack import ExecutorState, SlackHeartbeat
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
@@ -87,7 +88,7 @@ class Log:
                 group_id=f"{group}{number}",
                 home=0,
                 turn=0,
-                context=pack_tokens([1 + (number + place) % 40 for place in range(CONTEXT_TOKENS)]),
+                **appending(pack_tokens([1 + (number + place) % 40 for place in range(CONTEXT_TOKENS)])),
                 sampling=Sampling(max_tokens=MOST_TOKENS, seed=number),
                 requested_at=time.time(),
                 patience_seconds=600.0,

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from confluent_kafka import Producer
 
@@ -14,7 +15,7 @@ from schemas.turns import TurnOutcome
 from tests.brokers import AnyBroker
 from tests.integration.router_kit import PARTITIONS, Bus, router_process, with_properties
 from tests.roles import kill, stop
-from tests.unit.routing_world import result
+from tests.unit.routing_world import request, result
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, HEARTBEATS, REQUESTED, ROUTER_GROUP, Topic
 from topics.errors import TopicMissing
@@ -178,10 +179,13 @@ def test_a_failed_result_that_died_with_its_router_is_written_by_the_next(bus: B
 def test_what_does_not_decode_is_buried_once_whoever_routes(bus: Bus) -> None:
     poison = b"\xc1 this is no record"
     spoil(bus.settings, REQUESTED, 1, poison)  # while no router runs
+    bent = msgspec.msgpack.encode(msgspec.structs.replace(request("g0:0", home=1), appended=b"\0" * 400))
+    spoil(bus.settings, REQUESTED, 1, bent)
     with router_process(bus.settings):
         bus.beat(0)
         bus.ask("g0:0", home=1)
         bus.until_dispatched(1)
+        spoil(bus.settings, REQUESTED, 1, bent)
         spoil(bus.settings, COMPLETED, 1, b"no result")  # an environment worker buries that
         spoil(bus.settings, HEARTBEATS, 0, b"no heartbeat")
         bus.until(lambda: list(read_letters(bus.settings, HEARTBEATS)))
@@ -189,12 +193,13 @@ def test_what_does_not_decode_is_buried_once_whoever_routes(bus: Bus) -> None:
         bus.ask("g0:1", home=1)
         bus.until_dispatched(2)
     assert list(read_letters(bus.settings, COMPLETED)) == []
-    (letter,) = read_letters(bus.settings, REQUESTED)
+    letter, *others = read_letters(bus.settings, REQUESTED)
+    assert [other.raw.value for other in others] == [bent, bent] and "appended" in others[0].reason
     assert (letter.raw.value, letter.raw.key) == (poison, b"g0:0")
     assert (letter.partition, letter.offset) == (1, 0) and "turn-request" in letter.reason
     reader = Reader(bus.settings, "test-letters", group="test")
     dead = Topic(REQUESTED.dead_letters, None, "", REQUESTED.spread)
-    assert reader.watermarks((dead, 0))[1] == 1, "there is one copy"
+    assert reader.watermarks((dead, 0))[1] == 3, "there is one copy of each"
     reader.close()
 
 

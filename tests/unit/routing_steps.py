@@ -14,6 +14,7 @@ REJECTIONS = st.sampled_from(
         (TurnOutcome.REFUSED, Refusal.ROOM),
         (TurnOutcome.REFUSED, Refusal.VERSION),
         (TurnOutcome.REFUSED, Refusal.ENGINE),
+        (TurnOutcome.REFUSED, Refusal.CONTEXT),
     ]
 )
 STEPS = st.one_of(
@@ -37,6 +38,7 @@ STEPS = st.one_of(
     st.tuples(st.just("complete"), st.integers(0, 20)),
     st.tuples(st.just("reject"), st.integers(0, 20), REJECTIONS),
     st.tuples(st.just("echo"), st.integers(0, 200), st.booleans()),
+    st.tuples(st.just("mend")),
     st.tuples(st.just("lose")),
     st.tuples(st.just("publish")),
     st.tuples(st.just("time"), st.sampled_from([0.05, 0.3, 1.0, 2.5, 6.0, 70.0])),
@@ -81,13 +83,17 @@ def step(world: World, what: str, *values: object) -> None:
                 world.complete(world.running[which % len(world.running)])
         case "reject", int(which), (TurnOutcome() as outcome, (Refusal() | None) as refusal):
             if world.running:
-                world.reject(world.running[which % len(world.running)], outcome, refusal)
+                rejected = world.running[which % len(world.running)]
+                if refusal is not Refusal.CONTEXT or rejected.request.chain:
+                    world.reject(rejected, outcome, refusal)
         case "echo", int(which), bool(completed):
             sent = [each for each in world.sent.values() if each.key not in world.executors[each.worker].held]
             if sent and completed:
                 world.complete(sent[which % len(sent)])
             elif sent:
                 world.reject(sent[which % len(sent)], TurnOutcome.PREEMPTED)
+        case ("mend",):
+            world.mend()
         case ("lose",):
             world.loses = True
         case ("publish",):
@@ -114,6 +120,7 @@ def settle(world: World) -> None:
     world.read_on()
     for _ in range(200):
         step(world, "beats_of", {0, 1, 2}, 1)
+        world.mend()
         for dispatch in world.running:
             world.complete(dispatch)
         if not world.router.turns and not world.running:

@@ -15,6 +15,7 @@ from pipeline.routing.liveness import Standing
 from pipeline.routing.router import Decision, Router
 from pipeline.routing.waiting import Asked
 from schemas.arrays import count
+from schemas.contexts import appending
 from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
@@ -35,7 +36,15 @@ TTL_SECONDS = 2.0
 CONFIG = RouterConfig(max_attempts=4, max_lag_versions=1, remembered_trajectories=50)
 
 
-def request(trajectory: str, turn: int = 0, *, context: int = 20, max_tokens: int = 10, **other: object) -> TurnRequest:
+def request(
+    trajectory: str,
+    turn: int = 0,
+    *,
+    context: int = 20,
+    max_tokens: int = 10,
+    anchors: bool = False,
+    **other: object,
+) -> TurnRequest:
     fields: dict[str, object] = {
         "home": 0,
         "requested_at": 0.0,
@@ -47,7 +56,7 @@ def request(trajectory: str, turn: int = 0, *, context: int = 20, max_tokens: in
         trajectory_id=trajectory,
         group_id=trajectory.partition(":")[0],
         turn=turn,
-        context=bytes(4 * context),
+        **appending(bytes(4 * context), () if turn == 0 or anchors else (0,)),
         **fields,  # type: ignore[arg-type]
     )
 
@@ -82,6 +91,7 @@ def dispatched(asked: TurnRequest, worker: int = 0, **other: object) -> TurnDisp
     return TurnDispatch(
         asked=msgspec.Raw(encode(asked)),
         home=asked.home,
+        offset=0,
         worker=f"w{worker}",
         slot=worker,
         cost=cost,
@@ -147,6 +157,8 @@ class World:
     """By trajectory: its newest request, as it was asked, and when."""
     done: dict[str, int] = field(default_factory=dict)
     """By trajectory: its newest finished turn."""
+    torn: set[tuple[str, int]] = field(default_factory=set)
+    """Turns whose chain nobody could read back, and of which whoever asked has not heard."""
     faults: dict[tuple[str, int], int] = field(default_factory=dict)
     """By turn: how often anything happened that may count as a failure of it."""
     sent: dict[TurnKey, TurnDispatch] = field(default_factory=dict)
@@ -235,7 +247,19 @@ class World:
         self.executors[dispatch.worker].held.pop(dispatch.key, None)
         if outcome is TurnOutcome.REFUSED and refusal is Refusal.ENGINE:
             self._fault(dispatch)
+        if refusal is Refusal.CONTEXT:
+            self.torn.add((dispatch.request.trajectory_id, dispatch.request.turn))
         self.feed(result(dispatch, outcome, refusal=refusal))
+
+    def mend(self) -> None:
+        """Whoever reads that a chain is torn asks again with the whole context, once."""
+        for asked, at in list(self.asked.values()):
+            name, place = asked.trajectory_id, (asked.trajectory_id, asked.turn)
+            if place in self.torn and self.done.get(name, -1) < asked.turn:
+                whole = appending(bytes(4 * asked.context_tokens))
+                self.asked[name] = msgspec.structs.replace(asked, **whole), at
+                self.feed(self.asked[name][0])
+        self.torn.clear()
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -340,7 +364,7 @@ class World:
 
     def _check_nobody_waits_for_nothing(self) -> None:
         """The first waiting turn that some open executor could run finds no room: it is next, and nobody passes."""
-        waiting = [turn for turn in self.router.turns.values() if not turn.worker]
+        waiting = [turn for turn in self.router.turns.values() if not turn.worker and not turn.torn]
         for turn in sorted(waiting, key=lambda turn: (turn.due, -turn.request.turn)):
             need = turn.room_tokens
             able = [
@@ -364,4 +388,4 @@ class World:
 def load(dispatches: list[TurnDispatch]) -> tuple[int, int]:
     """Turns and tokens that they hold."""
     asked = [dispatch.request for dispatch in dispatches]
-    return len(asked), sum(len(each.context) // 4 + each.sampling.max_tokens for each in asked)
+    return len(asked), sum(each.context_tokens + each.sampling.max_tokens for each in asked)

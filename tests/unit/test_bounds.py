@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from schemas.arrays import pack_logprobs, pack_tokens
+from schemas.contexts import appending
 from schemas.environments import Group
 from schemas.errors import RecordError
 from schemas.limits import (
@@ -140,7 +141,7 @@ REQUEST = TurnRequest(
     group_id=LONGEST_GROUP,
     home=2**31 - 1,
     turn=TURNS - 1,
-    context=TOKENS,
+    **appending(TOKENS),
     sampling=SAMPLING,
     requested_at=1.7e9,
     patience_seconds=300.0,
@@ -203,8 +204,9 @@ def largest_dispatch() -> TurnDispatch:
         wait_seconds=0.1, prefill_seconds=0.1, decode_seconds=0.1, passed_over=LONGEST_WORKER, passed_over_seconds=0.1
     )
     return TurnDispatch(
-        asked=msgspec.Raw(encode(msgspec.structs.replace(REQUEST, context=TOKENS))),
+        asked=msgspec.Raw(encode(REQUEST)),
         home=2**31 - 1,
+        offset=2**53,
         attempt=2**16 - 1,
         worker=LONGEST_WORKER,
         slot=2**31 - 1,

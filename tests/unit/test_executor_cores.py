@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.arrays import pack_tokens
+from schemas.contexts import appending
 from schemas.prompts import Sampling
 from schemas.slack import ExecutorState, SlackHeartbeat, WorkerClass
 from schemas.turns import PlacementCost, Refusal, TurnDispatch, TurnKey, TurnRequest, held_hash
@@ -27,7 +28,7 @@ def dispatch(
         group_id="g",
         home=0,
         turn=0,
-        context=pack_tokens([1] * context_tokens),
+        **appending(pack_tokens([1] * context_tokens)),
         sampling=Sampling(max_tokens=5),
         requested_at=0.0,
         patience_seconds=60.0,
@@ -36,6 +37,7 @@ def dispatch(
     return TurnDispatch(
         asked=msgspec.Raw(encode(request)),
         home=0,
+        offset=0,
         attempt=attempt,
         worker="executor-0",
         slot=0,

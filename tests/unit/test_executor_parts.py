@@ -12,7 +12,7 @@ from schemas.limits import SPANS
 from schemas.turns import CLASSES, MOST_DEVICE_SECONDS, Part, TurnDispatch, VersionSpan
 from schemas.wire import decode, encode
 from tests.unit.routing_world import dispatched, request
-from workers.executor.parts import context_of, flaw_of, joined, sampling_of
+from workers.executor.parts import begun_from, flaw_of, joined, sampling_of
 
 TOKENS = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.floats(-20, 0, width=32), st.integers(0, 5)), max_size=40)
 """Each with its logprob and, sorted, the version that sampled it."""
@@ -59,10 +59,11 @@ def test_the_engine_begins_behind_what_was_sampled_and_samples_the_rest(
     tokens: list[Token], context: int, most: int
 ) -> None:
     asked = dispatched(request("g0:0", context=context, max_tokens=most))
-    assert (context_of(asked), sampling_of(asked)) == (asked.request.context, asked.request.sampling)
+    whole = asked.request.appended
+    assert (begun_from(asked, whole), sampling_of(asked)) == (whole, asked.request.sampling)
     part = part_of(tokens)
     dispatch: TurnDispatch = decode(TurnDispatch, encode(msgspec.structs.replace(asked, begun=part)))
-    assert context_of(dispatch) == asked.request.context + part.tokens
+    assert begun_from(dispatch, whole) == whole + part.tokens
     assert sampling_of(dispatch).max_tokens + count(part.tokens) == most
     assert msgspec.structs.replace(sampling_of(dispatch), max_tokens=most) == asked.request.sampling
 

@@ -90,7 +90,7 @@ def test_a_field_that_is_added_to_a_request_passes_this_router(newer: dict[type[
     wire = newer[TurnRequest]
     router = Router(CONFIG)
     router.heard(heartbeat(0, state=ExecutorState.READY), 0.0)
-    [dispatch] = router.requested(Asked(decode(TurnRequest, wire), wire), 0.0)
+    [dispatch] = router.requested(Asked(decode(TurnRequest, wire), wire, 0), 0.0)
     sent = msgpack.unpackb(encode(dispatch))
     assert sent["request"] == msgpack.unpackb(wire)
     assert sent["request"][FIELD] == sent["request"]["sampling"][FIELD] == VALUE

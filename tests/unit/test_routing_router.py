@@ -7,6 +7,7 @@ import pytest
 from pipeline.routing.custody import LEASE_SECONDS
 from pipeline.routing.router import MOST_ATTEMPTS, Router
 from pipeline.routing.waiting import Asked
+from schemas.contexts import appending
 from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.slack import ExecutorState, Hardware
@@ -248,18 +249,23 @@ def test_a_restored_router_has_read_for_nobodys_time() -> None:
     assert restored.tick(550.0) == []
 
 
-def test_what_a_newer_writer_adds_to_a_request_reaches_the_executor_on_every_attempt() -> None:
-    asked = request("g0:0", home=3)
+@pytest.mark.parametrize("context", [20, 400], ids=["small", "cut"])
+def test_what_a_newer_writer_adds_to_a_request_reaches_the_executor_on_every_attempt(context: int) -> None:
+    asked = request("g0:0", home=3, context=context)
     wire = msgpack.packb(msgpack.unpackb(encode(asked)) | {"added": [1, {"deep": b"bytes"}]})
     router = Router(CONFIG)
     router.on(heartbeat(0), 0.0)
-    (sent,) = router.on(Asked(asked, wire), 0.0)
+    (sent,) = router.on(Asked(asked, wire, 17), 0.0)
     assert isinstance(sent, TurnDispatch)
     assert router.on(result(sent, TurnOutcome.PREEMPTED), 0.1) == []
     for attempt, dispatch in enumerate([sent, *router.on(heartbeat(0), 0.2)]):
         assert isinstance(dispatch, TurnDispatch)
         read = decode(TurnDispatch, encode(dispatch))
-        assert (bytes(read.asked), read.request, read.attempt, read.home) == (wire, asked, attempt, 3)
+        assert (read.attempt, read.home, read.offset) == (attempt, 3, 17)
+        if not attempt or context == 20:
+            assert (bytes(read.asked), read.request, read.cut) == (wire, asked, False)
+        else:  # what it appends is read back where it lies, and all else is as it came
+            assert msgpack.unpackb(bytes(read.asked)) == msgpack.unpackb(wire) | {"appended": b""} and read.cut
 
 
 def test_failures_are_remembered_over_a_restart() -> None:
@@ -273,7 +279,7 @@ def test_failures_are_remembered_over_a_restart() -> None:
 
 def test_a_restored_turn_is_as_it_was_asked_for_whatever_a_dispatch_says_of_it() -> None:
     asked = request("g0:0", home=1, patience_seconds=60.0)
-    forged = msgspec.structs.replace(asked, home=2**31 - 1, context=b"", patience_seconds=1e9)
+    forged = msgspec.structs.replace(asked, home=2**31 - 1, **appending(b""), patience_seconds=1e9)
     restored = Router(CONFIG)
     restored.restore([Asked.anew(asked)], [dispatched(forged, attempt=3)], [], lambda: 0.0)
     (failed,) = restored.on(request("g1:0"), 1.0) or restored.tick(61.0)

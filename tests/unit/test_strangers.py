@@ -46,9 +46,10 @@ from workers.environments.outbox import group_of
 from workers.environments.steps import advance, failed
 from workers.environments.trajectory import Verdict, begin, problem_of, settled_sampling
 from workers.executor.answers import Start, ended, refused
+from workers.executor.contexts import Kept
 from workers.executor.inbox import Inbox
 from workers.executor.inbox import Verdict as InboxVerdict
-from workers.executor.parts import context_of, flaw_of, sampling_of
+from workers.executor.parts import begun_from, flaw_of, sampling_of
 from workers.executor.words import Done
 from workers.trainer.groups import GroupAssembly, ResumePoint
 from workers.trainer.verdicts import Rules, judge, outcomes_of
@@ -170,8 +171,9 @@ class House:
         if answer.verdict is InboxVerdict.REFUSE:
             encode(refused(start, dispatch, answer.reason, answer.refusal, now=2.0))
         elif answer.verdict is InboxVerdict.TAKE:
-            context_of(dispatch), sampling_of(dispatch)
-            done = msgspec.structs.replace(DONE, context_tokens=len(context_of(dispatch)) // 4)
+            context = Kept().of(dispatch)
+            begun_from(dispatch, context or b""), sampling_of(dispatch)
+            done = msgspec.structs.replace(DONE, context_tokens=dispatch.request.context_tokens)
             encode(ended(start, dispatch, done, TurnOutcome.COMPLETED, "", received_at=1.0))
 
     def sample(self, sample: Sample, offset: int) -> None:

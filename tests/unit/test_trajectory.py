@@ -10,15 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.arrays import count, pack_tokens, unpack_logprobs
+from schemas.contexts import appending, context_of
 from schemas.environments import EnvSnapshot, Group, GroupState, TrajectoryProgress
+from schemas.limits import CHAIN
 from schemas.samples import Sample
-from schemas.turns import TurnOutcome, TurnRequest, TurnResult
+from schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
 from schemas.wire import decode, encode
 from tests.unit.trajectory_world import RULES, opened, prompt_of, result_of, stepped
 from workers.environments.home import Home, Unfinished
 from workers.environments.outbox import group_of
 from workers.environments.recovery import Recovery
-from workers.environments.steps import Stepped, Written, advance, broken, failed, first_request
+from workers.environments.steps import Stepped, Written, advance, asked_again, broken, failed, first_request
 from workers.environments.trajectory import Trajectory, Verdict
 
 
@@ -46,6 +48,7 @@ class Life:
         if written.request is not None:
             trajectory = self.trajectories[trajectory_id]
             trajectory.requested_from = max(0, len(self.requests) - self.lag)
+            trajectory.lies_at = len(self.requests) if len(self.requests) % 5 else None  # its report may be lost
             self.requests.append(decode(TurnRequest, encode(written.request)))
             self.progress.append((trajectory_id, decode(TrajectoryProgress, encode(trajectory.progress()))))
         if written.sample is not None:
@@ -65,6 +68,8 @@ class Life:
         self.results.append(result)
         trajectory = self.trajectories.get(result.trajectory_id)
         verdict = Verdict.LATE if trajectory is None else trajectory.judge(result)
+        if trajectory is not None and verdict is Verdict.ANCHOR:
+            self.commit(trajectory.trajectory_id, asked_again(trajectory, RULES, self.now))
         if trajectory is None or verdict not in (Verdict.APPLY, Verdict.FAIL):
             self.inputs.passed(offset)
             return
@@ -112,6 +117,9 @@ class Life:
                 request = self.requests[offset]
                 if (request.trajectory_id, request.turn) == (name, turn) and offset != without_requests:
                     recovery.request(offset, request)
+        for offset in recovery.links:
+            if offset != without_requests:
+                recovery.link(offset, self.requests[offset])
         return recovery
 
 
@@ -130,6 +138,7 @@ EVENTS = st.lists(
             st.sampled_from([False] * 7 + [True]),
         ),
         st.tuples(st.just("break"), st.integers(0, 2)),
+        st.tuples(st.just("torn"), st.integers(0, 2), st.integers(0, 1)),
         st.tuples(st.just("open"), st.integers(0, 2)),
     ),
     max_size=60,
@@ -153,6 +162,12 @@ def lived(events: list[tuple[Any, ...]]) -> Iterator[Life]:
             attempts += 1
             turn = max(0, trajectory.turn - back // 2)
             life.arrives(result_of(trajectory, turn=turn, attempt=attempts, outcome=outcome, tokens=tokens))
+        elif event[0] == "torn" and trajectory_id in life.trajectories:
+            trajectory = life.trajectories[trajectory_id]
+            turn = max(0, trajectory.turn - event[2])
+            life.arrives(
+                result_of(trajectory, turn=turn, tokens=(), outcome=TurnOutcome.REFUSED, refusal=Refusal.CONTEXT)
+            )
         elif trajectory_id in life.stepping and event[0] in ("step", "break"):
             if event[0] == "step":
                 _, _, reward, state, done = event
@@ -169,6 +184,32 @@ def test_the_state_built_from_the_log_is_the_state_that_lived(events: list[tuple
         trajectories, cannot, strays = life.recovered().finish(RULES.max_context_tokens)
         assert cannot == [] == strays
         assert trajectories == life.trajectories
+
+
+@settings(max_examples=200)
+@given(EVENTS)
+def test_every_request_leads_to_its_whole_context_by_what_is_kept(events: list[tuple[Any, ...]]) -> None:
+    present: dict[str, TurnRequest] = {}
+    for life in lived(events):
+        present |= {request.trajectory_id: request for request in life.requests}
+        for name, trajectory in life.trajectories.items():
+            kept = {offset: each for offset, each in enumerate(life.requests) if offset >= trajectory.needs_from}
+            if name not in life.stepping:
+                assert context_of(present[name], kept) == trajectory.tokens
+
+
+def test_a_chain_ends_at_its_bound_and_begins_anew() -> None:
+    life = Life()
+    life.open(0)
+    trajectory = life.trajectories["g:0"]
+    trajectory.prompt = prompt_of(max_turns=200, sampling=RULES.sampling)
+    for _ in range(CHAIN + 20):
+        life.arrives(result_of(trajectory, tokens=(7, 2)))
+        life.steps("g:0", stepped())
+    links = dict(enumerate(life.requests))
+    assert max(len(request.chain) for request in life.requests) <= CHAIN
+    assert sum(request.anchors for request in life.requests) > 1
+    assert all(count(context_of(request, links)) == request.context_tokens for request in life.requests)
 
 
 @settings(max_examples=200)
@@ -263,7 +304,7 @@ def test_a_record_that_is_not_what_was_written_breaks_a_trajectory_but_never_ben
         recovery.snapshot(name, EnvSnapshot(trajectory_id=name, digest=live.digest, state=b"another"))
     elif what == "request":
         offset, request = next((at, held) for at, held in enumerate(life.requests) if held.trajectory_id == name)
-        last = msgspec.structs.replace(request, turn=live.turn, context=live.tokens + pack_tokens([1]))
+        last = msgspec.structs.replace(request, turn=live.turn, **appending(live.tokens + pack_tokens([1])))
         recovery.request(offset, last)
     elif live.applied:
         other = result_of(live, turn=live.turn - 1, tokens=(90, 91, 92, 93, 94, 95))

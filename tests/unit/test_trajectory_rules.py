@@ -48,7 +48,7 @@ def test_a_result_that_overflows_the_longest_context_is_malformed() -> None:
 def test_the_reward_is_the_sum_over_the_steps_and_the_last_observation_is_not_read() -> None:
     trajectory = opened(prompt_of())
     first = live(trajectory, result_of(trajectory), stepped(reward=0.25, observation=(9, 9)))
-    assert first.request is not None and first.request.context == pack_tokens([5, 6, 7, 8, 2, 9, 9])
+    assert first.request is not None and first.request.appended == pack_tokens([5, 6, 7, 8, 2, 9, 9])
     last = live(trajectory, result_of(trajectory), stepped(reward=0.5, done=True))
     assert last.sample is not None and last.ending is Ending.DONE
     assert (last.sample.reward, last.sample.success) == (0.75, True)

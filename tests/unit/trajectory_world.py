@@ -2,7 +2,7 @@
 
 from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.prompts import Prompt, Sampling
-from schemas.turns import TurnOutcome, TurnResult, TurnTimes, VersionSpan
+from schemas.turns import Refusal, TurnOutcome, TurnResult, TurnTimes, VersionSpan
 from workers.environments.steps import Stepped, Written, advance
 from workers.environments.trajectory import Rules, Trajectory, begin, settled_sampling
 
@@ -31,6 +31,7 @@ def result_of(
     attempt: int = 0,
     outcome: TurnOutcome = TurnOutcome.COMPLETED,
     tokens: tuple[int, ...] = (7, 8, 2),
+    refusal: Refusal | None = None,
 ) -> TurnResult:
     return TurnResult(
         trajectory_id=trajectory.trajectory_id,
@@ -39,6 +40,7 @@ def result_of(
         turn=trajectory.turn if turn is None else turn,
         attempt=attempt,
         outcome=outcome,
+        refusal=refusal,
         worker=f"w{attempt}",
         tokens=pack_tokens(tokens),
         logprobs=pack_logprobs([-token / 8 for token in tokens]),

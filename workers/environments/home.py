@@ -158,7 +158,7 @@ class Home:
     def needed(self, request_next: int) -> tuple[int, int]:
         """The first offsets of its requests and of its results that are needed; its next request lies no earlier."""
         lives = self.trajectories.values()
-        requests = min((trajectory.requested_from for trajectory in lives), default=request_next)
+        requests = min((trajectory.needs_from for trajectory in lives), default=request_next)
         applied = min((life.applied[0].offset for life in lives if life.applied), default=self.results.next)
         return requests, min(applied, self.results.low_water)
 

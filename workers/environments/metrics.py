@@ -31,6 +31,11 @@ APPLIED = Counter("rose_environment_turns_applied_total", "Results that were app
 DROPPED = Counter(
     "rose_environment_results_dropped_total", "Results that were not applied, by why.", ["reason"], registry=ENVIRONMENT
 )
+TORN = Counter(
+    "rose_environment_contexts_torn_total",
+    "Turns asked for again with their whole context: no executor could read it back.",
+    registry=ENVIRONMENT,
+)
 STEP_SECONDS = Histogram(
     "rose_environment_step_seconds",
     "A step of an environment, its own time alone.",
@@ -65,5 +70,5 @@ BLOCKED = Counter(
 for _ending in Ending:
     ENDED.labels(_ending.value)
 for _verdict in Verdict:
-    if _verdict not in (Verdict.APPLY, Verdict.FAIL):
+    if _verdict not in (Verdict.APPLY, Verdict.FAIL, Verdict.ANCHOR):
         DROPPED.labels(_verdict.value)

@@ -258,7 +258,7 @@ class Outbox:
             self._writer.write(SNAPSHOTS, written.snapshot, key=own_id, partition=partition, trajectory_id=own_id)
         if written.request is not None and trajectory is not None:
             # The records of one writer lie in the order in which they were written, so this one lies no earlier.
-            trajectory.requested_from = self._request_next[partition]
+            trajectory.requested_from, trajectory.lies_at = self._request_next[partition], None
             self._request_next[partition] += 1
             self._writer.write(
                 REQUESTED,
@@ -266,7 +266,7 @@ class Outbox:
                 key=own_id,
                 partition=partition,
                 trajectory_id=own_id,
-                on_delivery=self._requested,
+                on_delivery=self._requested(trajectory),
             )
             self._writer.write(PROGRESS, trajectory.progress(), key=own_id, partition=partition, trajectory_id=own_id)
         if written.sample is not None and written.ending is not None:
@@ -276,7 +276,12 @@ class Outbox:
                 self._writer.tombstone(PROGRESS, key=own_id, partition=partition)
                 self._writer.tombstone(SNAPSHOTS, key=own_id, partition=partition)
 
-    def _requested(self, partition: int, offset: int) -> None:
-        """A request is stored: the next one lies behind it."""
-        if partition in self._request_next:
-            self._request_next[partition] = max(self._request_next[partition], offset + 1)
+    def _requested(self, trajectory: Trajectory) -> Callable[[int, int], None]:
+        """For its request, once it is stored: the next one lies behind it, and may go on from it."""
+
+        def stored(partition: int, offset: int) -> None:
+            trajectory.lies_at = offset
+            if partition in self._request_next:
+                self._request_next[partition] = max(self._request_next[partition], offset + 1)
+
+        return stored

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from schemas.arrays import ITEM_BYTES, count
+from schemas.contexts import Torn, context_of
 from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
 from schemas.prompts import Prompt
 from schemas.turns import TurnOutcome, TurnRequest, TurnResult
@@ -44,6 +45,7 @@ class Recovery:
     _progress: dict[str, TrajectoryProgress] = field(default_factory=dict)
     _snapshots: dict[str, EnvSnapshot] = field(default_factory=dict)
     _requests: dict[Turn, tuple[int, TurnRequest]] = field(default_factory=dict)
+    _links: dict[int, TurnRequest] = field(default_factory=dict)
     _results: dict[int, TurnResult] = field(default_factory=dict)
 
     def group(self, group_id: str, group: Group | None) -> None:
@@ -73,6 +75,11 @@ class Recovery:
         return {(name, progress.turn): progress.requested_from for name, progress in self._progress.items()}
 
     @property
+    def links(self) -> list[int]:
+        """Offsets of the requests that the present ones, once they were found, go on from."""
+        return [link for _, request in self._requests.values() for link in request.chain]
+
+    @property
     def results(self) -> list[int]:
         """Offsets of all results that the live trajectories have applied."""
         return [applied.offset for progress in self._progress.values() for applied in progress.applied]
@@ -97,8 +104,12 @@ class Recovery:
         return len(self._progress)
 
     def request(self, offset: int, request: TurnRequest) -> None:
-        """A request was found."""
+        """A present request was found."""
         self._requests[request.trajectory_id, request.turn] = offset, request
+
+    def link(self, offset: int, request: TurnRequest) -> None:
+        """A request that another goes on from was found."""
+        self._links[offset] = request
 
     def result(self, offset: int, result: TurnResult) -> None:
         """A result was found."""
@@ -142,7 +153,8 @@ class Recovery:
             digest=snapshot.digest,
             requested_from=offset,
         )
-        _observe(trajectory, request.context, progress.prompted)
+        context = self._context(request)
+        _observe(trajectory, context, progress.prompted)
         for turn, applied in enumerate(progress.applied):
             result = self._results.get(applied.offset)
             if result is None or (result.trajectory_id, result.turn, result.outcome) != (
@@ -155,15 +167,23 @@ class Recovery:
                 raise _Gap(f"the result of turn {turn} is malformed: {problem}")
             trajectory.ask(max_context_tokens)
             trajectory.take_in(result, applied)
-            _observe(trajectory, request.context, applied.observed)
-        if trajectory.tokens != request.context or trajectory.turn != progress.turn:
+            _observe(trajectory, context, applied.observed)
+        if trajectory.tokens != context or trajectory.turn != progress.turn:
             raise _Gap(f"the context of turn {progress.turn} does not follow from the results before it")
         trajectory.asked = request.sampling
+        trajectory.chain, trajectory.lies_at = request.chain, offset
+        trajectory.requested = request.context_tokens - count(request.appended)
         return trajectory
+
+    def _context(self, request: TurnRequest) -> bytes:
+        try:
+            return context_of(request, self._links)
+        except Torn as torn:
+            raise _Gap(str(torn)) from None
 
 
 def _observe(trajectory: Trajectory, context: bytes, observed: int) -> None:
-    """Take the next observation from the present request's context, which holds them all."""
+    """Take the next observation from the present context, which holds them all."""
     begin = len(trajectory.tokens)
     trajectory.observe(context[begin : begin + observed * ITEM_BYTES])
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from schemas.arrays import count
+from schemas.contexts import appending
 from schemas.environments import Applied, EnvSnapshot
 from schemas.errors import RecordError
 from schemas.limits import INFO_BYTES
@@ -105,6 +106,12 @@ def advance(
     return _next_turn(trajectory, rules, now, changed=changed)
 
 
+def asked_again(trajectory: Trajectory, rules: Rules, now: float) -> Written:
+    """Ask for the present turn with its context whole: its chain could not be read back."""
+    trajectory.anchor()
+    return _next_turn(trajectory, rules, now, changed=False)
+
+
 def broken(
     trajectory: Trajectory,
     result: TurnResult,
@@ -156,7 +163,7 @@ def _next_turn(trajectory: Trajectory, rules: Rules, now: float, *, changed: boo
         group_id=trajectory.prompt.group_id,
         home=trajectory.home,
         turn=trajectory.turn,
-        context=trajectory.tokens,
+        **appending(trajectory.tokens, trajectory.chain, known=trajectory.requested),
         sampling=trajectory.asked,
         requested_at=now,
         patience_seconds=rules.turn_patience_seconds,

@@ -133,20 +133,22 @@ def _contents(settings: BusSettings, recoveries: dict[int, Recovery], meanwhile:
     # The embedded broker answers a fetch with all the rest of a partition: there jumps cost more than they save.
     far = sys.maxsize if settings.embedded else FAR
     requests = {(REQUESTED, partition): recovery.requests for partition, recovery in recoveries.items()}
-    results = {(COMPLETED, partition): recovery.results for partition, recovery in recoveries.items()}
-    results = {place: offsets for place, offsets in results.items() if offsets}
-    records = 0
     with closing(Reader(settings, "rose-recovery", ends=True)) as reader:
-        fetch = Fetch(reader, results, far=far, stopped=stopped)
-        for envelope in fetch:
-            records += 1
-            if isinstance(envelope.record, TurnResult):
-                recoveries[envelope.partition].result(envelope.offset, envelope.record)
         find = Find(reader, requests, _turn_of, far=far, stopped=stopped)
         for _, envelope in find:
             if isinstance(envelope.record, TurnRequest):
                 recoveries[envelope.partition].request(envelope.offset, envelope.record)
-        records += find.read
+        records = find.read
+        named: dict[Place, list[int]] = {}
+        for partition, recovery in recoveries.items():
+            named |= {(REQUESTED, partition): recovery.links, (COMPLETED, partition): recovery.results}
+        wanted = {place: offsets for place, offsets in named.items() if offsets}
+        for envelope in Fetch(reader, wanted, far=far, stopped=stopped):
+            records += 1
+            if isinstance(envelope.record, TurnResult):
+                recoveries[envelope.partition].result(envelope.offset, envelope.record)
+            elif isinstance(envelope.record, TurnRequest):
+                recoveries[envelope.partition].link(envelope.offset, envelope.record)
     return records
 
 

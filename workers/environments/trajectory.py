@@ -4,12 +4,14 @@ Keeps true
 - For every turn exactly one result is applied: the first COMPLETED one in log order. The rest is told apart, not lost.
 - A context only grows. Sampled tokens stay as they were sampled; mask, logprobs and version spans cover every token.
 - The same log gives the same state: `observe`, `ask` and `take_in` are used alike by the life and by its recovery.
+- What its requests have appended, in the order of its chain and the present one last, is its context.
 
 Example, a task of two turns (`steps.py` says what each of them writes)
     begin(observation `+1+2`)                   -> request of turn 0
     result of turn 0, attempt 0, PREEMPTED      -> ROUTERS: it will come again
     result of turn 0, attempt 1, COMPLETED      -> APPLY; the environment steps; request of turn 1
     result of turn 0, attempt 2, COMPLETED      -> LATE
+    result of turn 1, REFUSED, `context`        -> ANCHOR; request of turn 1 again, with the whole context
     result of turn 1, COMPLETED                 -> APPLY; the environment is done; the sample
 """
 
@@ -21,10 +23,10 @@ import msgspec
 
 from schemas.arrays import count
 from schemas.environments import Applied, TrajectoryProgress
-from schemas.limits import CONTEXT_TOKENS
+from schemas.limits import CHAIN, CONTEXT_TOKENS
 from schemas.prompts import Prompt, Sampling, trajectory_id
 from schemas.samples import SampleTurn
-from schemas.turns import TurnOutcome, TurnResult, VersionSpan
+from schemas.turns import Refusal, TurnOutcome, TurnResult, VersionSpan
 
 
 class Verdict(Enum):
@@ -35,6 +37,8 @@ class Verdict(Enum):
     """The router gave the turn up."""
     ROUTERS = "routers"
     """Preempted or refused: the router issues the turn again."""
+    ANCHOR = "anchor"
+    """Its context could not be read back: the router waits for a request that carries it whole."""
     LATE = "late"
     """Of a turn that has passed."""
     DUPLICATE = "duplicate"
@@ -80,13 +84,22 @@ class Trajectory:
     """Of the turns before the present one."""
     device_seconds: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
+    chain: tuple[int, ...] = ()
+    """That the present request goes on from."""
+    requested: int = 0
+    """Tokens that the requests before the present one have appended."""
     requested_from: int = field(default=0, compare=False)
     """The present request lies at or after this offset of the home's requests."""
+    lies_at: int | None = field(default=None, compare=False)
+    """Where the present request lies, once it is known."""
     applying: bool = field(default=False, compare=False)
     """A result of the present turn was accepted, its step is under way. Not on the log: a restart accepts it anew."""
 
     def judge(self, result: TurnResult) -> Verdict:
         """What this result means now."""
+        if result.outcome is TurnOutcome.REFUSED and result.refusal is Refusal.CONTEXT:
+            torn = result.turn == self.turn and self.chain and not self.applying
+            return Verdict.ANCHOR if torn else Verdict.LATE
         if result.outcome in (TurnOutcome.PREEMPTED, TurnOutcome.REFUSED):
             return Verdict.ROUTERS
         if result.turn != self.turn:
@@ -103,6 +116,7 @@ class Trajectory:
     def take_in(self, result: TurnResult, applied: Applied) -> None:
         """Append the sampled tokens of the present turn and all that is said of them. It has no `problem_of`."""
         assert result.worker is not None
+        self._go_on()
         start, sampled = count(self.tokens), count(result.tokens)
         self.tokens += result.tokens
         self.mask += b"\x01" * sampled
@@ -126,6 +140,10 @@ class Trajectory:
         self.applied.append(applied)
         self.reward = applied.reward
 
+    def anchor(self) -> None:
+        """The present turn is asked for with all tokens so far."""
+        self.chain, self.requested, self.lies_at = (), 0, None
+
     def observe(self, observation: bytes) -> None:
         """Append an observation's tokens; the next turn begins."""
         self.tokens += observation
@@ -135,6 +153,18 @@ class Trajectory:
             self.prompted = count(observation)
         self.turn += 1
         self.applying = False
+
+    def _go_on(self) -> None:
+        """The next request goes on from the present one, if it is known where that lies; else it is an anchor."""
+        if self.lies_at is None or len(self.chain) >= CHAIN:
+            self.anchor()
+            return
+        self.chain, self.requested, self.lies_at = (*self.chain, self.lies_at), count(self.tokens), None
+
+    @property
+    def needs_from(self) -> int:
+        """The first offset of the home's requests that its context is made of."""
+        return self.chain[0] if self.chain else self.requested_from
 
     def progress(self) -> TrajectoryProgress:
         """Where the parts of it lie."""

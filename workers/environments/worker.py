@@ -32,7 +32,7 @@ from workers.environments.outbox import Outbox, Ready
 from workers.environments.recovery import outcomes_from
 from workers.environments.runner import Advance, Answer, Failed, Job, Refused
 from workers.environments.stage import Stage
-from workers.environments.steps import Ending, Written, advance, broken, failed, failed_at_opening
+from workers.environments.steps import Ending, Written, advance, asked_again, broken, failed, failed_at_opening
 from workers.environments.sweeper import Sweeper
 from workers.environments.taking_over import take_over
 from workers.environments.trajectory import Rules, Trajectory, Verdict, problem_of
@@ -227,6 +227,9 @@ class EnvironmentWorker:
     def _result(self, home: Home, offset: int, result: TurnResult) -> None:
         trajectory = home.trajectories.get(result.trajectory_id)
         verdict = Verdict.LATE if trajectory is None else trajectory.judge(result)
+        if trajectory is not None and verdict is Verdict.ANCHOR:
+            self._ask_again(home, trajectory, offset, result.reason)
+            return
         if trajectory is None or verdict not in (Verdict.APPLY, Verdict.FAIL):
             home.results.passed(offset)
             metrics.DROPPED.labels(verdict.value).inc()
@@ -252,6 +255,13 @@ class EnvironmentWorker:
                 state=trajectory.state,
             )
         )
+
+    def _ask_again(self, home: Home, trajectory: Trajectory, offset: int, reason: str) -> None:
+        name = trajectory.trajectory_id
+        log.warning("context_torn", trajectory=name, turn=trajectory.turn, reason=reason)
+        metrics.TORN.inc()
+        home.results.read(offset)
+        self._ready.append(Ready(home, name, asked_again(trajectory, self._rules, self._clock()), offset))
 
     def _settle(self, items: Sequence[Item]) -> bool:
         """Take outcomes in; whether the end of the topic was reached."""

@@ -23,7 +23,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from schemas.arrays import count
 from schemas.turns import Refusal, TurnDispatch, TurnKey, held_hash
 
 
@@ -47,7 +46,7 @@ TAKE = Answer(Verdict.TAKE)
 
 def tokens_of(dispatch: TurnDispatch) -> int:
     """KV tokens that the turn may come to hold: its context and all that it may sample."""
-    return count(dispatch.request.context) + dispatch.request.sampling.max_tokens
+    return dispatch.request.context_tokens + dispatch.request.sampling.max_tokens
 
 
 def packed_hashes(hashes: Collection[int]) -> bytes:

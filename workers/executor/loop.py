@@ -6,7 +6,8 @@ Keeps true
 - Every turn taken on is answered once, and listed in each heartbeat until then; a turn that cannot be taken is refused
   with the reason. One that is given up, as when the executor stops, goes back with what was sampled of it.
 - No turn is taken on before a version from the log has been applied. A turn is handed to the engine with the version
-  that serves; while the engine changes to another one, turns that come wait here.
+  that serves; while the engine changes to another one, turns that come wait here, as do those whose context is read
+  back from the log.
 - While its gate is closed (a grant, a stop, a server that is never idle) it holds nothing: what it held goes back.
 - What it says to others holds without a clock: its incarnation is a place in the log, its turns are named.
 - A broker that is away, or a process that was stopped for a while, changes nothing: it goes on with what it holds.
@@ -25,6 +26,7 @@ import msgspec
 import structlog
 
 from schemas.arrays import count
+from schemas.contexts import Torn
 from schemas.errors import UsageError
 from schemas.slack import HELD, ExecutorState, WorkerClass
 from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
@@ -38,11 +40,12 @@ from workers.executor import metrics
 from workers.executor.answers import Start, ended, refused
 from workers.executor.change import Versions
 from workers.executor.config import ExecutorConfig
+from workers.executor.contexts import Contexts
 from workers.executor.gate import Gate, Granted
 from workers.executor.heartbeats import Heartbeats, in_short
 from workers.executor.inbox import Inbox, Verdict
 from workers.executor.link import EngineLink
-from workers.executor.parts import context_of, flaw_of, sampling_of
+from workers.executor.parts import begun_from, flaw_of, sampling_of
 from workers.executor.vllm.types import EngineBroken
 from workers.executor.words import (
     ABORTED,
@@ -129,6 +132,7 @@ class Executor:
         """There was no engine for a while: what it had been given is lost, also where there is one again by now."""
         self._deferred: list[TurnDispatch] = []
         """Taken on while the engine changes to the next version."""
+        self._contexts = Contexts(settings, name)
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name)
         self._homes = self._reader.partitions(COMPLETED)
@@ -162,6 +166,7 @@ class Executor:
             with metrics.exported():
                 while not stop.is_set():
                     self._take_in()
+                    self._take_contexts()
                     self._hear()
                     self._open_or_close()
                     if not self._tick.parked:
@@ -176,11 +181,12 @@ class Executor:
             raise
         finally:
             self._versions.close()
+            self._contexts.close()
             self._writer.close()
             self._reader.close()
 
     def _take_in(self) -> None:
-        busy = self._running or self._versions.coming
+        busy = self._running or self._versions.coming or self._contexts.reading
         for item in self._reader.read(INBOX_BATCH, BUSY_SECONDS if busy else IDLE_SECONDS):
             if isinstance(item, Spoiled):
                 self._writer.dead_letter(item, item.reason)
@@ -206,11 +212,28 @@ class Executor:
         else:
             self._order(dispatch)
 
+    def _take_contexts(self) -> None:
+        """Go on with the turns whose contexts were read back."""
+        for dispatch, context, seconds in self._contexts.found():
+            if isinstance(context, Torn):
+                self._inbox.release(dispatch.key)
+                # Of an anchor nothing more can be asked for than it has: what is wrong with that is somebody's fault.
+                self._refuse(dispatch, str(context), Refusal.CONTEXT if dispatch.request.chain else Refusal.ENGINE)
+            elif self._versions.changing or self._version < 0:
+                self._deferred.append(dispatch)
+            else:
+                self._begin_turn(dispatch, context, received_at=time.time() - seconds)
+
     def _order(self, dispatch: TurnDispatch) -> None:
-        """Hand a turn that was taken on to the engine."""
+        """Hand a turn that was taken on to the engine, once its context is there."""
+        context = self._contexts.find(dispatch)
+        if context is not None:
+            self._begin_turn(dispatch, context, received_at=time.time())
+
+    def _begin_turn(self, dispatch: TurnDispatch, context: bytes, *, received_at: float) -> None:
         name = "/".join(map(str, dispatch.key))
-        self._running[name] = Running(dispatch.key, time.time())
-        self._link.order(Take(name, context_of(dispatch), sampling_of(dispatch), self._version))
+        self._running[name] = Running(dispatch.key, received_at)
+        self._link.order(Take(name, begun_from(dispatch, context), sampling_of(dispatch), self._version))
 
     def _hear(self) -> None:
         """Take in what the engine reports. Of ticks that came together the last one is told on."""
@@ -254,9 +277,8 @@ class Executor:
         for name in self._running:
             self._link.order(GiveUp(name))
         deferred, self._deferred = self._deferred, []
-        for dispatch in deferred:
-            self._inbox.release(dispatch.key)
-            self._refuse(dispatch, self._gate.reason, Refusal.ROOM)
+        for key in [*(dispatch.key for dispatch in deferred), *self._contexts.give_up()]:
+            self._refuse(self._inbox.release(key), self._gate.reason, Refusal.ROOM)
 
     def _take_report(self, report: Report) -> None:
         match report:

@@ -34,6 +34,18 @@ TURN_SECONDS = Histogram(
 SWAP_SECONDS = Histogram(
     "rose_executor_swap_seconds", "The engine's pause for a policy version.", buckets=SECONDS, registry=EXECUTOR
 )
+CONTEXTS = Counter(
+    "rose_executor_contexts_total",
+    "Contexts of turns: carried by the dispatch, kept from the turn before, read back from the log, or torn.",
+    ["found"],
+    registry=EXECUTOR,
+)
+READ_BACK_SECONDS = Histogram(
+    "rose_executor_context_read_back_seconds",
+    "A context read back from the log, from the dispatch to its last token.",
+    buckets=SECONDS,
+    registry=EXECUTOR,
+)
 HELD_TURNS = Gauge("rose_executor_held_turns", "Turns taken on and not answered.", registry=EXECUTOR)
 KV_CAPACITY_BYTES = Gauge(
     "rose_executor_kv_capacity_bytes", "KV cache that turns may hold; of a lender, at this moment.", registry=EXECUTOR

@@ -19,10 +19,9 @@ from schemas.prompts import Sampling
 from schemas.turns import CLASSES, Part, TurnDispatch, VersionSpan
 
 
-def context_of(dispatch: TurnDispatch) -> bytes:
-    """The packed tokens that the engine begins with."""
-    begun = dispatch.begun
-    return dispatch.request.context + (b"" if begun is None else begun.tokens)
+def begun_from(dispatch: TurnDispatch, context: bytes) -> bytes:
+    """The packed tokens that the engine begins with: the turn's context, and what was sampled of the turn."""
+    return context if dispatch.begun is None else context + dispatch.begun.tokens
 
 
 def sampling_of(dispatch: TurnDispatch) -> Sampling:
@@ -37,6 +36,8 @@ def flaw_of(dispatch: TurnDispatch, *, homes: int) -> str:
     """Why this dispatch cannot be answered, where there are so many homes; empty when it can."""
     if dispatch.home >= homes:
         return f"its answer is awaited in home {dispatch.home}, and there are {homes}"
+    if not dispatch.cut and dispatch.request.flaw:
+        return f"what was asked contradicts itself: {dispatch.request.flaw}"
     begun = dispatch.begun
     if begun is None:
         return ""

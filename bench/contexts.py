@@ -1,0 +1,222 @@
+"""What contexts by reference cost and save: bytes on the bus, turns a second, memory of the router, reading one back.
+
+Keeps true: a trajectory of `TURNS` turns grows evenly to its context; what was sampled and observed is at random, so
+that nothing is saved by chance. Bytes are those of request and dispatch, with keys and headers, before compression;
+"whole" is the same with the context in full and without the fields that name it.
+"""
+
+import gc
+import random
+import statistics
+import time
+import tracemalloc
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from bench.check import Check
+from pipeline.routing.config import RouterConfig
+from pipeline.routing.router import Router
+from pipeline.routing.waiting import Asked
+from schemas.arrays import pack_tokens
+from schemas.contexts import Torn, appending
+from schemas.prompts import Sampling
+from schemas.record import Record
+from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
+from schemas.turns import TurnDispatch, TurnRequest
+from schemas.wire import encode, headers_of
+from topics.catalog import REQUESTED
+from topics.settings import BusSettings
+from topics.writer import Writer
+from workers.executor.contexts import Contexts
+
+TURNS = 20
+LONG = 16_000
+"""Tokens of a context whose bytes are held against those of its new tokens; of a shorter one, against the whole."""
+PREFILL_TOKENS_PER_SECOND = 20_000.0
+"""Of an executor that a read-back is held against: some 1.6 s for 32,000 tokens."""
+LIVE = 2_000
+"""Trajectories that the router's memory is divided by."""
+MISSES = 100
+STRIDE = 500
+"""Records between two requests of a trajectory in a home with so many others."""
+
+
+def trajectory(name: str, context: int, rng: np.random.Generator, offset: int = 10**6) -> list[tuple[int, TurnRequest]]:
+    """Its requests, each with its offset."""
+    tokens = pack_tokens(rng.integers(0, 150_000, context))
+    asked: list[tuple[int, TurnRequest]] = []
+    chain, known = tuple[int, ...](), 0
+    for turn in range(TURNS):
+        length = context * (turn + 1) // TURNS
+        request = TurnRequest(
+            trajectory_id=name,
+            group_id=name.partition(":")[0],
+            home=0,
+            turn=turn,
+            **appending(tokens[: 4 * length], chain, known=known),
+            sampling=Sampling(max_tokens=256, stop_token_ids=(2,)),
+            requested_at=1.7e9 + turn,
+            patience_seconds=300.0,
+        )
+        asked.append((offset, request))
+        chain, known = (*chain, offset), length
+        offset += int(rng.integers(1, 2 * STRIDE))
+    return asked
+
+
+def bytes_a_turn(contexts: Sequence[int]) -> list[Check]:
+    """At each of these lengths."""
+    return [_bytes_at(context) for context in contexts]
+
+
+def _bytes_at(context: int) -> Check:
+    by_reference = whole = new = 0
+    for offset, request in trajectory("group-1234:5", context, np.random.default_rng(0)):
+        router = _router()
+        (dispatch,) = router.on(Asked.anew(request, offset), 1.0)
+        assert isinstance(dispatch, TurnDispatch)
+        new += len(request.appended)
+        by_reference += _on_the_bus(request, encode(request)) + _on_the_bus(dispatch, encode(dispatch))
+        fields = msgspec.structs.asdict(request)
+        for name in ("appended", "context_tokens", "digest", "chain"):
+            del fields[name]
+        asked = msgspec.msgpack.encode({**fields, "context": bytes(4 * request.context_tokens)})
+        sent = msgspec.msgpack.decode(encode(dispatch))
+        del sent["offset"], sent["cut"]
+        sent["request"] = msgspec.Raw(asked)
+        whole += _on_the_bus(request, asked) + _on_the_bus(dispatch, msgspec.msgpack.encode(sent))
+    short = context < LONG
+    return Check(
+        name=f"bytes_{context}",
+        value=round(by_reference / (whole if short else new), 3),
+        unit="of whole contexts" if short else "of new tokens",
+        bound=1.0 if short else 3.0,
+        direction="max",
+        against=f"request and dispatch of each of {TURNS} turns",
+        details={
+            "a_turn": round(by_reference / TURNS),
+            "whole_a_turn": round(whole / TURNS),
+            "new_tokens_a_turn": round(new / TURNS),
+        },
+    )
+
+
+def _on_the_bus(record: Record, wire: bytes) -> int:
+    name = record.request.trajectory_id if isinstance(record, TurnDispatch) else getattr(record, "trajectory_id", "")
+    return len(wire) + len(name) + sum(len(key) + len(value) for key, value in headers_of(record, name))
+
+
+def memory(context: int) -> Check:
+    """Of the router's core, of a trajectory whose turn an executor has."""
+    rng = np.random.default_rng(0)
+    requests = [trajectory(f"group-{number // 8}:{number % 8}", context, rng)[TURNS // 2] for number in range(LIVE)]
+    wires = [(encode(request), offset) for offset, request in requests]
+    del requests
+    decoder = msgspec.msgpack.Decoder(TurnRequest)
+    gc.collect()
+    tracemalloc.start()
+    router = _router(turns=LIVE)
+    before = tracemalloc.get_traced_memory()[0]
+    for wire, offset in wires:
+        # As read from the log: bytes of their own, that nobody else holds.
+        router.on(Asked(decoder.decode(wire), bytes(bytearray(wire)), offset), 1.0)
+    assert router.outstanding == LIVE
+    gc.collect()
+    held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    return Check(
+        name="router_memory",
+        value=round(held / LIVE),
+        unit="bytes a live trajectory",
+        bound=4096,
+        direction="max",
+        against=f"{LIVE} trajectories of {context} tokens, each with a turn at an executor",
+    )
+
+
+def read_back(settings: BusSettings, context: int) -> Check:
+    """A context that an executor does not keep, from its dispatch to its last token."""
+    rng = np.random.default_rng(0)
+    chains = _written(settings, context, rng)
+    router = _router(turns=MISSES)
+    seconds = []
+    with closing(Contexts(settings, "bench")) as contexts:
+        for offset, last in chains:
+            (dispatch,) = router.on(Asked.anew(last, offset), 1.0)
+            assert isinstance(dispatch, TurnDispatch)
+            began = time.perf_counter()
+            assert contexts.find(dispatch) is None, "nothing is kept of it"
+            while not (found := list(contexts.found())):
+                time.sleep(0.0005)
+            seconds.append(time.perf_counter() - began)
+            assert not isinstance(found[0][1], Torn), found[0][1]
+    p99 = statistics.quantiles(seconds[1:], n=100)[98]
+    prefill = context / PREFILL_TOKENS_PER_SECOND
+    return Check(
+        name="read_back",
+        value=round(p99 / prefill, 4),
+        unit="of the prefill that it precedes",
+        bound=0.1,
+        direction="max",
+        against=f"{context} tokens at {PREFILL_TOKENS_PER_SECOND:,.0f} tokens/s, p99 of {MISSES} misses",
+        details={
+            "p50_milliseconds": round(1000 * statistics.median(seconds), 2),
+            "p99_milliseconds": round(1000 * p99, 2),
+            "prefill_milliseconds": round(1000 * prefill),
+            "requests_read": TURNS,
+        },
+    )
+
+
+def _written(settings: BusSettings, context: int, rng: np.random.Generator) -> list[tuple[int, TurnRequest]]:
+    """Trajectories side by side in one home; the last request of each, which is still to be asked."""
+    lives = [trajectory(f"group-{number}:0", context, rng) for number in range(MISSES)]
+    places: list[list[int]] = [[] for _ in lives]
+    with closing(Writer(settings, "bench")) as writer:
+        for turn in range(TURNS - 1):
+            for number in random.Random(turn).sample(range(MISSES), MISSES):
+                request = msgspec.structs.replace(lives[number][turn][1], chain=tuple(places[number]))
+                writer.write(
+                    REQUESTED,
+                    request,
+                    key=request.trajectory_id,
+                    partition=0,
+                    on_delivery=partial(_note, places[number]),
+                )
+            writer.flush()
+    return [
+        (10**6 + number, msgspec.structs.replace(life[-1][1], chain=tuple(places[number])))
+        for number, life in enumerate(lives)
+    ]
+
+
+def _note(places: list[int], _partition: int, offset: int) -> None:
+    places.append(offset)
+
+
+def _router(turns: int = 8) -> Router:
+    router = Router(RouterConfig())
+    for slot in range(-(-turns // 128)):
+        beat = SlackHeartbeat(
+            worker=f"executor-{slot}",
+            incarnation=1,
+            slot=slot,
+            sequence=1,
+            worker_class=WorkerClass.DEDICATED,
+            state=ExecutorState.READY,
+            policy_version=0,
+            hardware=Hardware(prefill_tokens_per_second=PREFILL_TOKENS_PER_SECOND, decode_tokens_per_second=200.0),
+            kv_bytes_total=10**12,
+            kv_bytes_free=10**12,
+            kv_bytes_per_token=10_000,
+            max_turns=128,
+            token_budget=10**8,
+            ttl_seconds=2.0,
+            sent_at=1.0,
+        )
+        router.on(beat, 1.0)
+    return router

@@ -1,0 +1,59 @@
+"""A context put together from the requests that have appended to it.
+
+Keeps true: what is handed out has the length and the digest that its request says; all else is told as `Torn`.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import TypedDict
+
+from schemas.arrays import ITEM_BYTES, count
+from schemas.errors import RoseError
+from schemas.turns import TurnRequest
+
+
+class Torn(RoseError):
+    """A context cannot be had from these requests; asked again with an anchor, it can."""
+
+
+class Appending(TypedDict):
+    """The fields of a request that say what its context is."""
+
+    appended: bytes
+    context_tokens: int
+    digest: bytes
+    chain: tuple[int, ...]
+
+
+def appending(context: bytes, chain: tuple[int, ...] = (), *, known: int = 0) -> Appending:
+    """Of a request that goes on from those at the offsets of `chain`, which have appended the first `known` tokens."""
+    return {
+        "appended": context[ITEM_BYTES * known :],
+        "context_tokens": count(context),
+        "digest": context_digest(context),
+        "chain": chain,
+    }
+
+
+def context_digest(context: bytes) -> bytes:
+    """16 bytes of BLAKE2b that stand for a whole context, packed."""
+    return hashlib.blake2b(context, digest_size=16).digest()
+
+
+def is_context_of(request: TurnRequest, context: bytes) -> bool:
+    """Whether these packed tokens are what the request goes on from."""
+    return len(context) == ITEM_BYTES * request.context_tokens and context_digest(context) == request.digest
+
+
+def context_of(request: TurnRequest, links: Mapping[int, TurnRequest]) -> bytes:
+    """Its packed tokens. `links`: by offset, the requests of its chain. Raises Torn."""
+    parts = []
+    for offset in request.chain:
+        link = links.get(offset)
+        if link is None or link.trajectory_id != request.trajectory_id:
+            raise Torn(f"the request at offset {offset}, which turn {request.turn} goes on from, is not on the log")
+        parts.append(link.appended)
+    context = b"".join((*parts, request.appended))
+    if not is_context_of(request, context):
+        raise Torn(f"the requests that turn {request.turn} goes on from are not its {request.context_tokens} tokens")
+    return context

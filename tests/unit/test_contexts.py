@@ -1,0 +1,133 @@
+"""Contexts by reference: what is kept, carried or read back is the whole, or it is told as torn."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.arrays import pack_tokens
+from schemas.contexts import Torn, appending, context_of
+from schemas.turns import TurnDispatch, TurnRequest
+from schemas.wire import decode, encode
+from tests.unit.routing_world import dispatched, request
+from workers.executor.contexts import Kept, offsets_of
+
+APPENDED = st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5), min_size=1, max_size=8)
+
+
+def asked(parts: list[list[int]], anchors: frozenset[int] = frozenset({0})) -> list[TurnRequest]:
+    """The requests of a trajectory whose contexts grow by these parts; they lie at offsets 10, 20 and so on."""
+    requests: list[TurnRequest] = []
+    context, chain, known = b"", tuple[int, ...](), 0
+    for turn, part in enumerate(parts):
+        context += pack_tokens(part)
+        if turn in anchors:
+            chain, known = (), 0
+        fields = appending(context, chain, known=known)
+        requests.append(msgspec.structs.replace(request("g0:0"), turn=turn, **fields))
+        chain, known = (*chain, 10 + 10 * turn), fields["context_tokens"]
+    return requests
+
+
+def whole(parts: list[list[int]]) -> bytes:
+    return pack_tokens([token for part in parts for token in part])
+
+
+def links_of(requests: list[TurnRequest]) -> dict[int, TurnRequest]:
+    return {10 + 10 * turn: each for turn, each in enumerate(requests)}
+
+
+@given(APPENDED, st.frozensets(st.integers(1, 7)))
+def test_a_chain_leads_to_the_whole(parts: list[list[int]], anchors: frozenset[int]) -> None:
+    requests = [decode(TurnRequest, encode(each)) for each in asked(parts, anchors | {0})]
+    assert [each.anchors for each in requests] == [turn in anchors | {0} for turn in range(len(parts))]
+    for turn, each in enumerate(requests):
+        assert context_of(each, links_of(requests)) == whole(parts[: turn + 1])
+
+
+@given(APPENDED.filter(lambda parts: len(parts) > 1), st.data())
+def test_a_chain_that_is_not_what_was_written_is_torn(parts: list[list[int]], data: st.DataObject) -> None:
+    requests = asked(parts)
+    links = links_of(requests)
+    last = requests[-1]
+    gone = data.draw(st.sampled_from(last.chain))
+    with pytest.raises(Torn, match=f"offset {gone}"):
+        context_of(last, {offset: each for offset, each in links.items() if offset != gone})
+    other = msgspec.structs.replace(links[gone], trajectory_id="g1:0")
+    with pytest.raises(Torn, match=f"offset {gone}"):
+        context_of(last, links | {gone: other})
+    bent = bytearray(links[gone].appended)
+    bent[data.draw(st.integers(0, len(bent) - 1))] ^= 1
+    with pytest.raises(Torn, match="are not its"):
+        context_of(last, links | {gone: msgspec.structs.replace(links[gone], appended=bytes(bent))})
+
+
+@given(APPENDED, st.data())
+def test_an_executor_has_the_whole_or_reads_it_back(parts: list[list[int]], data: st.DataObject) -> None:
+    """Turns of it are served here or elsewhere, dispatched whole or cut, once or again."""
+    kept, requests = Kept(), asked(parts)
+    links = links_of(requests)
+    for turn, each in enumerate(requests):
+        for _ in range(data.draw(st.integers(0, 2), label=f"times that turn {turn} comes here")):
+            cut = data.draw(st.booleans())
+            carried = msgspec.structs.replace(each, appended=b"") if cut else each
+            dispatch = msgspec.structs.replace(
+                dispatched(each), asked=msgspec.Raw(msgspec.msgpack.encode(carried)), offset=10 + 10 * turn, cut=cut
+            )
+            context = kept.of(dispatch)
+            if context is None:
+                read = [links[offset] for offset in offsets_of(dispatch)]
+                assert read, "there is something to read back"
+                context = context_of(each, links)
+                kept.keep(each.trajectory_id, context)
+            assert context == whole(parts[: turn + 1])
+
+
+def test_what_was_served_is_kept_and_the_longest_unused_goes_first() -> None:
+    kept = Kept(most_bytes=40)
+    for number in (0, 1, 0, 2):
+        carried = msgspec.structs.replace(request(f"g{number}:0"), **appending(pack_tokens([number] * 4)))
+        assert kept.of(dispatched(carried)) == pack_tokens([number] * 4)
+    assert (len(kept), kept.size) == (2, 32)
+    (_, later) = asked([[0] * 4, [9]])
+    assert kept.of(dispatched(later)) == pack_tokens([0, 0, 0, 0, 9]), "the trajectory that was served since"
+    assert kept.of(dispatched(msgspec.structs.replace(later, trajectory_id="g1:0"))) is None
+
+
+def test_a_digest_that_is_wrong_is_never_served() -> None:
+    (first, second) = asked([[1, 2], [3]])
+    kept = Kept()
+    assert kept.of(dispatched(first)) == pack_tokens([1, 2])
+    wrong = msgspec.structs.replace(second, digest=bytes(16))
+    assert kept.of(dispatched(wrong)) is None
+    with pytest.raises(Torn):
+        context_of(wrong, links_of([first, wrong]))
+    assert kept.of(dispatched(second)) == pack_tokens([1, 2, 3])
+
+
+FLAWS: dict[str, dict[str, object]] = {
+    "contradicts its length": {"appended": b"\x00" * 400},
+    "half a token": {"appended": b"\x00" * 7, "chain": (3,)},
+    "an anchor that lacks its beginning": {"appended": b"", "chain": ()},
+    "a chain that goes back": {"chain": (7, 3)},
+    "a place twice": {"chain": (7, 7)},
+}
+
+
+@pytest.mark.parametrize("fields", FLAWS.values(), ids=FLAWS)
+def test_a_request_that_contradicts_itself_is_told_from_a_sound_one(fields: dict[str, object]) -> None:
+    sound = asked([[1, 2], [3]])[-1]
+    wrong = type(sound)(**{**msgspec.structs.asdict(sound), **fields})
+    assert not sound.flaw and decode(TurnRequest, encode(wrong)).flaw
+
+
+def test_a_dispatch_without_its_tokens_is_read() -> None:
+    (sound,) = asked([[1, 2]])
+    cut = msgspec.structs.replace(
+        dispatched(sound),
+        asked=msgspec.Raw(msgspec.msgpack.encode(msgspec.structs.replace(sound, appended=b""))),
+        offset=10,
+        cut=True,
+    )
+    read = decode(TurnDispatch, encode(cut))
+    assert (read.request.context_tokens, offsets_of(read)) == (2, (10,))

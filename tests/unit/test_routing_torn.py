@@ -1,0 +1,97 @@
+"""A turn whose context no executor can read back waits for its anchor, and nobody else waits for it."""
+
+import msgspec
+
+from pipeline.routing.router import Router
+from pipeline.routing.waiting import KEPT_BYTES, Asked
+from schemas.contexts import appending
+from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest
+from schemas.wire import encode
+from tests.unit.routing_world import CONFIG, heartbeat, request, result
+
+
+def chained(patience_seconds: float = 100.0) -> TurnRequest:
+    asked = request("g0:0", 1, context=30, patience_seconds=patience_seconds)
+    assert asked.chain
+    return asked
+
+
+def anchored(asked: TurnRequest) -> TurnRequest:
+    return msgspec.structs.replace(asked, **appending(bytes(4 * asked.context_tokens)))
+
+
+def torn(dispatch: TurnDispatch, *routers: Router, now: float = 0.1) -> None:
+    for router in routers:
+        assert router.on(result(dispatch, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), now) == []
+
+
+def dispatch_of(router: Router, asked: TurnRequest, now: float = 0.0, offset: int = 5) -> TurnDispatch:
+    (sent,) = router.on(Asked.anew(asked, offset), now)
+    assert isinstance(sent, TurnDispatch)
+    return sent
+
+
+def test_it_goes_out_again_once_it_is_asked_for_whole_and_counts_against_nobody() -> None:
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    sent = dispatch_of(router, chained())
+    torn(sent, router)
+    assert (len(router.waiting), router.outstanding, router.counters.torn) == (1, 0, 1)
+    assert router.on(heartbeat(0), 0.2) == [], "no executor is tried again with what it cannot read"
+    again = dispatch_of(router, anchored(chained()), 0.3, offset=9)
+    assert (again.request.anchors, again.offset, again.attempt, again.failures) == (True, 9, 1, 0)
+
+
+def test_others_pass_it() -> None:
+    router = Router(CONFIG)
+    router.on(heartbeat(0, max_turns=1), 0.0)
+    torn(dispatch_of(router, chained()), router)
+    assert dispatch_of(router, request("g1:0"), 0.2).request.trajectory_id == "g1:0"
+
+
+def test_an_anchor_that_comes_first_serves_whoever_is_sent_the_turn_next() -> None:
+    """The refusal and the request that it led to lie in two topics, and may be read in either order."""
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    sent = dispatch_of(router, chained())
+    assert router.on(Asked.anew(anchored(chained()), 9), 0.1) == [], "its executor may have the context"
+    (again,) = router.on(result(sent, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), 0.2)
+    assert isinstance(again, TurnDispatch)
+    assert (again.request.anchors, again.offset, again.failures) == (True, 9, 0)
+    assert router.counters.torn == 0
+
+
+def test_it_is_given_up_when_nobody_asks_again() -> None:
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    torn(dispatch_of(router, chained(patience_seconds=10.0)), router)
+    router.tick(5.0)
+    (failed,) = router.tick(10.2)
+    assert failed.outcome is TurnOutcome.FAILED and "torn" in failed.reason  # type: ignore[union-attr]
+
+
+def test_a_router_that_takes_over_holds_it_too() -> None:
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    sent = dispatch_of(router, chained())
+    refusal = result(sent, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT)
+    restored = Router(CONFIG)
+    assert restored.restore([Asked.anew(chained(), 5)], [sent], [refusal], lambda: 0.0) == []
+    assert restored.on(heartbeat(0), 0.1) == []
+    assert dispatch_of(restored, anchored(chained()), 0.2, offset=9).offset == 9
+    mended = Router(CONFIG)
+    asked = [Asked.anew(chained(), 5), Asked.anew(anchored(chained()), 9)]
+    assert mended.restore(asked, [sent], [refusal], lambda: 0.0) == []
+    (again,) = mended.on(heartbeat(0), 0.1)
+    assert isinstance(again, TurnDispatch) and again.offset == 9
+
+
+def test_what_a_large_request_appends_is_held_until_it_is_sent() -> None:
+    router = Router(CONFIG)
+    large = request("g0:0", context=400, max_tokens=10)
+    router.on(Asked.anew(large), 0.0)
+    (turn,) = router.turns.values()
+    assert len(turn.wire) == len(encode(large)) > KEPT_BYTES
+    (sent,) = router.on(heartbeat(0), 0.1)
+    assert isinstance(sent, TurnDispatch) and sent.request == large and not sent.cut
+    assert len(turn.wire) < KEPT_BYTES and turn.cut

@@ -1,0 +1,196 @@
+"""The contexts of the turns that an executor runs: kept from the turn before, or read back from the log.
+
+Keeps true
+- What is handed out has the digest that its request says. What cannot be had so is told as torn, never guessed.
+- Nobody waits for the log: what has to be read back comes later, through `found`, and other turns go on meanwhile.
+- At most MOST_BYTES are kept, those of the trajectories that were served last.
+- A broker that is away is asked again until it answers: only what the log does not hold is torn.
+"""
+
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+
+import structlog
+
+from schemas.contexts import Torn, context_of, is_context_of
+from schemas.errors import RoseError
+from schemas.turns import TurnDispatch, TurnKey, TurnRequest
+from topics.catalog import REQUESTED
+from topics.fetch import FAR, Fetch
+from topics.reader import Reader
+from topics.records import Place
+from topics.settings import BusSettings
+from workers.executor import metrics
+
+MOST_BYTES = 256 * 1024 * 1024
+"""Of contexts kept: some 2,000 of 32,768 tokens."""
+
+LOOK_SECONDS = 0.2
+"""How soon the thread notices that it is to stop."""
+
+AGAIN_SECONDS = 1.0
+"""Before the broker is asked anew after trouble."""
+
+log = structlog.get_logger("executor")
+
+
+class Kept:
+    """The newest context of each trajectory that was served here. Pure."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._contexts: OrderedDict[str, bytes] = OrderedDict()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all that is kept."""
+        return self._size
+
+    def of(self, dispatch: TurnDispatch) -> bytes | None:
+        """The dispatch's context, as far as it follows from what is kept and what it carries itself."""
+        request = dispatch.request
+        known = self._contexts.get(request.trajectory_id, b"")
+        ways = [known]  # of a turn that was here before
+        if not dispatch.cut:
+            ways.append(request.appended if request.anchors else known + request.appended)
+        for context in ways:
+            if is_context_of(request, context):
+                self.keep(request.trajectory_id, context)
+                return context
+        return None
+
+    def keep(self, trajectory_id: str, context: bytes) -> None:
+        """The newest of its trajectory."""
+        self._size += len(context) - len(self._contexts.pop(trajectory_id, b""))
+        self._contexts[trajectory_id] = context
+        while self._size > self._most_bytes:
+            _, longest_unused = self._contexts.popitem(last=False)
+            self._size -= len(longest_unused)
+
+
+class Contexts:
+    """Kept ones, and a thread that reads the others back. `close` it."""
+
+    def __init__(self, settings: BusSettings, name: str) -> None:
+        self._settings = settings
+        self._name = name
+        self._kept = Kept()
+        self._reading: dict[TurnKey, float] = {}
+        """Since when, in monotonic seconds."""
+        self._asked: SimpleQueue[TurnDispatch] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[TurnDispatch, bytes | Torn]] = SimpleQueue()
+        self._stopping = Event()
+        self._thread: Thread | None = None
+
+    @property
+    def reading(self) -> bool:
+        """Whether any is awaited."""
+        return bool(self._reading)
+
+    def find(self, dispatch: TurnDispatch) -> bytes | None:
+        """The packed tokens that its request goes on from; None: they will come through `found`."""
+        context = self._kept.of(dispatch)
+        if context is not None:
+            metrics.CONTEXTS.labels("kept" if dispatch.cut or dispatch.request.chain else "carried").inc()
+            return context
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name=f"{self._name}-contexts", daemon=True)
+            self._thread.start()
+        self._reading[dispatch.key] = time.monotonic()
+        self._asked.put(dispatch)
+        return None
+
+    def found(self) -> Iterator[tuple[TurnDispatch, bytes | Torn, float]]:
+        """What was read back since, or why it cannot be; and the seconds that took."""
+        while self._reading:
+            try:
+                dispatch, context = self._answers.get_nowait()
+            except Empty:
+                return
+            since = self._reading.pop(dispatch.key, None)
+            if since is None:  # it was given up meanwhile
+                continue
+            seconds = time.monotonic() - since
+            metrics.READ_BACK_SECONDS.observe(seconds)
+            metrics.CONTEXTS.labels("torn" if isinstance(context, Torn) else "read back").inc()
+            if not isinstance(context, Torn):
+                self._kept.keep(dispatch.request.trajectory_id, context)
+            yield dispatch, context, seconds
+
+    def give_up(self) -> list[TurnKey]:
+        """Those that are being read back, which are not awaited any more."""
+        keys = list(self._reading)
+        self._reading.clear()
+        return keys
+
+    def close(self) -> None:
+        """End the thread and wait for it."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        left: list[TurnDispatch] = []
+        while not self._stopping.is_set():
+            try:
+                with closing(Reader(self._settings, f"{self._name}-contexts", ends=True)) as reader:
+                    while not self._stopping.is_set():
+                        left = left or self._next()
+                        self._read(reader, left)
+                        left = []
+            except RoseError as error:
+                log.warning("reading contexts back anew", worker=self._name, reason=str(error))
+                self._stopping.wait(AGAIN_SECONDS)
+
+    def _next(self) -> list[TurnDispatch]:
+        """All that are asked for by now, waiting a moment for the first."""
+        asked: list[TurnDispatch] = []
+        try:
+            asked.append(self._asked.get(timeout=LOOK_SECONDS))
+            while True:
+                asked.append(self._asked.get_nowait())
+        except Empty:
+            return asked
+
+    def _read(self, reader: Reader, asked: Sequence[TurnDispatch]) -> None:
+        """Raises TopicMissing, BusError or FetchStalled."""
+        wanted: dict[Place, list[int]] = {}
+        for dispatch in asked:
+            if offsets := offsets_of(dispatch):
+                wanted.setdefault((REQUESTED, dispatch.home), []).extend(offsets)
+        # The embedded broker answers a fetch with all the rest of a partition: there jumps cost more than they save.
+        far = sys.maxsize if self._settings.embedded else FAR
+        found: dict[int, dict[int, TurnRequest]] = {}
+        for envelope in Fetch(reader, wanted, far=far, stopped=self._stopping.is_set):
+            if isinstance(envelope.record, TurnRequest):
+                found.setdefault(envelope.partition, {})[envelope.offset] = envelope.record
+        if not self._stopping.is_set():
+            for dispatch in asked:
+                self._answers.put((dispatch, _put_together(dispatch, found.get(dispatch.home, {}))))
+
+
+def offsets_of(dispatch: TurnDispatch) -> tuple[int, ...]:
+    """Offsets of the requests, in its home, that its context is read back from."""
+    return (*dispatch.request.chain, dispatch.offset) if dispatch.cut else dispatch.request.chain
+
+
+def _put_together(dispatch: TurnDispatch, found: dict[int, TurnRequest]) -> bytes | Torn:
+    request = dispatch.request
+    if dispatch.cut:
+        own = found.get(dispatch.offset)
+        if own is None or (own.trajectory_id, own.turn) != (request.trajectory_id, request.turn):
+            return Torn(f"the request of turn {request.turn} is not on the log at offset {dispatch.offset} any more")
+        request = own
+    try:
+        return context_of(request, found)
+    except Torn as torn:
+        return torn
