@@ -5,7 +5,9 @@
 
 One engine, one environment worker, one router and a trainer; one group of eight trajectories is in flight at a time.
 On the bus is a turn from the request to the inbox, less its wait for room, and from the last token until its result is
-taken in. `--json FILE` writes one object with `checks` and the legs.
+taken in. Its floor is measured on the same broker before: a transaction of one request and the offsets that led to it,
+when none has just ended, and three hops of a record from a producer to a consumer.
+`--json FILE` writes one object with `checks`, the legs and the floor.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from confluent_kafka import Consumer, Producer, TopicPartition
 
 from bench.broker import scratch_broker
 from bench.check import Check
@@ -31,7 +35,8 @@ from pipeline.command.tasks import training_prompts
 from pipeline.replay.legs import legs_of
 from schemas.samples import Sample
 from schemas.turns import TurnTimes
-from topics.catalog import SAMPLES
+from topics.admin import create_topics
+from topics.catalog import DISPATCHED, REQUESTED, SAMPLES, Partitions
 from topics.log import read_topics
 from topics.settings import BusSettings
 
@@ -39,6 +44,13 @@ TRAJECTORIES = 8
 """In flight."""
 FIRST_GROUPS = 5
 """That are not counted: processes and caches are cold."""
+FLOOR_ROUNDS, FLOOR_COLD = 250, 50
+"""Measured, and the first of them that are not counted."""
+FLOOR_BYTES = 600
+HOPS = 3
+"""Request to router, dispatch to inbox, result to environment worker."""
+FLOOR_PAUSE_SECONDS = 0.02
+"""A transaction that follows on another at once waits until the broker has ended that."""
 MEDIAN_MILLISECONDS, P99_MILLISECONDS = 20.0, 80.0
 
 
@@ -52,6 +64,34 @@ def settings_of(groups: int) -> dict[str, object]:
         "trainer.groups_per_step": 1,
         "trainer.total_groups": groups,
     }
+
+
+def floor(settings: BusSettings) -> dict[str, dict[str, float]]:
+    """Of a bare transaction and a bare hop, by one client each."""
+    create_topics(settings, Partitions())
+    requests, inbox = settings.topic(REQUESTED), settings.topic(DISPATCHED)
+    reader = Consumer(settings.consumer("bench-floor", "floor"))
+    reader.assign([TopicPartition(inbox, 0, 0)])
+    plain = Producer(settings.producer("bench-floor"))
+    asking = Producer(settings.transactional("bench-floor", "floor"))
+    asking.init_transactions(30)
+    transactions, hops = [], []
+    for offset in range(FLOOR_ROUNDS):
+        began = time.perf_counter()
+        asking.begin_transaction()
+        asking.produce(requests, bytes(FLOOR_BYTES), partition=0)
+        done = [TopicPartition(inbox, 0, offset)]
+        asking.send_offsets_to_transaction(done, reader.consumer_group_metadata(), 30)
+        asking.commit_transaction(30)
+        transactions.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        plain.produce(inbox, bytes(FLOOR_BYTES), partition=0)
+        while reader.poll(1.0) is None:
+            pass
+        hops.append(time.perf_counter() - began)
+        time.sleep(FLOOR_PAUSE_SECONDS)
+    reader.close()
+    return {"transaction": told(transactions[FLOOR_COLD:]), "hop": told(hops[FLOOR_COLD:])}
 
 
 def run(settings: BusSettings, folder: Path, groups: int) -> list[TurnTimes]:
@@ -105,15 +145,25 @@ def main() -> None:
     if arguments.groups < 2 * FIRST_GROUPS:
         parser.error(f"--groups is at least {2 * FIRST_GROUPS}: the first {FIRST_GROUPS} are not counted")
     with scratch_broker() as broker, tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
+        bare = floor(broker.settings("floor."))
         turns = run(broker.settings(), Path(folder), arguments.groups)
         checks, legs = checks_of(turns[len(turns) * FIRST_GROUPS // arguments.groups :])
-        result: dict[str, Any] = {"broker": broker.name, "checks": [asdict(check) for check in checks], "legs": legs}
+        result: dict[str, Any] = {
+            "broker": broker.name,
+            "checks": [asdict(check) for check in checks],
+            "legs": legs,
+            "floor": bare,
+        }
     if arguments.json == "-":
         print(json.dumps(result, indent=2))
         return
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
     print(f"broker: {result['broker']}")
+    least = bare["transaction"]["median"] + HOPS * bare["hop"]["median"]
+    print(
+        f"floor: {least:.2f} ms median, a transaction of {bare['transaction']} ms and {HOPS} hops of {bare['hop']} ms"
+    )
     for name, leg in legs.items():
         print(f"  {name:16} {leg['median']:9.2f} ms median {leg['p99']:9.2f} ms p99")
     for check in checks:
