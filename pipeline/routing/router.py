@@ -283,7 +283,7 @@ class Router:
 
     def _hold(self, turn: Turn, now: float) -> None:
         """Nobody can read the turn's context back: it waits for its anchor."""
-        turn.queued_at, turn.torn = now, True
+        turn.queued_at = now
         turn.attempt = min(turn.next_attempt, MOST_ATTEMPTS - 1)
         self.waiting.hold(turn)
         self.counters.torn += 1

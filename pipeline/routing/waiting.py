@@ -85,7 +85,7 @@ class Turn:
     cut: bool = False
     """`wire` lacks what the request appends."""
     torn: bool = False
-    """No executor can read its context back: it waits for its anchor."""
+    """It waits for its anchor: no executor can read its context back."""
 
     @property
     def context_tokens(self) -> int:
@@ -94,7 +94,7 @@ class Turn:
     def asked_by(self, asked: Asked) -> None:
         """It is asked for by this from now on."""
         self.request = msgspec.structs.replace(asked.request, appended=b"")
-        self.wire, self.offset, self.cut, self.torn = asked.wire, asked.offset, False, False
+        self.wire, self.offset, self.cut = asked.wire, asked.offset, False
 
     def sent(self) -> None:
         """What it appends is with an executor, and on the log."""
@@ -134,14 +134,21 @@ class Waiting:
     heap: list[Place] = field(default_factory=list)
     aside: dict[int, Place] = field(default_factory=dict)
     """By ticket, those that wait and are set aside."""
+    torn: int = 0
+    """How many wait for an anchor."""
     tickets: int = 0
     """Given out so far."""
 
     def __len__(self) -> int:
         return len(self.turns)
 
+    @property
+    def for_room(self) -> int:
+        """How many wait for room."""
+        return len(self.turns) - self.torn
+
     def push(self, turn: Turn) -> None:
-        self.hold(turn)
+        self._enter(turn)
         heapq.heappush(self.heap, (turn.due, -turn.request.turn, turn.ticket))
 
     def first(self) -> Turn | None:
@@ -155,15 +162,17 @@ class Waiting:
 
     def hold(self, turn: Turn) -> None:
         """Let a turn wait that nobody can run as it is; `remove` it to push it."""
-        self.tickets += 1
-        turn.ticket = self.tickets
-        self.turns[turn.ticket] = turn
+        self._enter(turn)
+        turn.torn = True
+        self.torn += 1
 
     def remove(self, turn: Turn) -> None:
         """Take a waiting turn out, wherever it stands."""
         del self.turns[turn.ticket]
         self.aside.pop(turn.ticket, None)
         turn.ticket = 0
+        self.torn -= turn.torn
+        turn.torn = False
 
     def set_aside(self) -> None:
         """Let the others pass the first one."""
@@ -175,3 +184,8 @@ class Waiting:
         for place in self.aside.values():
             heapq.heappush(self.heap, place)
         self.aside.clear()
+
+    def _enter(self, turn: Turn) -> None:
+        self.tickets += 1
+        turn.ticket = self.tickets
+        self.turns[turn.ticket] = turn

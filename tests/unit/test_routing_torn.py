@@ -5,9 +5,10 @@ import msgspec
 from pipeline.routing.router import Router
 from pipeline.routing.waiting import KEPT_BYTES, Asked
 from schemas.contexts import appending
+from schemas.slack import ExecutorState
 from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest
 from schemas.wire import encode
-from tests.unit.routing_world import CONFIG, heartbeat, request, result
+from tests.unit.routing_world import CONFIG, heartbeat, packed, request, result
 
 
 def chained(patience_seconds: float = 100.0) -> TurnRequest:
@@ -84,6 +85,27 @@ def test_a_router_that_takes_over_holds_it_too() -> None:
     assert mended.restore(asked, [sent], [refusal], lambda: 0.0) == []
     (again,) = mended.on(heartbeat(0), 0.1)
     assert isinstance(again, TurnDispatch) and again.offset == 9
+
+
+def test_an_executor_that_is_heard_to_run_it_has_it_again_and_it_waits_for_no_anchor() -> None:
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    first = dispatch_of(router, chained(patience_seconds=10.0))
+    second: list[TurnDispatch] = []
+    for number in range(1, 100):
+        router.on(heartbeat(1, max_turns=1), number / 10)
+        second += [each for each in router.tick(number / 10) if isinstance(each, TurnDispatch)]
+        if second:
+            break
+    torn(second[0], router, now=number / 10)
+    assert (router.outstanding, router.waiting.for_room) == (0, 0)
+    router.on(heartbeat(0, holds=packed([first])), 10.0)
+    assert router.outstanding == 1
+    router.on(heartbeat(1, state=ExecutorState.PAUSED), 10.1)
+    assert router.on(heartbeat(0, incarnation=2, state=ExecutorState.STARTING), 10.1) == []
+    assert (router.outstanding, router.waiting.for_room) == (0, 1)
+    (failed,) = router.tick(20.2)
+    assert "no executor has taken it up" in failed.reason  # type: ignore[union-attr]
 
 
 def test_what_a_large_request_appends_is_held_until_it_is_sent() -> None:

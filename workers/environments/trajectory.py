@@ -159,8 +159,12 @@ class Trajectory:
         self.applying = False
 
     def _go_on(self) -> None:
-        """The next request goes on from the present one, if it is known where that lies; else it is an anchor."""
-        if self.lies_at is None or len(self.chain) >= CHAIN:
+        """The next request goes on from the present one, if that lies behind its chain; else it is an anchor.
+
+        It may lie before it where a broker lost its newest records: it gives their offsets again.
+        """
+        behind = self.lies_at is not None and self.lies_at > max(self.chain, default=-1)
+        if self.lies_at is None or not behind or len(self.chain) >= CHAIN:
             self.anchor()
             return
         self.chain, self.requested, self.lies_at = (*self.chain, self.lies_at), count(self.tokens), None
