@@ -37,11 +37,15 @@ class Asked(NamedTuple):
         return cls(request, encode(request), offset)
 
 
+_fields = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+"""A record's fields by name, none of them looked into: who decoded the record has passed over what it does not know."""
+
+NO_TOKENS = msgspec.Raw(msgspec.msgpack.encode(b""))
+
+
 def without_tokens(wire: bytes) -> bytes:
-    """The request's bytes less what it appends: all else, known here or not, is as it came."""
-    fields = msgspec.msgpack.decode(wire)
-    fields["appended"] = b""
-    return msgspec.msgpack.encode(fields)
+    """The request's bytes less what it appends: all else, known here or not, is as it came, and takes no more room."""
+    return msgspec.msgpack.encode({**_fields.decode(wire), "appended": NO_TOKENS})
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ from pipeline.routing.router import Router
 from pipeline.routing.waiting import KEPT_BYTES, Asked
 from schemas.contexts import appending
 from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest
-from schemas.wire import encode
+from schemas.wire import decode, encode
 from tests.unit.routing_world import CONFIG, heartbeat, request, result
 
 
@@ -95,3 +95,21 @@ def test_what_a_large_request_appends_is_held_until_it_is_sent() -> None:
     (sent,) = router.on(heartbeat(0), 0.1)
     assert isinstance(sent, TurnDispatch) and sent.request == large and not sent.cut
     assert len(turn.wire) < KEPT_BYTES and turn.cut
+
+
+def test_what_a_newer_writer_added_is_as_it_came_in_a_dispatch_without_tokens() -> None:
+    """Numbers of 4 bytes were written again as those of 8: of a large request no dispatch could be written."""
+    asked = request("g0:0", context=400, max_tokens=10)
+    fields = {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in msgspec.structs.asdict(asked).items()}
+    news = b"\xdd" + (50_000).to_bytes(4, "big") + b"\xca\x3f\x80\0\0" * 50_000
+    wire = msgspec.msgpack.encode({**fields, "news": msgspec.Raw(news)})
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    (sent,) = router.on(Asked(decode(TurnRequest, wire), wire, 5), 0.1)
+    assert isinstance(sent, TurnDispatch)
+    router.on(result(sent, TurnOutcome.PREEMPTED), 0.2)
+    (again,) = router.on(heartbeat(0, sequence=1), 0.3)
+    assert isinstance(again, TurnDispatch) and again.cut
+    cut = bytes(again.asked)
+    assert news in cut and len(cut) == len(wire) - len(asked.appended) - 1  # and one of the two that said how many
+    assert again.request == msgspec.structs.replace(asked, appended=b"")
