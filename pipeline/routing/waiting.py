@@ -48,12 +48,19 @@ def without_tokens(wire: bytes) -> bytes:
     return msgspec.msgpack.encode({**_fields.decode(wire), "appended": NO_TOKENS})
 
 
+def without_context(request: TurnRequest) -> TurnRequest:
+    """What the router keeps of it: neither what it appends nor its chain, which may take more than all the rest."""
+    return msgspec.structs.replace(request, appended=b"", chain=())
+
+
 @dataclass(slots=True, eq=False)
 class Turn:
     """One unfinished turn. Times are the router's own, in seconds."""
 
     request: TurnRequest
-    """Without what it appends."""
+    """As `without_context` leaves it."""
+    anchors: bool
+    """Whether it was asked for with its context whole."""
     wire: bytes
     """The request as it came, for its dispatches."""
     offset: int
@@ -97,7 +104,7 @@ class Turn:
 
     def asked_by(self, asked: Asked) -> None:
         """It is asked for by this from now on."""
-        self.request = msgspec.structs.replace(asked.request, appended=b"")
+        self.request, self.anchors = without_context(asked.request), asked.request.anchors
         self.wire, self.offset, self.cut, self.torn = asked.wire, asked.offset, False, False
 
     def sent(self) -> None:

@@ -5,6 +5,7 @@ import msgspec
 from pipeline.routing.router import Router
 from pipeline.routing.waiting import KEPT_BYTES, Asked
 from schemas.contexts import appending
+from schemas.limits import CHAIN
 from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest
 from schemas.wire import decode, encode
 from tests.unit.routing_world import CONFIG, heartbeat, request, result
@@ -95,6 +96,16 @@ def test_what_a_large_request_appends_is_held_until_it_is_sent() -> None:
     (sent,) = router.on(heartbeat(0), 0.1)
     assert isinstance(sent, TurnDispatch) and sent.request == large and not sent.cut
     assert len(turn.wire) < KEPT_BYTES and turn.cut
+
+
+def test_of_a_turn_with_the_longest_chain_the_places_are_held_once_as_they_came() -> None:
+    """A tuple of 64 offsets takes more than all else that is kept of a turn."""
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    chained = msgspec.structs.replace(request("g0:0", 1), chain=tuple(range(10**6, 10**6 + CHAIN)))
+    sent = dispatch_of(router, chained)
+    (turn,) = router.turns.values()
+    assert sent.request.chain == chained.chain and not turn.request.chain and not turn.anchors
 
 
 def test_what_a_newer_writer_added_is_as_it_came_in_a_dispatch_without_tokens() -> None:
