@@ -275,6 +275,8 @@ class Router:
         request, turn = asked.request, self.turns.get(asked.request.trajectory_id)
         if turn is None or turn.request.turn != request.turn or not request.anchors or turn.anchors:
             return False
+        if (request.digest, request.context_tokens) != (turn.request.digest, turn.context_tokens):
+            return False
         turn.asked_by(asked)
         if not turn.worker:  # else its executor may have the context, whoever had it not
             self.waiting.remove(turn)
@@ -351,7 +353,7 @@ class Router:
         return Ask(
             context_tokens=context_tokens,
             new_tokens=max(1.0, self.lengths.expected(request.sampling.max_tokens) - turn.begun_tokens),
-            room_tokens=turn.room_tokens,
+            room_tokens=turn.context_tokens + request.sampling.max_tokens,
             tie_key=request.trajectory_id if request.turn else request.group_id,
             cached=self.prefixes.cached(request, context_tokens, self.liveness.executors),
             seeded=request.sampling.seed is not None,
@@ -362,7 +364,7 @@ class Router:
         self.waiting.remove(turn)
         self.placement.take(choice, ask, now)
         self.custody.give(turn, choice.worker, now)
-        turn.new_tokens = ask.new_tokens
+        turn.room_tokens, turn.new_tokens = ask.room_tokens, ask.new_tokens
         executor = self.liveness.executors[choice.worker]
         assert executor.beat is not None
         if request.turn == 0:

@@ -68,7 +68,7 @@ class Turn:
     epoch: int
     """The router's epoch in which it was asked for."""
     room_tokens: int
-    """Context and the most that it may generate."""
+    """Context and the most that it may generate; of a turn at an executor, as it was sent there."""
     due: float
     """When its first patience ends: its place in the order."""
     queued_at: float

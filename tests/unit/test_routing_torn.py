@@ -6,6 +6,7 @@ from pipeline.routing.router import Router
 from pipeline.routing.waiting import KEPT_BYTES, Asked
 from schemas.contexts import appending
 from schemas.limits import CHAIN
+from schemas.prompts import Sampling
 from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest
 from schemas.wire import decode, encode
 from tests.unit.routing_world import CONFIG, heartbeat, request, result
@@ -69,6 +70,30 @@ def test_it_is_given_up_when_nobody_asks_again() -> None:
     router.tick(5.0)
     (failed,) = router.tick(10.2)
     assert failed.outcome is TurnOutcome.FAILED and "torn" in failed.reason  # type: ignore[union-attr]
+
+
+def test_an_anchor_of_another_context_is_no_answer_to_a_torn_one() -> None:
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    torn(dispatch_of(router, chained()), router)
+    for other in (request("g0:0", 1, context=31, anchors=True), msgspec.structs.replace(chained(), chain=())):
+        other = msgspec.structs.replace(other, digest=bytes(16))
+        assert router.on(Asked.anew(other, 9), 0.2) == []
+    assert router.counters.duplicate == 2 and dispatch_of(router, anchored(chained()), 0.3, offset=11).offset == 11
+
+
+def test_room_is_kept_for_what_the_anchor_asks_for() -> None:
+    """Whoever asks again may be a worker with another `max_context_tokens`, which bounds what is sampled."""
+    router = Router(CONFIG)
+    router.on(heartbeat(0, token_budget=100), 0.0)
+    sent = dispatch_of(router, chained())
+    more = msgspec.structs.replace(anchored(chained()), sampling=Sampling(max_tokens=60))
+    assert router.on(Asked.anew(more, 9), 0.1) == []
+    (again,) = router.on(result(sent, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), 0.2)
+    assert router.on(request("g1:0", context=2, max_tokens=9), 0.3) == [], "90 of 100 tokens are taken"
+    assert isinstance(again, TurnDispatch)
+    assert len(router.on(result(again), 0.4)) == 1
+    assert router.placement.seats[0].held_tokens == 11
 
 
 def test_a_router_that_takes_over_holds_it_too() -> None:
