@@ -145,14 +145,21 @@ class Waiting:
     heap: list[Place] = field(default_factory=list)
     aside: dict[int, Place] = field(default_factory=dict)
     """By ticket, those that wait and are set aside."""
+    torn: set[int] = field(default_factory=set)
+    """By ticket, those that wait for their anchor."""
     tickets: int = 0
     """Given out so far."""
 
     def __len__(self) -> int:
         return len(self.turns)
 
+    @property
+    def for_room(self) -> int:
+        """How many wait for an executor, and not for a request that is still to be read."""
+        return len(self.turns) - len(self.torn)
+
     def push(self, turn: Turn) -> None:
-        self.hold(turn)
+        self._enter(turn)
         heapq.heappush(self.heap, (turn.due, -turn.request.turn, turn.ticket))
 
     def first(self) -> Turn | None:
@@ -165,15 +172,15 @@ class Waiting:
         return None
 
     def hold(self, turn: Turn) -> None:
-        """Let a turn wait that nobody can run as it is; `remove` it to push it."""
-        self.tickets += 1
-        turn.ticket = self.tickets
-        self.turns[turn.ticket] = turn
+        """Let a turn wait for its anchor; `remove` it to push it."""
+        self._enter(turn)
+        self.torn.add(turn.ticket)
 
     def remove(self, turn: Turn) -> None:
         """Take a waiting turn out, wherever it stands."""
         del self.turns[turn.ticket]
         self.aside.pop(turn.ticket, None)
+        self.torn.discard(turn.ticket)
         turn.ticket = 0
 
     def set_aside(self) -> None:
@@ -186,3 +193,8 @@ class Waiting:
         for place in self.aside.values():
             heapq.heappush(self.heap, place)
         self.aside.clear()
+
+    def _enter(self, turn: Turn) -> None:
+        self.tickets += 1
+        turn.ticket = self.tickets
+        self.turns[turn.ticket] = turn

@@ -11,7 +11,7 @@ from pipeline.routing.config import RouterConfig
 from pipeline.routing.loop import RouterLoop
 from pipeline.routing.reign import Reign, steady_clock
 from pipeline.routing.seat import Seat
-from schemas.turns import TurnOutcome
+from schemas.turns import Refusal, TurnOutcome
 from tests.brokers import AnyBroker
 from tests.integration.router_kit import PARTITIONS, Bus, router_process, with_properties
 from tests.roles import kill, stop
@@ -229,6 +229,25 @@ def test_requests_are_left_on_their_topic_while_too_many_turns_wait(bus: Bus) ->
     assert len(reign.router.waiting) == 3
     bus.beat(0)
     bus.until(lambda: len(bus.inboxes) == 4, reign.turn_over)
+    reign.close()
+    seat.close()
+
+
+def test_torn_contexts_do_not_keep_the_requests_back_that_mend_them(bus: Bus) -> None:
+    seat = Seat(bus.settings, "router-0")
+    bus.until(lambda: seat.wait(0.1))
+    reign = Reign(bus.settings, RouterConfig(max_waiting_turns=2, low_water_seconds=0.0), seat, "router-0")
+    reign.begin()
+    bus.beat(0)
+    for number in range(3):
+        bus.ask(f"g{number}:0", 1)
+        bus.until(lambda: len(bus.inboxes) > number, reign.turn_over)  # noqa: B023
+        torn = bus.fleet.held[0].pop()
+        bus.say(COMPLETED, result(torn, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), "", torn.home)
+        bus.until(lambda: reign.router.counters.torn > number, reign.turn_over)  # noqa: B023
+    for number in range(3):
+        bus.ask(f"g{number}:0", 1, anchors=True)
+    bus.until(lambda: len(bus.inboxes) == 6, reign.turn_over)
     reign.close()
     seat.close()
 
