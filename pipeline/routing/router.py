@@ -27,7 +27,8 @@ from pipeline.routing.config import RouterConfig
 from pipeline.routing.custody import Custody
 from pipeline.routing.lengths import Lengths
 from pipeline.routing.liveness import Executor, Liveness, Standing
-from pipeline.routing.placement import Ask, Choice, Placement
+from pipeline.routing.peers import Ask
+from pipeline.routing.placement import Choice, Placement
 from pipeline.routing.prefixes import Prefix, Prefixes
 from pipeline.routing.waiting import Asked, Turn, Waiting
 from schemas.arrays import count
@@ -281,7 +282,7 @@ class Router:
         """Hand an executor's newest heartbeat to the placement; whether it may now run what it could not before."""
         if executor.beat is None:
             return False
-        first = executor.worker not in self.placement.index
+        first = executor.worker not in self.placement.seats
         more = self.placement.offer(executor.beat, open=executor.open, lag_versions=self.liveness.lag(executor))
         for room_tokens, new_tokens in self.custody.room_of(executor) if first else ():  # known from the log alone
             self.placement.hold(executor.worker, room_tokens, new_tokens)

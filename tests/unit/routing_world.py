@@ -334,7 +334,7 @@ class World:
             assert list(executor.holds) == [n for n in executor.holds if router.turns[n].worker == worker]
             assert not any(router.turns[n].execution in executor.ghosts for n in executor.holds)
         assert sum(len(each.holds) for each in router.liveness.executors.values()) == router.outstanding
-        for seat in router.placement.seats:
+        for seat in router.placement.seats.values():
             known = router.custody.room_of(router.liveness.executors[seat.beat.worker])
             assert (seat.held_turns, seat.held_tokens) == (len(known), sum(room for room, _ in known))
 
