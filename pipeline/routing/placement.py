@@ -92,7 +92,7 @@ class Placement:
         """The least of theirs."""
 
     def offer(self, beat: SlackHeartbeat, *, open: bool, lag_versions: int) -> bool:
-        """Take in what an executor offers now; whether some turn can run that could not before, though all were idle."""
+        """Take in what an executor offers; whether some turn can run that could not before, were all idle."""
         seat = self.seats.get(beat.worker)
         if seat is None:
             seat = self._seat(beat)
