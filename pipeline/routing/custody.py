@@ -20,9 +20,10 @@ from collections.abc import Iterable
 
 from pipeline.routing.liveness import Execution, Executor, Liveness
 from pipeline.routing.placement import Placement
-from pipeline.routing.waiting import Turn, Waiting
+from pipeline.routing.turn import Turn
+from pipeline.routing.waiting import Waiting
 from schemas.slack import ExecutorState
-from schemas.turns import TurnDispatch, TurnKey, held_hash
+from schemas.turns import TurnDispatch, TurnResult, held_hash
 
 LEASE_SECONDS = 5.0
 """How long an executor may beat without listing a turn that was sent to it. It lists what it takes within one step."""
@@ -47,15 +48,23 @@ class Custody:
         """Enter a turn that does not wait any more and whose room is taken already."""
         turn.worker = worker
         turn.execution = held_hash(turn.key)
-        turn.next_attempt = max(turn.next_attempt, turn.attempt + 1)
-        self._seen(turn, now)
-        self._liveness.executors[worker].holds[turn.request.trajectory_id] = None
+        if turn.next_attempt <= turn.attempt:
+            turn.next_attempt = turn.attempt + 1
+        turn.seen_at, turn.seen_clock = now, self._liveness.clock
+        self._liveness.executors[worker].holds[turn.execution] = turn
 
-    def answered(self, worker: str | None, incarnation: int, key: TurnKey) -> None:
+    def answered(self, result: TurnResult) -> None:
         """An execution that may have been a ghost has ended."""
-        executor = self._liveness.executors.get(worker or "")
-        if executor is not None and executor.incarnation == incarnation and executor.ghosts:
-            self._vanish(executor, held_hash(key))
+        executor = self._liveness.executors.get(result.worker or "")
+        if executor is not None and executor.ghosts and executor.incarnation == result.incarnation:
+            self._vanish(executor, held_hash(result.key))
+
+    def progress_at(self, turn: Turn) -> float:
+        """Since when a turn waits, or when its executor last said that it has it."""
+        if not turn.worker:
+            return turn.queued_at
+        executor = self._liveness.executors[turn.worker]
+        return executor.heard_at if turn.execution in executor.listed else turn.seen_at
 
     def ended(self, turn: Turn) -> None:
         """The executor that has the turn has answered it, or it is not there any more."""
@@ -72,7 +81,7 @@ class Custody:
 
     def held_by(self, executor: Executor) -> list[Turn]:
         """The turns in its books."""
-        return [self._turns[name] for name in executor.holds]
+        return list(executor.holds.values())
 
     def clear(self, executor: Executor) -> None:
         """Forget what a start that is no more may still have run."""
@@ -85,7 +94,7 @@ class Custody:
             if ghost.charged:
                 executor.ghosts[execution] = ghost._replace(charged=False)
                 turn = self._turns.get(ghost.trajectory_id)
-                if turn is not None and turn.request.turn == ghost.turn and turn.failures:
+                if turn is not None and turn.turn == ghost.turn and turn.failures:
                     turn.failures -= 1
 
     def reconcile(self, executor: Executor, now: float) -> list[Turn]:
@@ -93,20 +102,23 @@ class Custody:
 
         Of one that stops these are all that it has not answered: what it lists is answered, and about to be read.
         """
-        assert executor.beat is not None
-        listed = unpack_holds(executor.beat.holds)
+        beat, holds, before = executor.beat, executor.holds, executor.listed
+        assert beat is not None
+        listed = executor.listed = unpack_holds(beat.holds)
         missing: list[Turn] = []
-        for turn in self.held_by(executor):
-            if turn.execution in listed:
-                self._seen(turn, now)
-            else:
-                missing.append(turn)
-        for execution, ghost in list(executor.ghosts.items()):
+        if not holds.keys() <= listed:
+            for execution, turn in holds.items():
+                if execution not in listed:
+                    missing.append(turn)
+                    if execution in before:
+                        turn.seen_at, turn.seen_clock = executor.heard_at, executor.heard_clock
+        executor.heard_at, executor.heard_clock = now, self._liveness.clock
+        for execution, ghost in list(executor.ghosts.items()) if executor.ghosts else ():
             if execution not in listed:
                 self._vanish(executor, execution)
             else:
                 self._give_back(executor, execution, ghost, now)
-        if executor.beat.state is ExecutorState.STOPPING:
+        if beat.state is ExecutorState.STOPPING:
             return missing
         return [turn for turn in missing if self._liveness.clock - turn.seen_clock >= LEASE_SECONDS]
 
@@ -122,7 +134,7 @@ class Custody:
         for dispatch in dispatches:
             incarnations[dispatch.worker] = max(dispatch.incarnation, incarnations.get(dispatch.worker, 0))
             turn = self._turns.get(dispatch.request.trajectory_id)
-            if turn is not None and turn.request.turn == dispatch.request.turn:
+            if turn is not None and turn.turn == dispatch.request.turn:
                 of_turn.setdefault(dispatch.request.trajectory_id, {})[held_hash(dispatch.key)] = dispatch
         for worker, incarnation in incarnations.items():
             self._liveness.remembered(worker, incarnation)
@@ -152,7 +164,7 @@ class Custody:
 
     def _give_back(self, executor: Executor, execution: int, ghost: Execution, now: float) -> None:
         turn = self._turns.get(ghost.trajectory_id)
-        if turn is None or turn.worker or turn.request.turn != ghost.turn:
+        if turn is None or turn.worker or turn.turn != ghost.turn:
             return
         del executor.ghosts[execution]
         self._waiting.remove(turn)
@@ -160,14 +172,11 @@ class Custody:
         turn.new_tokens = ghost.new_tokens
         self.give(turn, executor.worker, now)
 
-    def _seen(self, turn: Turn, now: float) -> None:
-        turn.seen_at, turn.seen_clock = now, self._liveness.clock
-
     def _leave(self, turn: Turn) -> Executor | None:
         executor = self._liveness.executors.get(turn.worker)
         turn.worker = ""
         if executor is not None:
-            executor.holds.pop(turn.request.trajectory_id, None)
+            executor.holds.pop(turn.execution, None)
         return executor
 
     def _vanish(self, executor: Executor, execution: int) -> None:

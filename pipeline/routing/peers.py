@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
+import msgspec
+
 from pipeline.routing.pace import Pace
 from schemas.slack import SlackHeartbeat
 
@@ -46,7 +48,7 @@ class Kind(NamedTuple):
     seeded: bool
 
 
-class Ask(NamedTuple):
+class Ask(msgspec.Struct, frozen=True, gc=False):
     """A turn, as far as its place depends on it."""
 
     context_tokens: int
@@ -78,6 +80,8 @@ class Seat:
     """Tokens that it could hold if it held nothing; CLOSED where it may be sent nothing."""
     staleness_seconds: float = 0.0
     """Risk of its policy version."""
+    risk_seconds: float = 0.0
+    """Of a turn there, whatever its length."""
     again_tokens: float = 0.0
     """Tokens that were computed again elsewhere because it took a turn back: the running mean over its turns."""
     decode_wait_per_token: float = 0.0
@@ -99,15 +103,6 @@ class Seat:
     """Whether that is among the busy."""
     search: int = 0
     """The newest that has looked at it by itself."""
-
-    @property
-    def risk_seconds(self) -> float:
-        """Of a turn there, whatever its length."""
-        return self.staleness_seconds + self.again_tokens * self.kind.prefill.seconds
-
-    @property
-    def decode_wait_seconds(self) -> float:
-        return self.held_new_tokens * self.decode_wait_per_token
 
     def wait(self, now: float) -> float:
         """Seconds that a turn would wait, and what it risks there whatever its length."""

@@ -100,6 +100,7 @@ class Placement:
         self._learn(seat, before)
         seat.staleness_seconds = lag_versions * STALENESS_SECONDS
         seat.again_tokens *= AGAIN_KEPT
+        self._weigh(seat)
         more = self._open(seat, before, open=open)
         self._refresh(seat)
         return more
@@ -123,27 +124,41 @@ class Placement:
     def take(self, choice: Choice, ask: Ask, now: float) -> None:
         """Charge a turn to the executor that was chosen for it."""
         seat = self.seats[choice.worker]
-        free_at = max(seat.free_at, now) + choice.cost.prefill_seconds
+        free_at = seat.free_at if seat.free_at > now else now
+        free_at += choice.cost.prefill_seconds
         seat.free_at = min(free_at, now + LONGEST_WAIT_SECONDS)
-        self._count(seat, 1, ask.room_tokens, ask.new_tokens)
+        self._hold(seat, ask.room_tokens, ask.new_tokens)
 
     def hold(self, worker: str, room_tokens: int, new_tokens: float) -> None:
         """Count one more turn as held."""
         seat = self.seats.get(worker)
         if seat is not None:
-            self._count(seat, 1, room_tokens, new_tokens)
+            self._hold(seat, room_tokens, new_tokens)
 
     def release(self, worker: str, room_tokens: int, new_tokens: float) -> None:
         """Count one turn less as held."""
         seat = self.seats.get(worker)
-        if seat is not None:
-            self._count(seat, -1, -room_tokens, -new_tokens)
+        if seat is None:
+            return
+        seat.held_turns -= 1
+        seat.held_tokens -= room_tokens
+        # An empty seat owes nothing: what sums of floats leave over must not add up, and what an executor said of its
+        # own rates once is not held against it for ever.
+        if seat.held_turns:
+            seat.held_new_tokens -= new_tokens
+        else:
+            seat.held_new_tokens = seat.free_at = 0.0
+        if seat.again_tokens:
+            seat.again_tokens *= 1 - AGAIN_WEIGHT
+            self._weigh(seat)
+        self._refresh(seat)
 
-    def ended(self, worker: str, again_tokens: int) -> None:
-        """A turn that it was given has ended, and so many tokens of it are computed again."""
+    def computed_again(self, worker: str, tokens: int) -> None:
+        """Another executor computes so many tokens of a turn that this one took back."""
         seat = self.seats.get(worker)
-        if seat is not None and (again_tokens or seat.again_tokens):
-            seat.again_tokens += AGAIN_WEIGHT * (again_tokens - seat.again_tokens)
+        if seat is not None:
+            seat.again_tokens += AGAIN_WEIGHT * tokens
+            self._weigh(seat)
             self._refresh(seat)
 
     def choose(self, ask: Ask, now: float) -> Choice | None:
@@ -222,19 +237,18 @@ class Placement:
         seat.open, seat.budget = open, budget
         return grew
 
-    def _count(self, seat: Seat, turns: int, room_tokens: int, new_tokens: float) -> None:
-        seat.held_turns += turns
+    def _hold(self, seat: Seat, room_tokens: int, new_tokens: float) -> None:
+        seat.held_turns += 1
         seat.held_tokens += room_tokens
-        # An empty seat owes nothing: what sums of floats leave over must not add up, and what an executor said of its
-        # own rates once is not held against it for ever.
-        if seat.held_turns:
-            seat.held_new_tokens += new_tokens
-        else:
-            seat.held_new_tokens = seat.free_at = 0.0
+        seat.held_new_tokens += new_tokens
         self._refresh(seat)
 
+    @staticmethod
+    def _weigh(seat: Seat) -> None:
+        seat.risk_seconds = seat.staleness_seconds + seat.again_tokens * seat.kind.prefill.seconds
+
     def _refresh(self, seat: Seat) -> None:
-        seat.load = seat.decode_wait_seconds + seat.risk_seconds
+        seat.load = seat.held_new_tokens * seat.decode_wait_per_token + seat.risk_seconds
         beat = seat.beat
         seat.room = (
             CLOSED if not seat.open or seat.held_turns >= beat.max_turns else beat.token_budget - seat.held_tokens
@@ -297,7 +311,7 @@ class Placement:
         cached = _cached(best, ask)
         prefill_seconds = (ask.context_tokens - cached) * kind.prefill.seconds
         cost = PlacementCost(
-            wait_seconds=max(0.0, best.free_at - now) + best.decode_wait_seconds,
+            wait_seconds=max(0.0, best.free_at - now) + best.held_new_tokens * best.decode_wait_per_token,
             prefill_seconds=prefill_seconds,
             decode_seconds=ask.new_tokens * kind.decode.seconds,
             risk_seconds=best.risk_seconds + _displacement(kind) * prefill_seconds,

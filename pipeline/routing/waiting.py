@@ -1,8 +1,8 @@
 """Turns that wait for room.
 
 Keeps true
-- They leave in the order of (due, progress): who was asked for first with the least patience, then the turn that is
-  furthest on. To be issued again costs a turn nothing of its place, and nothing of what was generated of it.
+- They leave in the order of their `urgency`, which is the whole policy. To be issued again costs a turn nothing of its
+  place, and nothing of what was generated of it.
 - Nobody overtakes: a turn behind the first one is not tried while the first one could run on some executor. So small
   turns cannot starve a big one.
 - A turn that no executor could run even if it were idle is set aside, and comes back when the fleet has changed.
@@ -13,8 +13,8 @@ import heapq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from schemas.arrays import count
-from schemas.turns import Part, TurnKey, TurnRequest
+from pipeline.routing.turn import Turn
+from schemas.turns import TurnRequest
 from schemas.wire import encode
 
 
@@ -30,66 +30,19 @@ class Asked(NamedTuple):
         return cls(request, encode(request))
 
 
-@dataclass(slots=True, eq=False)
-class Turn:
-    """One unfinished turn. Times are the router's own, in seconds."""
-
-    request: TurnRequest
-    """Without its context, which `wire` has."""
-    wire: bytes
-    """The request as it came, for its dispatches."""
-    context_tokens: int
-    epoch: int
-    """The router's epoch in which it was asked for."""
-    room_tokens: int
-    """Context and the most that it may generate."""
-    due: float
-    """When its first patience ends: its place in the order."""
-    queued_at: float
-    """Since when it waits, or waited before it was dispatched."""
-    attempt: int = 0
-    """The one that runs or is to run next."""
-    next_attempt: int = 0
-    """Above that of every dispatch of it."""
-    failures: int = 0
-    """Attempts that ended by somebody's fault."""
-    worker: str = ""
-    """The executor that holds it; empty while it waits."""
-    execution: int = 0
-    """`held_hash` of the dispatch that is outstanding."""
-    new_tokens: float = 0.0
-    """Expected when it was dispatched."""
-    seen_at: float = 0.0
-    """When it was dispatched, or its executor last said that it holds it."""
-    seen_clock: float = 0.0
-    """The same, on the clock of `Liveness`."""
-    ticket: int = 0
-    """Its place in the waiting order, 0 when it does not wait."""
-    begun: Part | None = None
-    """The most that any attempt handed back of it: the next one goes on from there."""
-
-    @property
-    def key(self) -> TurnKey:
-        return TurnKey(self.request.trajectory_id, self.request.turn, self.attempt)
-
-    @property
-    def begun_tokens(self) -> int:
-        return 0 if self.begun is None else count(self.begun.tokens)
-
-    def keep(self, part: Part) -> None:
-        """Go on from this if it is sound, leaves something to sample, and is more than what is known."""
-        longer = self.begun_tokens < count(part.tokens) < self.request.sampling.max_tokens
-        if longer and not part.flaw:
-            self.begun = part
-
-    @property
-    def gives_up_at(self) -> float:
-        """When it has been without progress for as long as its environment worker has patience."""
-        return (self.seen_at if self.worker else self.queued_at) + self.request.patience_seconds
+Urgency = tuple[float, int]
+"""The least goes first."""
 
 
-Place = tuple[float, int, int]
-"""In the order: when it is due, how far it is on (negative), its ticket."""
+def urgency(turn: Turn) -> Urgency:
+    """The policy: who was asked for first with the least patience, then the turn that is furthest on. A step of the
+    trainer ends with its longest trajectories, so theirs are the turns that must not wait.
+    """
+    return turn.due, -turn.turn
+
+
+Place = tuple[Urgency, int]
+"""In the order: of equally urgent turns the one goes first that has waited longer, by its ticket."""
 
 
 @dataclass(slots=True)
@@ -111,12 +64,12 @@ class Waiting:
         self.tickets += 1
         turn.ticket = self.tickets
         self.turns[turn.ticket] = turn
-        heapq.heappush(self.heap, (turn.due, -turn.request.turn, turn.ticket))
+        heapq.heappush(self.heap, (urgency(turn), turn.ticket))
 
     def first(self) -> Turn | None:
         """The turn whose move it is; None when nobody waits who is not set aside."""
         while self.heap:
-            turn = self.turns.get(self.heap[0][2])
+            turn = self.turns.get(self.heap[0][1])
             if turn is not None:
                 return turn
             heapq.heappop(self.heap)
@@ -131,7 +84,7 @@ class Waiting:
     def set_aside(self) -> None:
         """Let the others pass the first one."""
         place = heapq.heappop(self.heap)
-        self.aside[place[2]] = place
+        self.aside[place[1]] = place
 
     def recall(self) -> None:
         """Bring back those set aside."""

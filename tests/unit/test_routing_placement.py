@@ -88,13 +88,11 @@ class Scan:
 
     def release(self, worker: str) -> tuple[int, float]:
         tokens, new_tokens = self.held[worker].pop()
+        self.again[worker] *= 1 - AGAIN_WEIGHT
         self.owed[worker] = self.owed[worker] - new_tokens if self.held[worker] else 0.0
         if not self.held[worker]:
             self.prefill_free_at[worker] = 0.0
         return tokens, new_tokens
-
-    def ended(self, worker: str, again_tokens: int) -> None:
-        self.again[worker] += AGAIN_WEIGHT * (again_tokens - self.again[worker])
 
 
 def digest(name: str) -> int:
@@ -151,7 +149,7 @@ STEPS = st.one_of(
     st.tuples(st.just("ask"), ASKS, TIMES, st.none()),
     st.tuples(st.just("ask"), ASKS, TIMES, st.none()),
     st.tuples(st.just("release"), st.integers(0, 7), st.none(), st.none()),
-    st.tuples(st.just("ended"), st.integers(0, 7), st.sampled_from([0, 100]), st.none()),
+    st.tuples(st.just("again"), st.integers(0, 7), st.integers(0, 200), st.none()),
     st.tuples(st.just("close"), st.integers(0, 7), st.none(), st.none()),
     st.tuples(st.just("remove"), st.integers(0, 7), st.none(), st.none()),
 )
@@ -173,9 +171,9 @@ def test_the_index_chooses_as_a_scan_over_all_executors_does(
             choose(placement, scan, first, now)
         elif what == "release" and scan.held.get(worker):
             placement.release(worker, *scan.release(worker))
-        elif what == "ended" and worker in scan.offers:
-            placement.ended(worker, second)
-            scan.ended(worker, second)
+        elif what == "again" and worker in scan.offers:
+            placement.computed_again(worker, second)
+            scan.again[worker] += AGAIN_WEIGHT * second
         elif what == "close" and worker in scan.offers:
             placement.close(worker)
             scan.offers[worker] = scan.offers[worker][0], False, scan.offers[worker][2]

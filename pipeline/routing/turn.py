@@ -1,0 +1,88 @@
+"""A turn that is not finished yet, and what is known of its trajectory between its turns.
+
+They are many, so neither is tracked by the garbage collector: nothing in them leads back to them.
+"""
+
+import msgspec
+
+from schemas.arrays import count
+from schemas.turns import Part, TurnKey
+
+
+class Trajectory(msgspec.Struct, eq=False, gc=False):
+    """What is known of a trajectory between its turns."""
+
+    turn: int = -1
+    """The newest that has finished, one way or the other."""
+    worker: str = ""
+    """Where its newest execution left its tokens; empty where none has."""
+    incarnation: int = 0
+    version: int = -1
+    tokens: int = 0
+
+    def left(self, worker: str, incarnation: int, version: int, tokens: int) -> None:
+        """Remember where the newest execution left its tokens."""
+        self.worker, self.incarnation, self.version, self.tokens = worker, incarnation, version, tokens
+
+
+class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
+    """One unfinished turn. Times are the router's own, in seconds. The request is not kept, for its context is big."""
+
+    trajectory_id: str
+    group_id: str
+    turn: int
+    home: int
+    max_tokens: int
+    seeded: bool
+    patience_seconds: float
+    requested_at: float
+    """Unix seconds, of the environment worker's clock."""
+    wire: bytes
+    """The request as it came, for its dispatches."""
+    trajectory: Trajectory
+    """What is known of its trajectory."""
+    context_tokens: int
+    epoch: int
+    """The router's epoch in which it was asked for."""
+    room_tokens: int
+    """Context and the most that it may generate."""
+    due: float
+    """When its first patience ends: its place in the order."""
+    queued_at: float
+    """Since when it waits, or waited before it was dispatched."""
+    attempt: int = 0
+    """The one that runs or is to run next."""
+    next_attempt: int = 0
+    """Above that of every dispatch of it."""
+    failures: int = 0
+    """Attempts that ended by somebody's fault."""
+    worker: str = ""
+    """The executor that holds it; empty while it waits."""
+    execution: int = 0
+    """`held_hash` of the dispatch that is outstanding."""
+    new_tokens: float = 0.0
+    """Expected when it was dispatched."""
+    seen_at: float = 0.0
+    """When it was dispatched, or its executor said last but one that it holds it: see `Executor.listed`."""
+    seen_clock: float = 0.0
+    """The same, on the clock of `Liveness`."""
+    taken_by: str = ""
+    """The executor that took it back, until it is known what that costs."""
+    ticket: int = 0
+    """Its place in the waiting order, 0 when it does not wait."""
+    begun: Part | None = None
+    """The most that any attempt handed back of it: the next one goes on from there."""
+
+    @property
+    def key(self) -> TurnKey:
+        return TurnKey(self.trajectory_id, self.turn, self.attempt)
+
+    @property
+    def begun_tokens(self) -> int:
+        return 0 if self.begun is None else count(self.begun.tokens)
+
+    def keep(self, part: Part) -> None:
+        """Go on from this if it is sound, leaves something to sample, and is more than what is known."""
+        longer = self.begun_tokens < count(part.tokens) < self.max_tokens
+        if longer and not part.flaw:
+            self.begun = part
