@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from zlib import crc32
 
+from msgspec.structs import replace
+
 from pipeline.routing.router import Decision, Router
 from pipeline.routing.waiting import Asked
 from schemas.arrays import count as token_count
@@ -17,6 +19,7 @@ from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnRequest, TurnResult, VersionSpan, held_hash
+from schemas.wire import encode
 
 Event = tuple[float, Record | Asked]
 """What the router hears, and when."""
@@ -58,6 +61,8 @@ class Recorder:
         self._groups = count()
         self._contexts = [bytes(4 * tokens) for tokens in range(8192)]
         self._sampling = Sampling(max_tokens=MAX_TOKENS)
+        self._asked: dict[str, TurnRequest] = {}
+        """By trajectory: its newest request."""
         self._held: list[dict[TurnKey, bytes]] = [{} for _ in range(self.fleet.workers)]
         """By worker: what its heartbeats list."""
         for worker in range(self.fleet.workers):
@@ -79,7 +84,7 @@ class Recorder:
 
     def _obey(self, decision: Decision) -> None:
         assert isinstance(decision, TurnDispatch), "nothing fails in this history"
-        request = decision.request
+        request = self._asked[decision.request.trajectory_id]
         self._held[decision.slot][decision.key] = held_hash(decision.key).to_bytes(8, "little")
         new_tokens = self._random.randint(MAX_TOKENS // 8, MAX_TOKENS)
         result = TurnResult(
@@ -106,6 +111,7 @@ class Recorder:
                 tokens = event.context_tokens + token_count(event.tokens) + self._random.randint(10, 60)
                 self._ask(event.trajectory_id, event.group_id, event.turn + 1, tokens, 0.1 * self.fleet.turn_seconds)
             else:
+                del self._asked[event.trajectory_id]
                 self.live -= 1
                 if self.live <= self.fleet.trajectories - GROUP_SIZE:
                     self._open_group(self.now)
@@ -133,7 +139,8 @@ class Recorder:
             requested_at=at,
             patience_seconds=600.0,
         )
-        self._at(at, Asked.anew(request))
+        self._asked[trajectory_id] = request
+        self._at(at, Asked(request, encode(replace(request, context=b""))))  # the core passes these bytes, no more
 
     def _beat(self, worker: int) -> SlackHeartbeat:
         speed = 1 + worker % 4

@@ -22,13 +22,16 @@ class Lengths:
         """Where the mean of a turn begins that was not seen yet: at that of the newest result's turn."""
 
     def saw(self, turn: int, tokens: int, max_tokens: int) -> None:
-        turn = min(turn, TURNS_APART - 1)
+        if turn >= TURNS_APART:
+            turn = TURNS_APART - 1
         seen = self._seen[turn] = self._seen[turn] + 1
         fraction = self._fractions[turn]
-        fraction += max(WEIGHT, 1.0 / seen) * (min(1.0, tokens / max_tokens) - fraction)
+        weight = WEIGHT if seen * WEIGHT > 1.0 else 1.0 / seen
+        fraction += weight * ((tokens / max_tokens if tokens < max_tokens else 1.0) - fraction)
         self._fractions[turn] = self._begins = fraction
 
     def expected(self, turn: int, max_tokens: int) -> float:
-        turn = min(turn, TURNS_APART - 1)
-        fraction = self._fractions[turn] if self._seen[turn] else self._begins
-        return max(1.0, fraction * max_tokens)
+        if turn >= TURNS_APART:
+            turn = TURNS_APART - 1
+        tokens = max_tokens * (self._fractions[turn] if self._seen[turn] else self._begins)
+        return tokens if tokens > 1.0 else 1.0

@@ -44,6 +44,11 @@ class Standing(Enum):
     GONE = "gone"
 
 
+STALE, LIVE, GONE = Standing.STALE, Standing.LIVE, Standing.GONE
+READY, STOPPING = ExecutorState.READY, ExecutorState.STOPPING
+"""Looked up once: Python takes its time over the members of an Enum."""
+
+
 class Execution(NamedTuple):
     """One dispatch of a turn, as the router remembers it."""
 
@@ -64,7 +69,7 @@ class Executor:
     incarnation: int
     expires: float
     """On the clock of `Liveness`; from this moment on silence means GONE."""
-    standing: Standing = Standing.STALE
+    standing: Standing = STALE
     beat: SlackHeartbeat | None = None
     """The newest; None while it is known from the log alone."""
     rejected: bool = False
@@ -88,8 +93,8 @@ class Executor:
     @property
     def open(self) -> bool:
         """Whether it may be sent turns."""
-        ready = self.beat is not None and self.beat.state is ExecutorState.READY
-        return ready and self.standing is Standing.LIVE and not self.rejected
+        ready = self.beat is not None and self.beat.state is READY
+        return ready and self.standing is LIVE and not self.rejected
 
 
 class Heard(NamedTuple):
@@ -131,16 +136,16 @@ class Liveness:
                 return UNCHANGED
             known, replaced = Executor(beat.worker, beat.incarnation, 0.0), known
             self.executors[beat.worker] = known
-        back = known.standing is Standing.GONE and beat.state is not ExecutorState.STOPPING
+        back = known.standing is GONE and beat.state is not STOPPING
         if back:
-            known.standing = Standing.STALE
+            known.standing = STALE
         before, known.beat = known.beat, beat
         known.expires = self.clock + beat.ttl_seconds
         if known.full:
             known.full = before is not None and bool(beat.holds) and _room(before) == _room(beat)
         known.rejected = known.full
-        if beat.state is ExecutorState.STOPPING:
-            known.standing = Standing.GONE
+        if beat.state is STOPPING:
+            known.standing = GONE
         if replaced is not None:  # it is counted no more
             known.counted = replaced.counted
         self._count(known)
@@ -165,10 +170,10 @@ class Liveness:
         silent = [
             each
             for each in self.executors.values()
-            if (each.standing is not Standing.GONE or each.holds) and each.expires <= self.clock
+            if each.expires <= self.clock and (each.standing is not GONE or each.holds)
         ]
         for executor in silent:
-            executor.standing = Standing.GONE
+            executor.standing = GONE
             self._count(executor)
         return silent
 
@@ -177,7 +182,7 @@ class Liveness:
         names = [
             each.worker
             for each in self.executors.values()
-            if each.standing is Standing.GONE and each.expires + FORGET_SECONDS <= self.clock
+            if each.standing is GONE and each.expires + FORGET_SECONDS <= self.clock
         ]
         for name in names:
             del self.executors[name]
@@ -189,11 +194,11 @@ class Liveness:
     def _outlives(self, known: Executor, beat: SlackHeartbeat) -> bool:
         """Whether what is known is newer than this heartbeat's start."""
         elsewhere = known.beat is not None and known.beat.slot != beat.slot
-        return not elsewhere and known.standing is not Standing.GONE and beat.incarnation < known.incarnation
+        return not elsewhere and known.standing is not GONE and beat.incarnation < known.incarnation
 
     def _count(self, executor: Executor) -> None:
         """It may serve another version now; who is too far behind the newest becomes STALE."""
-        gone = executor.standing is Standing.GONE or executor.beat is None
+        gone = executor.standing is GONE or executor.beat is None
         version = None if executor.beat is None or gone else executor.beat.policy_version
         if version == executor.counted:
             return
@@ -210,13 +215,13 @@ class Liveness:
                 self._judge(other)
 
     def _judge(self, executor: Executor) -> None:
-        if executor.standing is Standing.GONE or executor.beat is None:
+        if executor.standing is GONE or executor.beat is None:
             return
         lag = self.lag(executor)
         if executor.beat.policy_version < 0 or lag > self.max_lag_versions:
-            executor.standing = Standing.STALE
+            executor.standing = STALE
         elif lag == 0:
-            executor.standing = Standing.LIVE
+            executor.standing = LIVE
 
 
 def _room(beat: SlackHeartbeat) -> tuple[bytes, int, int]:

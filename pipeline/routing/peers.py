@@ -283,6 +283,8 @@ class Index:
                 continue
             base = context * peers.price + new * peers.decode
             limit = second - base
+            if limit <= 0.0:
+                continue
             idle, busy = peers.idle, peers.busy
             if (idle and idle[0][0] < limit) or (busy and busy[0][0] - now < limit + SLACK_SECONDS):
                 seat = peers.first(need, now, number, limit)

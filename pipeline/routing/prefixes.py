@@ -51,7 +51,8 @@ class Prefixes:
 
     def trajectory(self, trajectory_id: str) -> Trajectory:
         """What is known of it; what is not yet kept is known of nobody."""
-        return self._trajectories.get(trajectory_id) or Trajectory()
+        found = self._trajectories.get(trajectory_id)
+        return Trajectory() if found is None else found
 
     def finished(self, trajectory_id: str, trajectory: Trajectory, turn: int) -> None:
         """Remember that a turn has finished."""
@@ -73,10 +74,10 @@ class Prefixes:
 
         The last token of a context is never counted: an engine computes it in any case.
         """
-        most = max(0, context_tokens - 1)
+        most = context_tokens - 1 if context_tokens else 0
         worker = trajectory.worker
         if worker and _valid(executors.get(worker), trajectory.incarnation, trajectory.version):
-            return ((worker, min(trajectory.tokens, most)),)
+            return ((worker, trajectory.tokens if trajectory.tokens < most else most),)
         holders = self._groups.get(group_id)
         if not holders:
             return ()

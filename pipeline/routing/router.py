@@ -49,6 +49,9 @@ SWEEP_SECONDS = 1.0
 MOST_ATTEMPTS = 2**16
 """As many as a dispatch can number; a turn that was moved so often is given up."""
 
+COMPLETED, FAILED, PREEMPTED = TurnOutcome.COMPLETED, TurnOutcome.FAILED, TurnOutcome.PREEMPTED
+"""Looked up once: Python takes its time over the members of an Enum."""
+
 NOBODYS_FAULT = (Refusal.ROOM, Refusal.VERSION)
 
 
@@ -121,7 +124,7 @@ class Router:
         turn = self._open(asked, now)
         if turn is None:
             return []
-        if self.waiting.first() is None:
+        if not self.waiting.heap or self.waiting.first() is None:
             ask = self._ask(turn)
             choice = self.placement.choose(ask, now)
             if choice is not None:
@@ -134,21 +137,21 @@ class Router:
         self.custody.answered(result)
         turn = self.turns.get(result.trajectory_id)
         if turn is None or turn.turn != result.turn:
-            self.counters.late += result.outcome is not TurnOutcome.FAILED  # FAILED is what the router itself wrote
+            self.counters.late += result.outcome is not FAILED  # FAILED is what the router itself wrote
             return self._drain(now)
         present = bool(turn.worker) and turn.worker == result.worker and turn.attempt == result.attempt
         behind = turn.begun_tokens if present else 0
-        if result.outcome is TurnOutcome.COMPLETED:
+        if result.outcome is COMPLETED:
             self._remember(turn, result, behind)
             self.lengths.saw(turn.turn, count(result.tokens), turn.max_tokens)
             self._finish(turn, answered=present)
             self.counters.finished += 1
             return self._drain(now)
-        if result.outcome is TurnOutcome.FAILED:
+        if result.outcome is FAILED:
             self._finish(turn, answered=False)
             self.counters.failed += 1
             return self._drain(now)
-        if result.outcome is TurnOutcome.PREEMPTED:
+        if result.outcome is PREEMPTED:
             turn.keep(result.part)
         if not present:
             self.counters.late += 1
@@ -158,7 +161,7 @@ class Router:
             executor.rejected, executor.full = True, result.refusal is Refusal.ROOM
             self.placement.close(turn.worker)
             self._remember(turn, result, behind)
-        if result.outcome is TurnOutcome.PREEMPTED:
+        if result.outcome is PREEMPTED:
             turn.taken_by = turn.worker
         fault = result.outcome is TurnOutcome.REFUSED and result.refusal not in NOBODYS_FAULT
         self.custody.ended(turn)
@@ -315,7 +318,7 @@ class Router:
     def _drain(self, now: float) -> list[Decision]:
         """Dispatch waiting turns in their order until one has to wait on."""
         decisions: list[Decision] = []
-        while (turn := self.waiting.first()) is not None:
+        while self.waiting.heap and (turn := self.waiting.first()) is not None:
             if turn.queued_at + turn.patience_seconds <= now:
                 decisions.append(self._give_up(turn, now))
                 continue
