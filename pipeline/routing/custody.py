@@ -15,7 +15,6 @@ Example
     w1 lists it no more                                  -> the ghost is gone
 """
 
-import struct
 from collections.abc import Iterable
 
 from pipeline.routing.liveness import Execution, Executor, Liveness
@@ -23,16 +22,20 @@ from pipeline.routing.placement import Placement
 from pipeline.routing.turn import Turn
 from pipeline.routing.waiting import Waiting
 from schemas.slack import ExecutorState
-from schemas.turns import TurnDispatch, TurnResult, held_hash
+from schemas.turns import TurnDispatch, TurnKey, TurnResult, held_hash
 
 LEASE_SECONDS = 5.0
 """How long an executor may beat without listing a turn that was sent to it. It lists what it takes within one step."""
 
 
-def unpack_holds(packed: bytes) -> frozenset[int]:
-    """The hashes in a heartbeat's `holds`."""
-    whole = len(packed) // 8
-    return frozenset(struct.unpack(f"<{whole}Q", packed[: 8 * whole]))
+def listed_as(key: TurnKey) -> bytes:
+    """What stands for an execution in a heartbeat's `holds`."""
+    return held_hash(key).to_bytes(8, "little")
+
+
+def unpack_holds(packed: bytes) -> frozenset[bytes]:
+    """The executions in a heartbeat's `holds`."""
+    return frozenset([packed[at : at + 8] for at in range(0, len(packed) - 7, 8)])
 
 
 class Custody:
@@ -47,7 +50,7 @@ class Custody:
     def give(self, turn: Turn, worker: str, now: float) -> None:
         """Enter a turn that does not wait any more and whose room is taken already."""
         turn.worker = worker
-        turn.execution = held_hash(turn.key)
+        turn.execution = listed_as(turn.key)
         if turn.next_attempt <= turn.attempt:
             turn.next_attempt = turn.attempt + 1
         turn.seen_at, turn.seen_clock = now, self._liveness.clock
@@ -57,14 +60,14 @@ class Custody:
         """An execution that may have been a ghost has ended."""
         executor = self._liveness.executors.get(result.worker or "")
         if executor is not None and executor.ghosts and executor.incarnation == result.incarnation:
-            self._vanish(executor, held_hash(result.key))
+            self._vanish(executor, listed_as(result.key))
 
     def progress_at(self, turn: Turn) -> float:
         """Since when a turn waits, or when its executor last said that it has it."""
         if not turn.worker:
             return turn.queued_at
         executor = self._liveness.executors[turn.worker]
-        return executor.heard_at if turn.execution in executor.listed else turn.seen_at
+        return executor.heard_at if turn.execution in unpack_holds(executor.listed) else turn.seen_at
 
     def ended(self, turn: Turn) -> None:
         """The executor that has the turn has answered it, or it is not there any more."""
@@ -104,20 +107,20 @@ class Custody:
         """
         beat, holds, before = executor.beat, executor.holds, executor.listed
         assert beat is not None
-        listed = executor.listed = unpack_holds(beat.holds)
-        missing: list[Turn] = []
-        if not holds.keys() <= listed:
-            for execution, turn in holds.items():
-                if execution not in listed:
-                    missing.append(turn)
-                    if execution in before:
-                        turn.seen_at, turn.seen_clock = executor.heard_at, executor.heard_clock
-        executor.heard_at, executor.heard_clock = now, self._liveness.clock
-        for execution, ghost in list(executor.ghosts.items()) if executor.ghosts else ():
-            if execution not in listed:
-                self._vanish(executor, execution)
+        at, clock = executor.heard_at, executor.heard_clock
+        executor.listed, executor.heard_at, executor.heard_clock = beat.holds, now, self._liveness.clock
+        if beat.holds == b"".join(holds) and not executor.ghosts:
+            return []
+        listed, was_listed = unpack_holds(beat.holds), unpack_holds(before)
+        missing = [turn for each, turn in holds.items() if each not in listed]
+        for turn in missing:
+            if turn.execution in was_listed:
+                turn.seen_at, turn.seen_clock = at, clock
+        for each, ghost in list(executor.ghosts.items()):
+            if each not in listed:
+                self._vanish(executor, each)
             else:
-                self._give_back(executor, execution, ghost, now)
+                self._give_back(executor, each, ghost, now)
         if beat.state is ExecutorState.STOPPING:
             return missing
         return [turn for turn in missing if self._liveness.clock - turn.seen_clock >= LEASE_SECONDS]
@@ -129,13 +132,13 @@ class Custody:
         Each turn goes where its newest dispatch sent it. Older ones are ghosts: the first heartbeat tells whether they
         run. No attempt is numbered twice, and no failure is forgotten.
         """
-        of_turn: dict[str, dict[int, TurnDispatch]] = {}
+        of_turn: dict[str, dict[bytes, TurnDispatch]] = {}
         incarnations: dict[str, int] = {}
         for dispatch in dispatches:
             incarnations[dispatch.worker] = max(dispatch.incarnation, incarnations.get(dispatch.worker, 0))
             turn = self._turns.get(dispatch.request.trajectory_id)
             if turn is not None and turn.turn == dispatch.request.turn:
-                of_turn.setdefault(dispatch.request.trajectory_id, {})[held_hash(dispatch.key)] = dispatch
+                of_turn.setdefault(dispatch.request.trajectory_id, {})[listed_as(dispatch.key)] = dispatch
         for worker, incarnation in incarnations.items():
             self._liveness.remembered(worker, incarnation)
         orphans: list[Turn] = []
@@ -162,7 +165,7 @@ class Custody:
         books = [(turn.room_tokens, turn.new_tokens) for turn in self.held_by(executor)]
         return books + [(ghost.room_tokens, ghost.new_tokens) for ghost in executor.ghosts.values()]
 
-    def _give_back(self, executor: Executor, execution: int, ghost: Execution, now: float) -> None:
+    def _give_back(self, executor: Executor, execution: bytes, ghost: Execution, now: float) -> None:
         turn = self._turns.get(ghost.trajectory_id)
         if turn is None or turn.worker or turn.turn != ghost.turn:
             return
@@ -179,7 +182,7 @@ class Custody:
             executor.holds.pop(turn.execution, None)
         return executor
 
-    def _vanish(self, executor: Executor, execution: int) -> None:
+    def _vanish(self, executor: Executor, execution: bytes) -> None:
         ghost = executor.ghosts.pop(execution, None)
         if ghost is not None:
             self._placement.release(executor.worker, ghost.room_tokens, ghost.new_tokens)

@@ -76,16 +76,16 @@ class Executor:
     """It refused or preempted a turn since its newest heartbeat, so what that heartbeat offered no longer holds."""
     full: bool = False
     """It refused for lack of room, and neither what it offers nor what it holds has changed since."""
-    holds: dict[int, Turn] = field(default_factory=dict)
-    """By `held_hash`: the turns that it has, in the order in which they came."""
-    listed: frozenset[int] = frozenset()
+    holds: dict[bytes, Turn] = field(default_factory=dict)
+    """By execution, as heartbeats list it: the turns that it has, in the order in which they came."""
+    listed: bytes = b""
     """What its newest heartbeat says that it has: that was seen at `heard_at`, whatever the turns say."""
     heard_at: float = 0.0
     """When that came, on the router's clock."""
     heard_clock: float = 0.0
     """The same, on the clock of `Liveness`."""
-    ghosts: dict[int, Execution] = field(default_factory=dict)
-    """By `held_hash`: what it may still run though the turn was taken from it. They fill its room until it is heard
+    ghosts: dict[bytes, Execution] = field(default_factory=dict)
+    """By execution: what it may still run though the turn was taken from it. They fill its room until it is heard
     to hold them no more."""
     counted: int | None = None
     """The policy version that it is counted under."""

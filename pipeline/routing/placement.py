@@ -97,10 +97,15 @@ class Placement:
         if seat is None:
             seat = self._seat(beat)
         before, seat.beat = seat.beat, beat
-        self._learn(seat, before)
-        seat.staleness_seconds = lag_versions * STALENESS_SECONDS
-        seat.again_tokens *= AGAIN_KEPT
-        self._weigh(seat)
+        staleness_seconds = lag_versions * STALENESS_SECONDS
+        changed = self._learn(seat, before)
+        if seat.again_tokens or staleness_seconds != seat.staleness_seconds:
+            seat.again_tokens *= AGAIN_KEPT
+            seat.staleness_seconds = staleness_seconds
+            self._weigh(seat)
+            changed = True
+        if open is seat.open and not changed:
+            return False
         more = self._open(seat, before, open=open)
         self._refresh(seat)
         return more
@@ -207,22 +212,29 @@ class Placement:
         insort(self._ring, (seat.hash, seat.number, seat))
         return seat
 
-    def _learn(self, seat: Seat, before: SlackHeartbeat) -> None:
-        """What the newest heartbeat says of rates; most say nothing new."""
+    @staticmethod
+    def _learn(seat: Seat, before: SlackHeartbeat) -> bool:
+        """What the newest heartbeat says of rates and bounds; most say nothing new."""
         beat, kind, hardware = seat.beat, seat.kind, seat.beat.hardware
         prefill = learned(hardware.prefill_tokens_per_second, kind.prefill)
         decode = learned(hardware.decode_tokens_per_second, kind.decode)
         if (
             prefill is not kind.prefill
             or decode is not kind.decode
-            or beat.frozen != kind.frozen
-            or beat.seeded != kind.seeded
+            or beat.frozen is not kind.frozen
+            or beat.seeded is not kind.seeded
         ):
             seat.kind = Kind(prefill, decode, beat.frozen, beat.seeded)
             seat.price, seat.entry = _price(seat.kind), None
-            seat.decode_wait_per_token = decode.seconds / lanes(beat)
-        elif beat.max_turns != before.max_turns or beat.rollout != before.rollout:
-            seat.decode_wait_per_token = decode.seconds / lanes(beat)
+            Placement._weigh(seat)
+        elif (
+            beat.token_budget == before.token_budget
+            and beat.max_turns == before.max_turns
+            and beat.rollout == before.rollout
+        ):
+            return False
+        seat.decode_wait_per_token = decode.seconds / lanes(beat)
+        return True
 
     def _open(self, seat: Seat, before: SlackHeartbeat, *, open: bool) -> bool:
         """Keep the largest budgets; whether one of them has grown."""

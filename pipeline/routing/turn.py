@@ -58,8 +58,8 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
     """Attempts that ended by somebody's fault."""
     worker: str = ""
     """The executor that holds it; empty while it waits."""
-    execution: int = 0
-    """`held_hash` of the dispatch that is outstanding."""
+    execution: bytes = b""
+    """The dispatch that is outstanding, as heartbeats list it."""
     new_tokens: float = 0.0
     """Expected when it was dispatched."""
     seen_at: float = 0.0

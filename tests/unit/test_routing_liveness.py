@@ -41,8 +41,8 @@ EVENTS = st.lists(
 def test_nobody_is_live_without_proof_and_what_is_held_comes_back_once(events: list[tuple[str, int, int]]) -> None:
     liveness = Liveness(max_lag_versions=1)
     now, heard_at, other_at = 0.0, 0.0, 0.0
-    held: list[int] = []
-    returned: list[int] = []
+    held: list[bytes] = []
+    returned: list[bytes] = []
     for what, value, version in events:
         before = liveness.executors.get("w0")
         was = before.standing if before is not None else Standing.GONE
@@ -56,7 +56,7 @@ def test_nobody_is_live_without_proof_and_what_is_held_comes_back_once(events: l
             liveness.heard(heartbeat(1, policy_version=value), now)
             other_at = now
         elif what == "hold" and before is not None and before.standing is Standing.LIVE:
-            held.append(len(held))
+            held.append(b"%d" % len(held))
             before.holds[held[-1]] = TURN
         elif what == "time":
             now += value / 10
