@@ -26,6 +26,12 @@ MEASURE = "8c3726b"
 FLEETS = {50: 2_500, 200: 10_000, 1_000: 40_000, 5_000: 100_000}
 """Workers, and the trajectories that are live at once."""
 
+TURN_SECONDS = 0.5
+"""Mean time from a dispatch to the request for the next turn, of the simulated fleet; as in `core`."""
+
+SLOW_SECONDS = 4.0
+"""The same where an executor says as many heartbeats as it is sent turns: they are a good part of the cost then."""
+
 DECISIONS = 10_000
 """Of each part."""
 
@@ -47,6 +53,8 @@ def scale() -> list[Check]:
         measure = stack.enter_context(_tree())
         cores = {f"{MEASURE} with {smallest}": stack.enter_context(_core(measure, smallest))}
         cores |= {str(workers): stack.enter_context(_core(ROOT, workers)) for workers in FLEETS}
+        for tree, workers, name in ((measure, smallest, f"{MEASURE} "), (ROOT, largest, "")):
+            cores[f"{name}slow {workers}"] = stack.enter_context(_core(tree, workers, SLOW_SECONDS))
         taken: dict[str, list[float]] = {name: [] for name in cores}
         for _ in range(PARTS):
             for name, process in cores.items():
@@ -54,6 +62,7 @@ def scale() -> list[Check]:
                 taken[name].append(seconds / decisions)
     cost = {name: statistics.median(each) for name, each in taken.items()}
     rates = {f"decisions_{name.replace(' ', '_')}": round(1 / seconds) for name, seconds in cost.items()}
+    slow = cost[f"{MEASURE} slow {smallest}"] / cost[f"slow {largest}"]
     return [
         Check(
             name="core_scale",
@@ -62,7 +71,12 @@ def scale() -> list[Check]:
             bound=SHARE,
             direction="min",
             against=f"decisions a second with {largest} workers, over those of {MEASURE} with {smallest}; interleaved",
-            details={**rates, "live_trajectories": list(FLEETS.values()), "parts": PARTS},
+            details={
+                "with_slow_turns": round(slow, 3),
+                **rates,
+                "live_trajectories": list(FLEETS.values()),
+                "parts": PARTS,
+            },
         ),
         _growth([(workers, cost[str(workers)]) for workers in FLEETS]),
     ]
@@ -100,9 +114,9 @@ def _tree() -> Iterator[Path]:
 
 
 @contextmanager
-def _core(tree: Path, workers: int) -> Iterator[subprocess.Popen[str]]:
+def _core(tree: Path, workers: int, turn_seconds: float = TURN_SECONDS) -> Iterator[subprocess.Popen[str]]:
     """A core of this tree that has heard all but the parts."""
-    arguments = [str(number) for number in (workers, FLEETS[workers], DECISIONS, PARTS)]
+    arguments = [str(number) for number in (workers, FLEETS[workers], turn_seconds, DECISIONS, PARTS)]
     with subprocess.Popen(
         [sys.executable, "-P", str(ROOT / "bench" / "replay.py"), *arguments],
         env={**os.environ, "PYTHONPATH": str(tree)},

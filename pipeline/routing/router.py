@@ -111,12 +111,14 @@ class Router:
 
     def on(self, event: Record | Asked, now: float) -> list[Decision]:
         """Take any record of the router's inputs in, as a replayed log has them."""
-        if isinstance(event, Asked | TurnRequest):
-            return self.requested(event if isinstance(event, Asked) else Asked.anew(event), now)
+        if isinstance(event, Asked):
+            return self.requested(event, now)
         if isinstance(event, TurnResult):
             return self.completed(event, now)
         if isinstance(event, SlackHeartbeat):
             return self.heard(event, now)
+        if isinstance(event, TurnRequest):
+            return self.requested(Asked.anew(event), now)
         raise TypeError(f"{type(event).__name__} is no input of the router")
 
     def requested(self, asked: Asked, now: float) -> list[Decision]:
@@ -192,7 +194,9 @@ class Router:
         self._reoffer(newest_version)
         if self._offer(executor):
             self.waiting.recall()
-        return [*decisions, *self._drain(now)]
+        if self.waiting.heap:
+            decisions += self._drain(now)
+        return decisions
 
     def tick(self, now: float) -> list[Decision]:
         """Time has passed. Cheap when there is nothing to look for yet."""
