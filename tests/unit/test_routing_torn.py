@@ -3,7 +3,8 @@
 import msgspec
 
 from pipeline.routing.router import Router
-from pipeline.routing.waiting import KEPT_BYTES, Asked
+from pipeline.routing.turn import KEPT_BYTES
+from pipeline.routing.waiting import Asked
 from schemas.contexts import appending
 from schemas.limits import CHAIN
 from schemas.prompts import Sampling
@@ -94,7 +95,7 @@ def test_room_is_kept_for_what_the_anchor_asks_for() -> None:
     assert router.on(request("g1:0", context=2, max_tokens=9), 0.3) == [], "90 of 100 tokens are taken"
     assert isinstance(again, TurnDispatch)
     assert len(router.on(result(again), 0.4)) == 1
-    assert router.placement.seats[0].held_tokens == 11
+    assert router.placement.seats["w0"].held_tokens == 11
 
 
 def test_a_router_that_takes_over_holds_it_too() -> None:
@@ -152,7 +153,8 @@ def test_of_a_turn_with_the_longest_chain_the_places_are_held_once_as_they_came(
     chained = msgspec.structs.replace(request("g0:0", 1), chain=tuple(range(10**6, 10**6 + CHAIN)))
     sent = dispatch_of(router, chained)
     (turn,) = router.turns.values()
-    assert sent.request.chain == chained.chain and not turn.request.chain and not turn.anchors
+    assert sent.request.chain == chained.chain and not turn.anchors
+    assert turn.wire == encode(chained) and len(turn.wire) < KEPT_BYTES
 
 
 def test_what_a_newer_writer_added_is_as_it_came_in_a_dispatch_without_tokens() -> None:
