@@ -23,6 +23,7 @@ from pipeline.routing.router import Router
 from pipeline.routing.waiting import Asked
 from schemas.arrays import pack_tokens
 from schemas.contexts import Torn, appending
+from schemas.limits import CHAIN
 from schemas.prompts import Sampling
 from schemas.record import Record
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, WorkerClass
@@ -45,13 +46,15 @@ STRIDE = 500
 """Records between two requests of a trajectory in a home with so many others."""
 
 
-def trajectory(name: str, context: int, rng: np.random.Generator, offset: int = 10**6) -> list[tuple[int, TurnRequest]]:
+def trajectory(
+    name: str, context: int, rng: np.random.Generator, *, turns: int = TURNS, offset: int = 10**6
+) -> list[tuple[int, TurnRequest]]:
     """Its requests, each with its offset."""
     tokens = pack_tokens(rng.integers(0, 150_000, context))
     asked: list[tuple[int, TurnRequest]] = []
     chain, known = tuple[int, ...](), 0
-    for turn in range(TURNS):
-        length = context * (turn + 1) // TURNS
+    for turn in range(turns):
+        length = context * (turn + 1) // turns
         request = TurnRequest(
             trajectory_id=name,
             group_id=name.partition(":")[0],
@@ -111,11 +114,26 @@ def _on_the_bus(record: Record, wire: bytes) -> int:
 
 
 def memory(context: int) -> Check:
-    """Of the router's core, of a trajectory whose turn an executor has."""
+    """Of the router's core, of a trajectory whose turn an executor has: with the longest chain, and halfway."""
+    longest, halfway = _held(context, CHAIN + 1, CHAIN), _held(context, TURNS, TURNS // 2)
+    return Check(
+        name="router_memory",
+        value=round(longest),
+        unit="bytes a live trajectory",
+        bound=4096,
+        direction="max",
+        against=f"{LIVE} trajectories of {context} tokens, each with a chain of {CHAIN} and a turn at an executor",
+        details={f"with_a_chain_of_{TURNS // 2}": round(halfway)},
+    )
+
+
+def _held(context: int, turns: int, turn: int) -> float:
+    """Bytes a trajectory of so many turns, at this one."""
     rng = np.random.default_rng(0)
-    requests = [trajectory(f"group-{number // 8}:{number % 8}", context, rng)[TURNS // 2] for number in range(LIVE)]
-    wires = [(encode(request), offset) for offset, request in requests]
-    del requests
+    wires: list[tuple[bytes, int]] = []
+    for number in range(LIVE):
+        offset, request = trajectory(f"group-{number // 8}:{number % 8}", context, rng, turns=turns)[turn]
+        wires.append((encode(request), offset))
     decoder = msgspec.msgpack.Decoder(TurnRequest)
     gc.collect()
     tracemalloc.start()
@@ -128,14 +146,7 @@ def memory(context: int) -> Check:
     gc.collect()
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    return Check(
-        name="router_memory",
-        value=round(held / LIVE),
-        unit="bytes a live trajectory",
-        bound=4096,
-        direction="max",
-        against=f"{LIVE} trajectories of {context} tokens, each with a turn at an executor",
-    )
+    return held / LIVE
 
 
 def read_back(settings: BusSettings, context: int) -> Check:

@@ -83,7 +83,7 @@ def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
             decoded: R = msgspec.json.decode(wire, type=record)
         else:
             decoded = _decoders[record].decode(wire)
-        if record is TurnRequest and len(wire) != len(_encoder.encode(decoded)):
+        if record is TurnRequest and wire != _encoder.encode(decoded):
             _check_levels(record, msgspec.msgpack.decode(wire))  # it goes on as it came, with what is not known of it
         _check_within(decoded)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:

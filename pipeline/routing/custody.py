@@ -158,7 +158,7 @@ class Custody:
         del executor.ghosts[execution]
         self._waiting.remove(turn)
         turn.attempt = ghost.attempt
-        turn.new_tokens = ghost.new_tokens
+        turn.room_tokens, turn.new_tokens = ghost.room_tokens, ghost.new_tokens
         self.give(turn, executor.worker, now)
 
     def _seen(self, turn: Turn, now: float) -> None:

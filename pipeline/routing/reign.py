@@ -284,7 +284,7 @@ class Reign:
         self._unstored -= 1
 
     def _hold_back(self) -> None:
-        """Leave requests on their topic while too many turns wait for room; what the others wait for lies there."""
+        """Leave requests on their topic while too many turns wait for room; an anchor that others wait for is one."""
         waiting, most = self.router.waiting.for_room, self._config.max_waiting_turns
         if not self._paused and waiting > most:
             self._reader.pause(self._places[REQUESTED])

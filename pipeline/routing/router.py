@@ -31,7 +31,7 @@ from pipeline.routing.lengths import Lengths
 from pipeline.routing.liveness import Executor, Liveness, Standing
 from pipeline.routing.placement import Ask, Choice, Placement
 from pipeline.routing.prefixes import Prefix, Prefixes
-from pipeline.routing.waiting import Asked, Turn, Waiting
+from pipeline.routing.waiting import Asked, Turn, Waiting, without_context
 from schemas.arrays import count
 from schemas.record import Record
 from schemas.slack import SlackHeartbeat
@@ -161,7 +161,7 @@ class Router:
             self.placement.close(turn.worker)
             self._remember(turn, result, behind)
         self.custody.ended(turn)
-        if torn and not turn.request.anchors:
+        if torn and not turn.anchors:
             self._hold(turn, now)
             return self._drain(now)
         fault = result.outcome is TurnOutcome.REFUSED and result.refusal not in NOBODYS_FAULT
@@ -259,7 +259,8 @@ class Router:
             self._overtake(known)
         self.counters.requested += 1
         turn = self.turns[request.trajectory_id] = Turn(
-            request=msgspec.structs.replace(request, appended=b""),
+            request=without_context(request),
+            anchors=request.anchors,
             wire=asked.wire,
             offset=asked.offset,
             epoch=self.epoch,
@@ -272,7 +273,9 @@ class Router:
     def _mended(self, asked: Asked, now: float) -> bool:
         """Whether this asks again for a turn that is known, with its context whole."""
         request, turn = asked.request, self.turns.get(asked.request.trajectory_id)
-        if turn is None or turn.request.turn != request.turn or not request.anchors or turn.request.anchors:
+        if turn is None or turn.request.turn != request.turn or not request.anchors or turn.anchors:
+            return False
+        if (request.digest, request.context_tokens) != (turn.request.digest, turn.context_tokens):
             return False
         turn.asked_by(asked)
         if not turn.worker:  # else its executor may have the context, whoever had it not
@@ -350,7 +353,7 @@ class Router:
         return Ask(
             context_tokens=context_tokens,
             new_tokens=max(1.0, self.lengths.expected(request.sampling.max_tokens) - turn.begun_tokens),
-            room_tokens=turn.room_tokens,
+            room_tokens=turn.context_tokens + request.sampling.max_tokens,
             tie_key=request.trajectory_id if request.turn else request.group_id,
             cached=self.prefixes.cached(request, context_tokens, self.liveness.executors),
             seeded=request.sampling.seed is not None,
@@ -361,7 +364,7 @@ class Router:
         self.waiting.remove(turn)
         self.placement.take(choice, ask, now)
         self.custody.give(turn, choice.worker, now)
-        turn.new_tokens = ask.new_tokens
+        turn.room_tokens, turn.new_tokens = ask.room_tokens, ask.new_tokens
         executor = self.liveness.executors[choice.worker]
         assert executor.beat is not None
         if request.turn == 0:

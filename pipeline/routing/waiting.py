@@ -37,11 +37,20 @@ class Asked(NamedTuple):
         return cls(request, encode(request), offset)
 
 
+_fields = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+"""A record's fields by name, none of them looked into: who decoded the record has passed over what it does not know."""
+
+NO_TOKENS = msgspec.Raw(msgspec.msgpack.encode(b""))
+
+
 def without_tokens(wire: bytes) -> bytes:
-    """The request's bytes less what it appends: all else, known here or not, is as it came."""
-    fields = msgspec.msgpack.decode(wire)
-    fields["appended"] = b""
-    return msgspec.msgpack.encode(fields)
+    """The request's bytes less what it appends: all else, known here or not, is as it came, and takes no more room."""
+    return msgspec.msgpack.encode({**_fields.decode(wire), "appended": NO_TOKENS})
+
+
+def without_context(request: TurnRequest) -> TurnRequest:
+    """What the router keeps of it: neither what it appends nor its chain, which may take more than all the rest."""
+    return msgspec.structs.replace(request, appended=b"", chain=())
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +58,9 @@ class Turn:
     """One unfinished turn. Times are the router's own, in seconds."""
 
     request: TurnRequest
-    """Without what it appends."""
+    """As `without_context` leaves it."""
+    anchors: bool
+    """Whether it was asked for with its context whole."""
     wire: bytes
     """The request as it came, for its dispatches."""
     offset: int
@@ -57,7 +68,7 @@ class Turn:
     epoch: int
     """The router's epoch in which it was asked for."""
     room_tokens: int
-    """Context and the most that it may generate."""
+    """Context and the most that it may generate; of a turn at an executor, as it was sent there."""
     due: float
     """When its first patience ends: its place in the order."""
     queued_at: float
@@ -93,7 +104,7 @@ class Turn:
 
     def asked_by(self, asked: Asked) -> None:
         """It is asked for by this from now on."""
-        self.request = msgspec.structs.replace(asked.request, appended=b"")
+        self.request, self.anchors = without_context(asked.request), asked.request.anchors
         self.wire, self.offset, self.cut = asked.wire, asked.offset, False
 
     def sent(self) -> None:
@@ -134,8 +145,8 @@ class Waiting:
     heap: list[Place] = field(default_factory=list)
     aside: dict[int, Place] = field(default_factory=dict)
     """By ticket, those that wait and are set aside."""
-    torn: int = 0
-    """How many wait for an anchor."""
+    torn: set[int] = field(default_factory=set)
+    """By ticket, those that wait for their anchor."""
     tickets: int = 0
     """Given out so far."""
 
@@ -144,8 +155,8 @@ class Waiting:
 
     @property
     def for_room(self) -> int:
-        """How many wait for room."""
-        return len(self.turns) - self.torn
+        """How many wait for an executor, and not for a request that is still to be read."""
+        return len(self.turns) - len(self.torn)
 
     def push(self, turn: Turn) -> None:
         self._enter(turn)
@@ -161,18 +172,17 @@ class Waiting:
         return None
 
     def hold(self, turn: Turn) -> None:
-        """Let a turn wait that nobody can run as it is; `remove` it to push it."""
+        """Let a turn wait for its anchor; `remove` it to push it."""
         self._enter(turn)
         turn.torn = True
-        self.torn += 1
+        self.torn.add(turn.ticket)
 
     def remove(self, turn: Turn) -> None:
         """Take a waiting turn out, wherever it stands."""
         del self.turns[turn.ticket]
         self.aside.pop(turn.ticket, None)
-        turn.ticket = 0
-        self.torn -= turn.torn
-        turn.torn = False
+        self.torn.discard(turn.ticket)
+        turn.ticket, turn.torn = 0, False
 
     def set_aside(self) -> None:
         """Let the others pass the first one."""

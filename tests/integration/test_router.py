@@ -233,20 +233,21 @@ def test_requests_are_left_on_their_topic_while_too_many_turns_wait(bus: Bus) ->
     seat.close()
 
 
-def test_anchors_are_read_however_many_turns_wait_for_theirs(bus: Bus) -> None:
+def test_torn_contexts_do_not_keep_the_requests_back_that_mend_them(bus: Bus) -> None:
     seat = Seat(bus.settings, "router-0")
     bus.until(lambda: seat.wait(0.1))
-    reign = Reign(bus.settings, RouterConfig(max_waiting_turns=0, low_water_seconds=0.0), seat, "router-0")
+    reign = Reign(bus.settings, RouterConfig(max_waiting_turns=2, low_water_seconds=0.0), seat, "router-0")
     reign.begin()
     bus.beat(0)
-    bus.ask("g0:0", 1)
-    bus.until(lambda: bus.inboxes, reign.turn_over)
-    (sent,) = bus.fleet.held.pop(0)
-    bus.say(COMPLETED, result(sent, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), "g0:0", sent.home)
-    bus.until(lambda: reign.router.counters.torn, reign.turn_over)
-    bus.ask("g0:0", 1, anchors=True)
-    bus.until(lambda: len(bus.inboxes) == 2, reign.turn_over)
-    assert bus.inboxes[1].request.anchors
+    for number in range(3):
+        bus.ask(f"g{number}:0", 1)
+        bus.until(lambda: len(bus.inboxes) > number, reign.turn_over)  # noqa: B023
+        torn = bus.fleet.held[0].pop()
+        bus.say(COMPLETED, result(torn, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), "", torn.home)
+        bus.until(lambda: reign.router.counters.torn > number, reign.turn_over)  # noqa: B023
+    for number in range(3):
+        bus.ask(f"g{number}:0", 1, anchors=True)
+    bus.until(lambda: len(bus.inboxes) == 6, reign.turn_over)
     reign.close()
     seat.close()
 

@@ -314,6 +314,25 @@ def test_a_request_that_is_taken_in_can_be_dispatched_whatever_a_newer_writer_ad
     assert decode(TurnDispatch, encode(dispatch)).request == REQUEST
 
 
+ODD = {
+    "a map as a key": b"\xa1z\x82\x80\xc0\xc0\xc0",
+    "text": b"\xa1z\xa4\xff\xff\xff\xff",
+    "a name": b"\xa5" + b"\xff" * 5 + b"\0",
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_a_request_as_large_as_what_is_known_of_it_is_looked_at_all_the_same(odd: bytes) -> None:
+    """What is put in the place of a default was not: routers took it in, and ended when they left its tokens out."""
+    fields = msgspec.msgpack.decode(encode(REQUEST))
+    del fields["chain"]
+    said = b"".join(msgspec.msgpack.encode(name) + msgspec.msgpack.encode(value) for name, value in fields.items())
+    wire = bytes([0x80 + len(fields) + 1]) + said + odd
+    assert len(wire) == len(encode(REQUEST)) and msgspec.msgpack.decode(wire, type=TurnRequest) == REQUEST
+    with pytest.raises(RecordError, match=TurnRequest.SCHEMA):
+        decode(TurnRequest, wire)
+
+
 def test_lists_that_are_keys_are_no_way_around() -> None:
     key: Any = ()
     for _ in range(NESTED):

@@ -18,7 +18,7 @@ from tests.waiting import until
 from topics.errors import BusError
 from topics.records import Envelope, Place
 from topics.settings import BusSettings
-from workers.executor.contexts import Contexts, Kept, offsets_of
+from workers.executor.contexts import ENTRY_BYTES, Contexts, Kept, offsets_of
 
 APPENDED = st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5), min_size=1, max_size=8)
 
@@ -92,14 +92,22 @@ def test_an_executor_has_the_whole_or_reads_it_back(parts: list[list[int]], data
 
 
 def test_what_was_served_is_kept_and_the_longest_unused_goes_first() -> None:
-    kept = Kept(most_bytes=40)
+    kept = Kept(most_bytes=2 * (ENTRY_BYTES + 16) + 8)
     for number in (0, 1, 0, 2):
         carried = msgspec.structs.replace(request(f"g{number}:0"), **appending(pack_tokens([number] * 4)))
         assert kept.of(dispatched(carried)) == pack_tokens([number] * 4)
-    assert (len(kept), kept.size) == (2, 32)
+    assert (len(kept), kept.size) == (2, 2 * (ENTRY_BYTES + 16))
     (_, later) = asked([[0] * 4, [9]])
     assert kept.of(dispatched(later)) == pack_tokens([0, 0, 0, 0, 9]), "the trajectory that was served since"
     assert kept.of(dispatched(msgspec.structs.replace(later, trajectory_id="g1:0"))) is None
+
+
+def test_contexts_of_no_tokens_are_as_few_as_room_allows() -> None:
+    kept = Kept(most_bytes=10 * ENTRY_BYTES)
+    for number in range(100):
+        nothing = msgspec.structs.replace(request(f"g{number}:0"), **appending(b""))
+        assert kept.of(dispatched(nothing)) == b""
+    assert len(kept) <= 10
 
 
 def test_a_digest_that_is_wrong_is_never_served() -> None:

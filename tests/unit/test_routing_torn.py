@@ -5,9 +5,11 @@ import msgspec
 from pipeline.routing.router import Router
 from pipeline.routing.waiting import KEPT_BYTES, Asked
 from schemas.contexts import appending
+from schemas.limits import CHAIN
+from schemas.prompts import Sampling
 from schemas.slack import ExecutorState
 from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest
-from schemas.wire import encode
+from schemas.wire import decode, encode
 from tests.unit.routing_world import CONFIG, heartbeat, packed, request, result
 
 
@@ -71,6 +73,30 @@ def test_it_is_given_up_when_nobody_asks_again() -> None:
     assert failed.outcome is TurnOutcome.FAILED and "torn" in failed.reason  # type: ignore[union-attr]
 
 
+def test_an_anchor_of_another_context_is_no_answer_to_a_torn_one() -> None:
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    torn(dispatch_of(router, chained()), router)
+    for other in (request("g0:0", 1, context=31, anchors=True), msgspec.structs.replace(chained(), chain=())):
+        other = msgspec.structs.replace(other, digest=bytes(16))
+        assert router.on(Asked.anew(other, 9), 0.2) == []
+    assert router.counters.duplicate == 2 and dispatch_of(router, anchored(chained()), 0.3, offset=11).offset == 11
+
+
+def test_room_is_kept_for_what_the_anchor_asks_for() -> None:
+    """Whoever asks again may be a worker with another `max_context_tokens`, which bounds what is sampled."""
+    router = Router(CONFIG)
+    router.on(heartbeat(0, token_budget=100), 0.0)
+    sent = dispatch_of(router, chained())
+    more = msgspec.structs.replace(anchored(chained()), sampling=Sampling(max_tokens=60))
+    assert router.on(Asked.anew(more, 9), 0.1) == []
+    (again,) = router.on(result(sent, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), 0.2)
+    assert router.on(request("g1:0", context=2, max_tokens=9), 0.3) == [], "90 of 100 tokens are taken"
+    assert isinstance(again, TurnDispatch)
+    assert len(router.on(result(again), 0.4)) == 1
+    assert router.placement.seats[0].held_tokens == 11
+
+
 def test_a_router_that_takes_over_holds_it_too() -> None:
     router = Router(CONFIG)
     router.on(heartbeat(0), 0.0)
@@ -117,3 +143,31 @@ def test_what_a_large_request_appends_is_held_until_it_is_sent() -> None:
     (sent,) = router.on(heartbeat(0), 0.1)
     assert isinstance(sent, TurnDispatch) and sent.request == large and not sent.cut
     assert len(turn.wire) < KEPT_BYTES and turn.cut
+
+
+def test_of_a_turn_with_the_longest_chain_the_places_are_held_once_as_they_came() -> None:
+    """A tuple of 64 offsets takes more than all else that is kept of a turn."""
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    chained = msgspec.structs.replace(request("g0:0", 1), chain=tuple(range(10**6, 10**6 + CHAIN)))
+    sent = dispatch_of(router, chained)
+    (turn,) = router.turns.values()
+    assert sent.request.chain == chained.chain and not turn.request.chain and not turn.anchors
+
+
+def test_what_a_newer_writer_added_is_as_it_came_in_a_dispatch_without_tokens() -> None:
+    """Numbers of 4 bytes were written again as those of 8: of a large request no dispatch could be written."""
+    asked = request("g0:0", context=400, max_tokens=10)
+    fields = {name: msgspec.Raw(msgspec.msgpack.encode(value)) for name, value in msgspec.structs.asdict(asked).items()}
+    news = b"\xdd" + (50_000).to_bytes(4, "big") + b"\xca\x3f\x80\0\0" * 50_000
+    wire = msgspec.msgpack.encode({**fields, "news": msgspec.Raw(news)})
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    (sent,) = router.on(Asked(decode(TurnRequest, wire), wire, 5), 0.1)
+    assert isinstance(sent, TurnDispatch)
+    router.on(result(sent, TurnOutcome.PREEMPTED), 0.2)
+    (again,) = router.on(heartbeat(0, sequence=1), 0.3)
+    assert isinstance(again, TurnDispatch) and again.cut
+    cut = bytes(again.asked)
+    assert news in cut and len(cut) == len(wire) - len(asked.appended) - 1  # and one of the two that said how many
+    assert again.request == msgspec.structs.replace(asked, appended=b"")

@@ -92,6 +92,8 @@ class Trajectory:
     """The present request lies at or after this offset of the home's requests."""
     lies_at: int | None = field(default=None, compare=False)
     """Where the present request lies, once it is known."""
+    committed_at: float = field(default=0.0, compare=False)
+    """Unix seconds; when the present request was committed, once it is."""
     applying: bool = field(default=False, compare=False)
     """A result of the present turn was accepted, its step is under way. Not on the log: a restart accepts it anew."""
 
@@ -131,7 +133,9 @@ class Trajectory:
                 start=start,
                 end=start + sampled,
                 cached_tokens=min(result.cached_tokens, start),
-                times=msgspec.structs.replace(result.times, applied_at=applied.applied_at),
+                times=msgspec.structs.replace(
+                    result.times, applied_at=applied.applied_at, committed_at=applied.committed_at
+                ),
                 environment_seconds=applied.environment_seconds,
             )
         )

@@ -31,6 +31,9 @@ from workers.executor import metrics
 MOST_BYTES = 256 * 1024 * 1024
 """Of contexts kept: some 2,000 of 32,768 tokens."""
 
+ENTRY_BYTES = 256
+"""That one which is kept takes beside its tokens: else there were no bound to those that have few, or none."""
+
 LOOK_SECONDS = 0.2
 """How soon the thread notices that it is to stop."""
 
@@ -53,7 +56,7 @@ class Kept:
 
     @property
     def size(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all that is kept, ENTRY_BYTES for each among them."""
         return self._size
 
     def of(self, dispatch: TurnDispatch) -> bytes | None:
@@ -71,11 +74,13 @@ class Kept:
 
     def keep(self, trajectory_id: str, context: bytes) -> None:
         """The newest of its trajectory."""
-        self._size += len(context) - len(self._contexts.pop(trajectory_id, b""))
+        if (former := self._contexts.pop(trajectory_id, None)) is not None:
+            self._size -= ENTRY_BYTES + len(former)
         self._contexts[trajectory_id] = context
+        self._size += ENTRY_BYTES + len(context)
         while self._size > self._most_bytes:
             _, longest_unused = self._contexts.popitem(last=False)
-            self._size -= len(longest_unused)
+            self._size -= ENTRY_BYTES + len(longest_unused)
 
 
 class Contexts:
