@@ -212,6 +212,18 @@ def test_a_chain_ends_at_its_bound_and_begins_anew() -> None:
     assert all(count(context_of(request, links)) == request.context_tokens for request in life.requests)
 
 
+def test_a_broker_that_lost_its_newest_records_is_asked_with_an_anchor() -> None:
+    """It gives an offset twice: a chain that goes back is no request, and its turn would wait for ever."""
+    for lies_at in (3, 7, 8):
+        life = Life()
+        life.open(0)
+        trajectory = life.trajectories["g:0"]
+        trajectory.chain, trajectory.lies_at = (4, 7), lies_at
+        life.arrives(result_of(trajectory, tokens=(7, 2)))
+        life.steps("g:0", stepped())
+        assert not life.requests[-1].flaw and life.requests[-1].chain == ((4, 7, 8) if lies_at == 8 else ())
+
+
 @settings(max_examples=200)
 @given(EVENTS)
 def test_who_takes_over_accepts_the_results_that_were_accepted(events: list[tuple[Any, ...]]) -> None:

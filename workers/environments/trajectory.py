@@ -155,8 +155,12 @@ class Trajectory:
         self.applying = False
 
     def _go_on(self) -> None:
-        """The next request goes on from the present one, if it is known where that lies; else it is an anchor."""
-        if self.lies_at is None or len(self.chain) >= CHAIN:
+        """The next request goes on from the present one, if it is known where that lies; else it is an anchor.
+
+        So it is where the chain would go back, as on a broker that lost its newest records: nobody would take that.
+        """
+        goes_back = self.lies_at is not None and self.chain[-1:] >= (self.lies_at,)
+        if self.lies_at is None or goes_back or len(self.chain) >= CHAIN:
             self.anchor()
             return
         self.chain, self.requested, self.lies_at = (*self.chain, self.lies_at), count(self.tokens), None
