@@ -1,5 +1,6 @@
 """Contexts by reference: what is kept, carried or read back is the whole, or it is told as torn."""
 
+import tracemalloc
 from collections.abc import Iterator
 from unittest.mock import Mock
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from schemas.arrays import pack_tokens
 from schemas.contexts import Torn, appending, context_of
+from schemas.limits import CHAIN
 from schemas.turns import TurnDispatch, TurnRequest
 from schemas.wire import decode, encode
 from tests.unit.routing_world import dispatched, request
@@ -18,7 +20,7 @@ from tests.waiting import until
 from topics.errors import BusError
 from topics.records import Envelope, Place
 from topics.settings import BusSettings
-from workers.executor.contexts import ENTRY_BYTES, Contexts, Kept, offsets_of
+from workers.executor.contexts import ENTRY_BYTES, Contexts, Kept, ReadBack
 
 APPENDED = st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5), min_size=1, max_size=8)
 
@@ -84,9 +86,13 @@ def test_an_executor_has_the_whole_or_reads_it_back(parts: list[list[int]], data
             )
             context = kept.of(dispatch)
             if context is None:
-                read = [links[offset] for offset in offsets_of(dispatch)]
-                assert read, "there is something to read back"
-                context = context_of(each, links)
+                back = ReadBack(dispatch)
+                assert back.offsets, "there is something to read back"
+                for offset in back.offsets:
+                    back.take(offset, links[offset])
+                read = back.context()
+                assert isinstance(read, bytes)
+                context = read
                 kept.keep(each.trajectory_id, context)
             assert context == whole(parts[: turn + 1])
 
@@ -121,6 +127,39 @@ def test_a_digest_that_is_wrong_is_never_served() -> None:
     assert kept.of(dispatched(second)) == pack_tokens([1, 2, 3])
 
 
+def cut_of(asked: TurnRequest, offset: int) -> TurnDispatch:
+    carried = msgspec.msgpack.encode(msgspec.structs.replace(asked, appended=b""))
+    return msgspec.structs.replace(dispatched(asked), asked=msgspec.Raw(carried), offset=offset, cut=True)
+
+
+def test_of_what_a_dispatch_names_no_more_is_held_than_its_context_has_tokens() -> None:
+    """A forged chain of 64 anchors of 65,536 tokens took 16 MB for each turn that was read back, however short."""
+    long, own = pack_tokens([7] * 1000), asked([[1], [2]])[-1]
+    forged = msgspec.structs.replace(own, chain=tuple(range(CHAIN)))
+    back = ReadBack(dispatched(forged))
+    tracemalloc.start()
+    for offset in back.offsets:
+        back.take(offset, msgspec.structs.replace(own, **appending(bytes(bytearray(long)))))
+        held, _ = tracemalloc.get_traced_memory()
+        assert held < 2 * len(long)
+    tracemalloc.stop()
+    assert isinstance(torn := back.context(), Torn) and "more than its 2 tokens" in str(torn)
+
+
+def test_a_cut_dispatch_is_of_the_context_that_it_says_whatever_lies_at_its_place() -> None:
+    """There the executor took the length and digest that it found: of a context for which it had kept no room."""
+    (first,) = asked([[1, 2]])
+    (longer,) = asked([[1, 2, 3]])
+    (same,) = asked([[3, 4]])
+    for there in (longer, same):
+        back = ReadBack(cut_of(first, 10))
+        back.take(10, there)
+        assert isinstance(back.context(), Torn)
+    back = ReadBack(cut_of(first, 10))
+    back.take(10, first)
+    assert back.context() == pack_tokens([1, 2])
+
+
 FLAWS: dict[str, dict[str, object]] = {
     "contradicts its length": {"appended": b"\x00" * 400},
     "half a token": {"appended": b"\x00" * 7, "chain": (3,)},
@@ -139,14 +178,8 @@ def test_a_request_that_contradicts_itself_is_told_from_a_sound_one(fields: dict
 
 def test_a_dispatch_without_its_tokens_is_read() -> None:
     (sound,) = asked([[1, 2]])
-    cut = msgspec.structs.replace(
-        dispatched(sound),
-        asked=msgspec.Raw(msgspec.msgpack.encode(msgspec.structs.replace(sound, appended=b""))),
-        offset=10,
-        cut=True,
-    )
-    read = decode(TurnDispatch, encode(cut))
-    assert (read.request.context_tokens, offsets_of(read)) == (2, (10,))
+    read = decode(TurnDispatch, encode(cut_of(sound, 10)))
+    assert (read.request.context_tokens, ReadBack(read).offsets) == (2, (10,))
 
 
 def test_a_home_that_cannot_be_read_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

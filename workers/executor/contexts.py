@@ -16,8 +16,10 @@ from contextlib import closing
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 
+import msgspec
 import structlog
 
+from schemas.arrays import count
 from schemas.contexts import Torn, context_of, is_context_of
 from schemas.errors import RoseError
 from schemas.turns import TurnDispatch, TurnKey, TurnRequest
@@ -187,34 +189,61 @@ class Contexts:
         """Raises TopicMissing, BusError or FetchStalled."""
         if not asked:
             return
+        found = [ReadBack(dispatch) for dispatch in asked]
         wanted: dict[Place, list[int]] = {}
-        for dispatch in asked:
-            if offsets := offsets_of(dispatch):
-                wanted.setdefault((REQUESTED, dispatch.home), []).extend(offsets)
+        goes_to: dict[tuple[int, int], list[ReadBack]] = {}
+        for each in found:
+            home = each.dispatch.home
+            for offset in each.offsets:
+                wanted.setdefault((REQUESTED, home), []).append(offset)
+                goes_to.setdefault((home, offset), []).append(each)
         # The embedded broker answers a fetch with all the rest of a partition: there jumps cost more than they save.
         far = sys.maxsize if self._settings.embedded else FAR
-        found: dict[int, dict[int, TurnRequest]] = {}
         for envelope in Fetch(reader, wanted, far=far, stopped=self._stopping.is_set):
             if isinstance(envelope.record, TurnRequest):
-                found.setdefault(envelope.partition, {})[envelope.offset] = envelope.record
+                for each in goes_to[envelope.partition, envelope.offset]:
+                    each.take(envelope.offset, envelope.record)
         if not self._stopping.is_set():
-            for dispatch in asked:
-                self._answers.put((dispatch, _put_together(dispatch, found.get(dispatch.home, {}))))
+            for each in found:
+                self._answers.put((each.dispatch, each.context()))
 
 
-def offsets_of(dispatch: TurnDispatch) -> tuple[int, ...]:
-    """Offsets of the requests, in its home, that its context is read back from."""
-    return (*dispatch.request.chain, dispatch.offset) if dispatch.cut else dispatch.request.chain
+class ReadBack:
+    """A dispatch's context from what is read of the log. Pure. Of that no more is held than the context has tokens."""
 
+    def __init__(self, dispatch: TurnDispatch) -> None:
+        self.dispatch = dispatch
+        self._found: dict[int, TurnRequest] = {}
+        self._tokens = 0
+        """Of all that was found."""
 
-def _put_together(dispatch: TurnDispatch, found: dict[int, TurnRequest]) -> bytes | Torn:
-    request = dispatch.request
-    if dispatch.cut:
-        own = found.get(dispatch.offset)
-        if own is None or (own.trajectory_id, own.turn) != (request.trajectory_id, request.turn):
-            return Torn(f"the request of turn {request.turn} is not on the log at offset {dispatch.offset} any more")
-        request = own
-    try:
-        return context_of(request, found)
-    except Torn as torn:
-        return torn
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Of the requests, in its home, that the context is read back from."""
+        dispatch = self.dispatch
+        return (*dispatch.request.chain, dispatch.offset) if dispatch.cut else dispatch.request.chain
+
+    def take(self, offset: int, request: TurnRequest) -> None:
+        """One of them was read."""
+        asked = self.dispatch.request
+        if request.trajectory_id != asked.trajectory_id:
+            return
+        self._tokens += count(request.appended)
+        self._found[offset] = request
+        if self._tokens > asked.context_tokens:
+            self._found.clear()
+
+    def context(self) -> bytes | Torn:
+        """The packed tokens, once all that is there was read."""
+        request, offset = self.dispatch.request, self.dispatch.offset
+        if self._tokens > request.context_tokens:
+            return Torn(f"what turn {request.turn} goes on from is more than its {request.context_tokens} tokens")
+        if self.dispatch.cut:
+            own = self._found.get(offset)
+            if own is None or own.turn != request.turn:
+                return Torn(f"the request of turn {request.turn} is not on the log at offset {offset} any more")
+            request = msgspec.structs.replace(request, appended=own.appended)
+        try:
+            return context_of(request, self._found)
+        except Torn as torn:
+            return torn
