@@ -214,11 +214,19 @@ def grant(
         int, typer.Option("--token-budget", metavar="N", min=0, help="Tokens that turns may hold; 0: no limit.")
     ] = 0,
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
+    release: Annotated[
+        bool, typer.Option("--release", help="Take the grant by hand back: the control app decides again.")
+    ] = False,
 ) -> None:
-    """Have a lending server lend, or park: its newest grant counts."""
-    from pipeline.command.granting import send_grant
+    """Have a lending server lend, or park, whatever the control app says, until that is taken back."""
+    from pipeline.command.granting import release_grant, send_grant
 
-    send_grant(common, worker, lend=lend, kv_bytes=kv_bytes, token_budget=token_budget, reason=reason)
+    if not release:
+        send_grant(common, worker, lend=lend, kv_bytes=kv_bytes, token_budget=token_budget, reason=reason)
+    elif lend and not (kv_bytes or token_budget or reason):
+        release_grant(common, worker)
+    else:
+        raise UsageError("--release takes a grant back, and says nothing else: give it alone")
 
 
 @app.command(rich_help_panel=LOOKING)

@@ -27,7 +27,7 @@ from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
-from workers.executor.gate import Granted
+from workers.executor.gate import FREELY, Granted
 from workers.executor.line import Line
 from workers.executor.link import EngineLink
 from workers.executor.loop import Executor
@@ -50,7 +50,9 @@ from workers.executor.words import (
     Wake,
 )
 from workers.lender.grants import Grants
+from workers.lender.lease import Lease
 from workers.weights.receive import StagedVersion
+from workers.weights.trust import run_id
 
 NAME = f"executor-{SLOT}"
 FIGURES = ("rose_executor_policy_version", "rose_lender_budget_bytes")
@@ -128,7 +130,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 @pytest.fixture
 def grants(settings: BusSettings) -> Iterator[Grants]:
-    grants = Grants(settings, NAME)
+    grants = Grants(settings, NAME, Lease(run_id(settings.namespace, "demo"), needed=False))
     grants.known(threading.Event())
     yield grants
     grants.stop()
@@ -175,8 +177,8 @@ def running(settings: BusSettings, granted: Granted | None) -> Iterator[tuple[En
 def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings: BusSettings, grants: Grants) -> None:
     grant(settings, lend=False)
     grant(settings, lend=True, worker="another")
-    until(lambda: grants.newest is not None)
-    with running(settings, lambda: grants.newest) as (engine, router):
+    until(lambda: bool(grants.leave().refused))
+    with running(settings, grants.leave) as (engine, router):
         engine.hear(Park)
         router.until(lambda: bool(router.beats) and "night" in router.beats[-1].paused_reason)
         assert router.beats[-1].state is ExecutorState.PAUSED
@@ -218,7 +220,7 @@ def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings
 def test_a_guest_that_was_gone_and_is_back_before_anybody_looked_is_told_its_version_anew(
     settings: BusSettings,
 ) -> None:
-    with running(settings, lambda: None) as (engine, router):
+    with running(settings, lambda: FREELY) as (engine, router):
         engine.hear(Prepare)
         engine.reports.say(msgspec.structs.replace(TICK, parked="its guest is being built"))
         engine.reports.say(TICK)
@@ -227,7 +229,7 @@ def test_a_guest_that_was_gone_and_is_back_before_anybody_looked_is_told_its_ver
 
 
 def test_a_server_that_is_never_idle_gives_its_turns_back_until_it_was(settings: BusSettings) -> None:
-    with running(settings, lambda: None) as (engine, router):
+    with running(settings, lambda: FREELY) as (engine, router):
         engine.serve()
         router.until(lambda: router.serves(3))
         router.dispatch("held", [3, 4, 5])
