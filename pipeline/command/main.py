@@ -185,6 +185,20 @@ def router(
 
 @app.command(rich_help_panel=ROLES)
 @with_common
+def control(
+    common: Common,
+    number: Annotated[
+        int, typer.Option("--number", metavar="N", help="Which control app this is: one decides, any others wait.")
+    ] = 0,
+) -> None:
+    """The control app: decides which serving workers lend, by leases that it renews, and shows why on a page."""
+    from pipeline.command.roles import run_control_role
+
+    run_control_role(common, number)
+
+
+@app.command(rich_help_panel=ROLES)
+@with_common
 def trainer(common: Common) -> None:
     """The trainer: learns from finished groups and publishes policy versions."""
     from pipeline.command.roles import run_trainer_role

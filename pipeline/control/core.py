@@ -157,13 +157,18 @@ class Control:
         self._forget(now)
         for name, lender in self.lenders.items():
             self._look_at(name, lender, now)
-        fresh = sorted(number for number, cell in self.cells.items() if now - cell.heard_at < STALE_SECONDS)
+        fresh = [summary.cell for summary in self.fresh(now)]
         for number in fresh:
             self._park_useless(number, now)
         self._keep_cap(now)
         for number in fresh:
             self._wake(number, now)
         return [grant for name in sorted(self.lenders) if (grant := self._told(name, now)) is not None]
+
+    def fresh(self, now: float) -> list[CellSummary]:
+        """Of the cells that are heard, by their number."""
+        known = sorted(self.cells.items())
+        return [cell.summary for _, cell in known if now - cell.heard_at < STALE_SECONDS]
 
     def mine(self, name: str, now: float) -> bool:
         """Whether this decides about a worker now: it is heard of, and has no grant by hand or of another job."""

@@ -74,6 +74,17 @@ class Choice(NamedTuple):
     cost: PlacementCost
 
 
+class Load(NamedTuple):
+    """What one executor holds, and what it would take on beside."""
+
+    free_turns: int = 0
+    free_tokens: int = 0
+    held_turns: int = 0
+    held_tokens: int = 0
+    seconds: float = 0.0
+    """Until it has done what it holds."""
+
+
 @dataclass(slots=True)
 class Seat:
     """One executor: what it offers and what it holds."""
@@ -196,6 +207,17 @@ class Placement:
         if ask.seeded:
             np.putmask(cost, self._seedless, np.inf)
         return self._cheapest(ask, now)
+
+    def load_of(self, worker: str, now: float) -> Load:
+        """How an executor stands; one that never made an offer holds nothing."""
+        index = self.index.get(worker)
+        if index is None:
+            return Load()
+        seat = self.seats[index]
+        free_turns = max(0, seat.beat.max_turns - seat.held_turns) if seat.open else 0
+        seconds = seat.decode_wait_seconds + max(0.0, float(self._prefill_free_at[index]) - now)
+        held = seat.held_turns, seat.held_tokens
+        return Load(free_turns, max(0, seat.room_tokens), *held, min(seconds, LONGEST_WAIT_SECONDS))
 
     def could_run(self, ask: Ask) -> bool:
         """Whether some open executor would have room for it if it held nothing."""

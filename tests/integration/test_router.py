@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import pytest
 from confluent_kafka import Producer
 
+from pipeline.clock import steady_clock
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.loop import RouterLoop
-from pipeline.routing.reign import Reign, steady_clock
+from pipeline.routing.reign import Reign
 from pipeline.routing.seat import Seat
 from schemas.turns import TurnOutcome
 from tests.brokers import AnyBroker
