@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import closing
-from importlib.util import find_spec
 from threading import Event
 
 import structlog
@@ -29,8 +28,6 @@ def run_control(settings: BusSettings, config: ControlConfig, job: str, stop: Ev
 
     What it granted runs out by itself then. Raises UsageError for what only a person can mend.
     """
-    if find_spec("faust") is None:
-        raise UsageError("Faust is not installed: pip install 'rose-rollouts[control]'")
     control, clock = Control(config, job), steady_clock()
     grants = GrantLog(settings, name)
     try:
@@ -43,7 +40,10 @@ def run_control(settings: BusSettings, config: ControlConfig, job: str, stop: Ev
 async def _run(
     settings: BusSettings, control: Control, grants: GrantLog, clock: Callable[[], float], stop: Event, name: str
 ) -> None:
-    from pipeline.control.app import ControlApp
+    try:
+        from pipeline.control.app import ControlApp
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error.name} is not installed: pip install 'rose-rollouts[control]'") from None
 
     log = structlog.get_logger("control").bind(control=name)
     while not stop.is_set():

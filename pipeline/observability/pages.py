@@ -100,8 +100,8 @@ SERVING = Dashboard(
         ),
         Panel(
             "Who is to lend",
-            "By what the control app decided, and how many of them somebody told by hand. Wakes and parkings that do not "
-            "end are worth a look at its page.",
+            "By what the control app decided, and how many of them were told by hand. If both go on without end, "
+            "look at its page.",
             "short",
             {
                 "{{told}}": "sum by (told) (rose_control_lenders)",

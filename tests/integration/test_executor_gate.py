@@ -140,17 +140,23 @@ def exported(name: str) -> float | None:
     return REGISTRY.get_sample_value(name)
 
 
-def grant(settings: BusSettings, *, lend: bool, worker: str = NAME, token_budget: int = 0) -> None:
+def common_of(settings: BusSettings) -> Common:
+    """The options that reach this broker."""
     embedded = f"broker.embedded={str(settings.embedded).lower()}"
-    common = Common(bootstrap_server=settings.bootstrap, namespace=settings.namespace, settings=[embedded])
-    send_grant(common, worker, lend=lend, kv_bytes=0, token_budget=token_budget, reason="night")
+    return Common(bootstrap_server=settings.bootstrap, namespace=settings.namespace, settings=[embedded])
+
+
+def grant(settings: BusSettings, *, lend: bool, worker: str = NAME, token_budget: int = 0) -> None:
+    send_grant(common_of(settings), worker, lend=lend, kv_bytes=0, token_budget=token_budget, reason="night")
 
 
 @contextmanager
-def running(settings: BusSettings, granted: Granted | None) -> Iterator[tuple[Engine, Router]]:
-    """An executor, its engine, and the router that it talks to."""
+def running(
+    settings: BusSettings, granted: Granted | None, *, kind: type[Engine] = Engine
+) -> Iterator[tuple[Engine, Router]]:
+    """An executor, its engine of this kind, and the router that it talks to."""
     wires, stop = Wires.new(), threading.Event()
-    engine = Engine(wires)
+    engine = kind(wires)
     life = os.pidfd_open(os.getpid())
     executor = Executor(
         settings,
