@@ -59,18 +59,19 @@ class _Faust(faust.App):
 
 
 class ControlApp:
-    """One life of the app; the core outlives it. What goes wrong is in `failure`."""
+    """One life of the app; the core outlives it."""
 
     def __init__(
         self, settings: BusSettings, control: Control, grants: GrantLog, clock: Callable[[], float], name: str
     ) -> None:
-        """Raises UsageError for settings of security that Faust's client has no word for."""
+        """Raises TopicMissing, or UsageError for settings of security that Faust's client has no word for."""
         self.failure: Exception | None = None
         self._control = control
         self._grants = grants
         self._clock = clock
         self._log = structlog.get_logger("control").bind(control=name)
         self._writer = Writer(settings, name)
+        self._writer.partitions(SUMMARIES)  # Faust waits for a topic that is not there, and tells nobody
         self._folder = TemporaryDirectory(prefix="rose-control-")  # Faust wants one, and keeps nothing there
         self._decisions: deque[CapacityGrant] = deque(maxlen=SHOWN)
         self._lending: dict[str, bool] = {}
@@ -81,6 +82,12 @@ class ControlApp:
         """Leave the broker as it is."""
         self._writer.close()
         self._folder.cleanup()
+
+    @property
+    def trouble(self) -> Exception | None:
+        """Why it cannot go on; None while it does."""
+        crashed = self.faust.crash_reason if self.faust.crashed else None
+        return self.failure or self._grants.failure or (crashed if isinstance(crashed, Exception) else None)
 
     def _made(self, settings: BusSettings, name: str) -> faust.App:
         config = self._control.config

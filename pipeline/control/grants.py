@@ -13,6 +13,7 @@ from confluent_kafka import OFFSET_BEGINNING
 from schemas.capacity import BY_HAND, CapacityGrant
 from schemas.errors import RoseError
 from topics.catalog import GRANTS
+from topics.errors import lasting
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope
 from topics.settings import BusSettings
@@ -38,6 +39,8 @@ class GrantLog:
     def __init__(self, settings: BusSettings, name: str) -> None:
         self.known = Event()
         """What was there has been read."""
+        self.failure: RoseError | None = None
+        """What time does not mend."""
         self._settings = settings
         self._name = f"{name}-grants"
         self._came: queue.SimpleQueue[Told] = queue.SimpleQueue()
@@ -59,6 +62,9 @@ class GrantLog:
             try:
                 self._follow()
             except RoseError as error:
+                if lasting(error):
+                    self.failure = error
+                    return
                 structlog.get_logger("control").warning("reading grants anew", reason=str(error))
                 self._stopping.wait(AGAIN_SECONDS)
 
