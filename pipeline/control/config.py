@@ -14,8 +14,8 @@ class ControlConfig:
     lease_seconds: float = 30.0
     """For which a grant holds unless it is renewed, which it is three times in that time."""
     margin_seconds: float = 2.0
-    """That one more lender must save of the time until what waits is done, to be woken. One that saves less than half
-    of it is of no use."""
+    """That one more lender must be at work before what waits is done, to be woken. One without which all that there is
+    would be done in half of it is of no use."""
     dwell_seconds: float = 20.0
     """A worker that was woken or parked stays so for at least so long."""
     idle_seconds: float = 10.0

@@ -4,17 +4,18 @@ Keeps true
 - At most `most_lenders` have a grant to lend that has not run out, and each grant says why.
 - A worker lends to one RL job: who has a grant of another one that has not run out is left alone, and so is who was
   told by hand.
-- A lender is woken when what waits is done sooner by more than the margin, its wake and the catching up of its weights
-  counted; the one whose users ask least first. It is parked once it was of no use for a while.
-- It settles: each wake saves more than the margin and each parking costs less than half of it, so under a constant load
-  there is an end to both; and who was woken or parked stays so for the dwell.
+- A lender is woken when it would be at work for more than the margin before what waits is done, its wake and the
+  catching up of its weights counted; the one whose users ask least first. It is parked once, for a while, the others
+  had room for what it holds and would have been done with that, and with what waits, within half of the margin.
+- It settles: once somebody was parked for being of no use, nobody is worth waking before more waits. So under a
+  constant load wakes and parkings both end. Who was woken or parked stays so for the dwell.
 - Grants are leases, renewed while the summaries of their cell come. Silence means no: of a cell that is not heard of
   nothing is renewed, and its lenders park by themselves.
 
 Pure: `now` is unix seconds that never jump; no other clock is compared with it.
 
 Example, margin 2 s
-    40 turns wait, done in 30 s by w1 alone; w2 would need 9 s to come  -> w2 is to lend: done in 19 s instead of 30 s
+    40 turns wait, done in 30 s by w1 alone; w2 would need 9 s to come  -> w2 is to lend: done in 20 s instead of 30 s
     nothing waits, w2 holds nothing                                     -> 10 s later w2 is to park
     no summary for 5 s                                                  -> no grant is renewed
 """
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.control.config import ControlConfig
-from pipeline.control.forecast import Learned, Share, finish_seconds
+from pipeline.control.forecast import Flow, Learned, Share, finish_seconds
 from schemas.capacity import CapacityGrant
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.slack import ExecutorState
@@ -108,6 +109,37 @@ class Lender:
         self.lends, self.reason, self.since = lends, reason, now
         self.asked_at = now if lends and not self.line.open else None
         self.built_at = self.useless_since = self.renewed_at = None
+
+
+@dataclass(slots=True)
+class Rest:
+    """What a cell has without those of its lenders that were found of no use."""
+
+    shares: dict[str, Share]
+    flow: Flow
+    turns: float
+    """That wait, or were held by who was of no use."""
+    free_turns: int
+    free_tokens: int
+
+    def needs(self, name: str, line: ExecutorLine, seconds: float) -> bool:
+        """Whether without one of them there is no room for what it holds, or not all is done in so many seconds."""
+        share = self.shares.get(name)
+        if share is None:
+            return False
+        room = self.free_turns - line.free_turns >= line.held_turns
+        room = room and self.free_tokens - line.free_tokens >= line.held_tokens
+        others = self.flow.done_by(seconds) - share.rate * max(0.0, seconds - share.free_at)
+        return not room or others < self.turns + line.load_seconds * share.rate
+
+    def leave(self, name: str, line: ExecutorLine) -> None:
+        """One was: others do what it held."""
+        share = self.shares.pop(name, None)
+        if share is not None:
+            self.flow.add(Share(share.free_at, -share.rate))
+            self.turns += line.load_seconds * share.rate
+            self.free_turns -= line.free_turns + line.held_turns
+            self.free_tokens -= line.free_tokens + line.held_tokens
 
 
 class Control:
@@ -240,35 +272,22 @@ class Control:
         lender.decide(False, reason, now)
 
     def _park_useless(self, number: int, now: float) -> None:
-        """Note which lenders of a cell are of no use, and park one that was not for long enough: then all is other."""
-        useless: list[tuple[float, str]] = []
-        for name, lender in sorted(self._of(number, now)):
-            if not lender.lends or self._of_use(number, name, lender, now):
+        """Note which lenders of a cell are of no use, and park those that were not for long enough."""
+        summary, shares = self.cells[number].summary, self._shares(number, now)
+        free = [(each.free_turns, each.free_tokens) for each in summary.executors if each.worker in shares]
+        turns, tokens = (sum(column) for column in zip(*free, strict=True)) if free else (0, 0)
+        rest = Rest(shares, Flow(shares.values()), summary.waiting_turns, turns, tokens)
+        for name, lender in sorted(self._of(number, now), key=lambda each: (-each[1].busy, each[0])):
+            if not lender.lends:
+                continue
+            if rest.needs(name, lender.line, self.config.margin_seconds / 2):
                 lender.useless_since = None
                 continue
             lender.useless_since = now if lender.useless_since is None else lender.useless_since
             may = now - lender.since >= self.config.dwell_seconds
             if may and now - lender.useless_since >= self.config.idle_seconds:
-                useless.append((lender.busy, name))
-        if useless:
-            self._park(self.lenders[max(useless)[1]], f"of no use for {self.config.idle_seconds:g} s", now)
-
-    def _of_use(self, number: int, name: str, lender: Lender, now: float) -> bool:
-        """Whether parking it would cost something: others have no room for what it holds, or all takes longer."""
-        summary, line = self.cells[number].summary, lender.line
-        if not line.open and lender.asked_at is None:
-            return False
-        shares = self._shares(number, now)
-        own = shares.pop(name)
-        others = [each for each in summary.executors if each.open and each.worker in shares]
-        room = sum(each.free_turns for each in others) >= line.held_turns
-        if not room or sum(each.free_tokens for each in others) < line.held_tokens:
-            return True
-        turns = summary.waiting_turns + line.load_seconds * own.rate
-        without = finish_seconds(shares.values(), turns)
-        return without > finish_seconds([*shares.values(), self._share(name, lender, now, held=0.0)], turns) + (
-            self.config.margin_seconds / 2
-        )
+                rest.leave(name, lender.line)
+                self._park(lender, f"of no use for {self.config.idle_seconds:g} s", now)
 
     def _keep_cap(self, now: float) -> None:
         """Park those over the cap, whose users ask most first."""
@@ -279,27 +298,31 @@ class Control:
             self._park(self.lenders[name], f"more than {most} would lend", now)
 
     def _wake(self, number: int, now: float) -> None:
-        """Wake as many of a cell as are worth it, whose users ask least first."""
-        summary = self.cells[number].summary
-        shares = self._shares(number, now)
-        without = finish_seconds(shares.values(), summary.waiting_turns)
+        """Wake those of a cell that are worth it, whose users ask least first."""
+        turns, shares = self.cells[number].summary.waiting_turns, self._shares(number, now)
         room = (self.config.most_lenders or len(self.lenders)) - len(self.lending(now))
+        if not turns or room <= 0:
+            return
+        flow, woken = Flow(shares.values()), list[Lender]()
+        without = finish_seconds(shares.values(), turns)
         for name, lender in sorted(self._of(number, now), key=lambda each: (each[1].busy, each[0])):
-            if without <= self.config.margin_seconds or room <= 0:
-                return
             rested = now - lender.since >= self.config.dwell_seconds and now >= lender.held_until
             if lender.lends or not rested or lender.line.serving_waiting:
                 continue
-            shares[name] = Share(self._delay(name, lender, now), self.learned.turns_per_second(name))
-            done = finish_seconds(shares.values(), summary.waiting_turns)
-            if without > done + self.config.margin_seconds:
-                before = "never" if without == math.inf else f"in {without:.0f} s"
-                reason = f"{summary.waiting_turns} turns wait: done in {done:.0f} s with it, {before} without"
-                lender.decide(True, reason, now)
-                self.woken += 1
-                without, room = done, room - 1
-            else:
-                del shares[name]
+            share = Share(self._delay(name, lender, now), self.learned.turns_per_second(name))
+            margin = self.config.margin_seconds
+            if flow.done_by(share.free_at + margin) + share.rate * margin < turns:
+                flow.add(share)
+                shares[name] = share
+                woken.append(lender)
+                if len(woken) == room:
+                    break
+        done = finish_seconds(shares.values(), turns)
+        before = "never" if without == math.inf else f"in {without:.0f} s"
+        others = f" and {len(woken) - 1} more" if len(woken) > 1 else ""
+        for lender in woken:
+            lender.decide(True, f"{turns} turns wait: done in {done:.0f} s with it{others}, {before} without", now)
+        self.woken += len(woken)
 
     def _of(self, number: int, now: float) -> Iterable[tuple[str, Lender]]:
         """The lenders in a cell's newest summary that this decides about."""
@@ -319,15 +342,11 @@ class Control:
                 takes_part = line.open
             else:
                 takes_part = bool(lender.lends) and (line.open or lender.asked_at is not None)
-            if takes_part and lender is not None:
-                shares[line.worker] = self._share(line.worker, lender, now, held=line.load_seconds)
-            elif takes_part:
-                shares[line.worker] = Share(line.load_seconds, self.learned.turns_per_second(line.worker))
+            if takes_part:
+                comes = lender is not None and not line.open
+                free_at = self._delay(line.worker, lender, now) if comes and lender else line.load_seconds
+                shares[line.worker] = Share(free_at, self.learned.turns_per_second(line.worker))
         return shares
-
-    def _share(self, name: str, lender: Lender, now: float, *, held: float) -> Share:
-        free_at = held if lender.line.open or lender.asked_at is None else self._delay(name, lender, now)
-        return Share(free_at, self.learned.turns_per_second(name))
 
     def _delay(self, name: str, lender: Lender, now: float) -> float:
         """Seconds from now until a worker is open, if it is woken now or was before."""

@@ -12,8 +12,10 @@ Example
 """
 
 import math
+from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from schemas.cells import ExecutorLine
@@ -42,6 +44,27 @@ def finish_seconds(shares: Iterable[Share], turns: float) -> float:
             break
         done, at, rate = reached, share.free_at, rate + share.rate
     return at + (turns - done) / rate if rate else math.inf
+
+
+class Flow:
+    """Who takes part in the work: how much is done by when. To ask costs the logarithm of how many there were first."""
+
+    def __init__(self, shares: Iterable[Share]) -> None:
+        begins = sorted(shares)
+        self._times = [each.free_at for each in begins]
+        self._rates = [0.0, *accumulate(each.rate for each in begins)]
+        self._before = [0.0, *accumulate(each.rate * each.free_at for each in begins)]
+        self._more: list[Share] = []
+
+    def add(self, share: Share) -> None:
+        """One more takes part."""
+        self._more.append(share)
+
+    def done_by(self, seconds: float) -> float:
+        """Turns, by so many seconds from now."""
+        there = bisect(self._times, seconds)
+        more = sum(each.rate * (seconds - each.free_at) for each in self._more if each.free_at < seconds)
+        return self._rates[there] * seconds - self._before[there] + more
 
 
 @dataclass(slots=True)
@@ -94,6 +117,8 @@ class Learned:
         """From there until it has the weights and may be sent turns."""
         self._rates: dict[str, tuple[bool, Rates]] = {}
         """By worker, with whether it serves: as it was when it was last open."""
+        self._usual: Rates | None = None
+        """Of a lender that was never seen at work, until others were seen anew."""
         self._prefill_tokens = Mean(1000.0)
         """Of a turn that waits."""
         self._new_tokens = Mean(100.0)
@@ -102,6 +127,7 @@ class Learned:
         """Rates that a worker says of itself while it is parked are of no engine."""
         decode = line.decode_tokens_per_second * line.lanes
         self._rates[line.worker] = line.serving, Rates(line.prefill_tokens_per_second, decode)
+        self._usual = None
 
     def saw_waiting(self, turns: int, prefill_tokens: int, new_tokens: int) -> None:
         self._prefill_tokens.saw(prefill_tokens / turns)
@@ -109,17 +135,19 @@ class Learned:
 
     def forget(self, worker: str) -> None:
         self._rates.pop(worker, None)
+        self._usual = None
         self.wake.workers.pop(worker, None)
         self.catch_up.workers.pop(worker, None)
 
     def turns_per_second(self, worker: str) -> float:
         """Of turns as they come, with nothing of them cached."""
-        rates = self._rates[worker][1] if worker in self._rates else self._usual
+        rates = self._rates[worker][1] if worker in self._rates else self._usual_rates()
         return 1.0 / (self._prefill_tokens.value / rates.prefill + max(1.0, self._new_tokens.value) / rates.decode)
 
-    @property
-    def _usual(self) -> Rates:
-        """Of a lender that was never seen at work: as others that serve, else as any."""
-        known = [rates for serving, rates in self._rates.values() if serving]
-        known = known or [rates for _, rates in self._rates.values()] or [FIRST_RATES]
-        return Rates(*(sum(column) / len(known) for column in zip(*known, strict=True)))
+    def _usual_rates(self) -> Rates:
+        """Of others that serve; of any, where none does."""
+        if self._usual is None:
+            known = [rates for serving, rates in self._rates.values() if serving]
+            known = known or [rates for _, rates in self._rates.values()] or [FIRST_RATES]
+            self._usual = Rates(*(sum(column) / len(known) for column in zip(*known, strict=True)))
+        return self._usual

@@ -164,6 +164,18 @@ def test_nobody_is_woken_for_what_is_done_before_it_comes() -> None:
     assert any(grant.lend for grant in world.seconds(20, waiting=3000))
 
 
+def test_of_a_large_fleet_as_many_are_woken_as_have_something_to_do_though_each_alone_adds_little() -> None:
+    control = Control(changed(most_lenders=0), JOB)
+    dedicated = [
+        at_work(f"d{number}", serving=False, by_grant=False, free_turns=0, load_seconds=60.0) for number in range(100)
+    ]
+    parked = [line(f"l{number}") for number in range(100)]
+    for now in range(8):
+        control.summarised(summary(*dedicated, *parked, waiting=150), now)
+        control.tick(now)
+    assert 30 < control.woken < 70, "each has two seconds of work, of some three turns"
+
+
 def test_a_wake_and_the_catching_up_are_learned() -> None:
     world = fleet("a", wakes_in=7.0)
     world.seconds(20, waiting=500)

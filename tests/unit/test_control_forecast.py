@@ -5,10 +5,10 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.control.forecast import Learned, Share, finish_seconds
+from pipeline.control.forecast import Flow, Learned, Share, finish_seconds
 
 SHARES = st.lists(st.builds(Share, st.floats(0, 100), st.floats(0.01, 100)), max_size=8)
-TURNS = st.floats(0, 10_000)
+TURNS = st.just(0.0) | st.floats(0.01, 10_000)
 
 
 @given(SHARES, TURNS)
@@ -31,3 +31,12 @@ def test_a_rate_is_above_nothing_and_finite_whatever_waits(seen: list[tuple[int,
     for turns, prefill, new in seen:
         learned.saw_waiting(turns, prefill, new)
     assert 0 < learned.turns_per_second("anybody") < math.inf
+
+
+@given(SHARES, SHARES, st.floats(0, 1000))
+def test_a_flow_has_done_what_its_shares_have(first: list[Share], more: list[Share], seconds: float) -> None:
+    flow = Flow(first)
+    for share in more:
+        flow.add(share)
+    wanted = sum(each.rate * max(0.0, seconds - each.free_at) for each in [*first, *more])
+    assert math.isclose(flow.done_by(seconds), wanted, rel_tol=1e-6, abs_tol=1e-6)
