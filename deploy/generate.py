@@ -17,7 +17,19 @@ from topics.catalog import CATALOG, LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions,
 
 CHART = Path(__file__).parent / "chart"
 
-SECTIONS = ("run", "topics", "model", "environment", "executor", "lender", "router", "trainer", "weights", "tracing")
+SECTIONS = (
+    "run",
+    "topics",
+    "model",
+    "environment",
+    "executor",
+    "lender",
+    "router",
+    "control",
+    "trainer",
+    "weights",
+    "tracing",
+)
 """Of rose.toml, those that roles on a cluster read and the chart does not write itself."""
 
 OF_THE_CHART = {
@@ -27,10 +39,15 @@ OF_THE_CHART = {
     "run.lenders",
     "topics.replication_factor",
     "executor.slot",
+    "control.page_host",
+    "control.page_port",
     "weights.signing_key",
     "weights.trusted_key",
 }
 """Fields that other values say."""
+
+REACHING = ("router", "control", "environment", "executor", "trainer", "lenders")
+"""Roles that may be let reach more."""
 
 CONFIDENTIAL = r"password|passphrase|secret|key\.pem|oauthbearer\.config"
 """In the names of librdkafka's settings that belong into a Secret."""
@@ -136,6 +153,7 @@ def values_schema() -> Schema:
         model=closed(mountPath=TEXT, volume=ANYTHING),
         weightKeys=closed(signingSecret=TEXT, trustedSecret=TEXT),
         router=role(replicas=at_least(1)),
+        control=role(enabled=FLAG, pagePort=at_least(1)),
         environment=role(replicas=at_least(1), image=TEXT),
         executor=role(replicas=at_least(0), image=TEXT),
         trainer=role(enabled=FLAG, image=TEXT, storage=closed(size=TEXT, className=TEXT)),
@@ -160,7 +178,10 @@ def values_schema() -> Schema:
             kafkaPorts={"type": "array", "items": at_least(1)},
             metricsFrom=ANYTHINGS,
             usersFrom=ANYTHINGS,
-            egress=closed(**dict.fromkeys(("router", "environment", "executor", "trainer", "lenders"), ANYTHINGS)),
+            pageFrom=ANYTHINGS,
+            egress=closed(
+                **dict.fromkeys(("router", "control", "environment", "executor", "trainer", "lenders"), ANYTHINGS)
+            ),
         ),
         disruptionBudgets=FLAG,
         autoscaling=closed(

@@ -48,7 +48,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlackHeartbeat(Record, frozen=True, kw_only=True):
-    SCHEMA: ClassVar[str] = "slack-heartbeat/4"
+    SCHEMA: ClassVar[str] = "slack-heartbeat/5"
 
     worker: Id
     incarnation: Count
@@ -91,3 +91,5 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     """It was cut: its budget may shrink further, and does not grow for now."""
     seeded: bool = True
     """Whether it takes turns with a seed, which draw by position."""
+    by_grant: bool = False
+    """Whether grants say if it takes turns."""

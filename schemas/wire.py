@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from schemas.capacity import CapacityGrant
+from schemas.cells import CellSummary
 from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
 from schemas.errors import RecordError
 from schemas.limits import NESTED
@@ -33,6 +34,7 @@ RECORDS: tuple[type[Record], ...] = (
     TurnResult,
     SlackHeartbeat,
     CapacityGrant,
+    CellSummary,
     Sample,
     SampleOutcome,
     Group,

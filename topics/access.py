@@ -20,6 +20,7 @@ from topics.catalog import (
     CATALOG,
     CHUNKS,
     COMPLETED,
+    CONTROL_GROUP,
     DEAD_LETTERS,
     DISPATCHED,
     ENVIRONMENT_GROUP,
@@ -38,6 +39,7 @@ from topics.catalog import (
     ROUTER_GROUP,
     SAMPLES,
     SNAPSHOTS,
+    SUMMARIES,
     TRAINER_NAMES,
     Topic,
 )
@@ -143,10 +145,18 @@ ENVIRONMENT = Role(
 ROUTER = Role(
     name="router",
     reads=(REQUESTED, DISPATCHED, COMPLETED, HEARTBEATS),
-    writes=(DISPATCHED, COMPLETED),
+    writes=(DISPATCHED, COMPLETED, SUMMARIES),
     buries=(REQUESTED, HEARTBEATS),
     digs=(REQUESTED, HEARTBEATS),
     groups={ROUTER_GROUP: Operation.READ, **_BY_HAND},
+)
+
+CONTROL = Role(
+    name="control",
+    reads=(SUMMARIES, GRANTS),
+    writes=(GRANTS,),
+    buries=(SUMMARIES,),
+    groups={CONTROL_GROUP: Operation.READ, **_BY_HAND},
 )
 
 EXECUTOR = Role(
@@ -205,7 +215,7 @@ VIEW = Role(
 )
 """Looks at a run: watch, status, why, audit, replay, report, and the dead letters."""
 
-BURIED = tuple({topic: None for role in (ENVIRONMENT, ROUTER, EXECUTOR, TRAINER) for topic in role.buries})
+BURIED = tuple({topic: None for role in (ENVIRONMENT, ROUTER, CONTROL, EXECUTOR, TRAINER) for topic in role.buries})
 """Topics that have dead letters."""
 
 OPERATOR = Role(
@@ -223,7 +233,8 @@ ADMIN = Role(name="admin", manages=True)
 """`rose topics create`, `check` and `describe`."""
 
 ROLES: Mapping[str, Role] = {
-    role.name: role for role in (ENVIRONMENT, ROUTER, EXECUTOR, LENDER, TRAINER, PRODUCER, VIEW, OPERATOR, ADMIN)
+    role.name: role
+    for role in (ENVIRONMENT, ROUTER, CONTROL, EXECUTOR, LENDER, TRAINER, PRODUCER, VIEW, OPERATOR, ADMIN)
 }
 
 _LETTERS_OF = dict(zip(RECORD_TOPICS, DEAD_LETTERS, strict=True))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from schemas.capacity import CapacityGrant
+from schemas.cells import CellSummary
 from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
 from schemas.limits import RECORD_BYTES
 from schemas.prompts import Prompt
@@ -112,6 +113,7 @@ REQUESTED = Topic("rose.turns.requested.v1", TurnRequest, "trajectory_id", Sprea
 DISPATCHED = Topic("rose.turns.dispatched.v1", TurnDispatch, "trajectory_id", Spread.SLOTS, _kept(HOUR))
 COMPLETED = Topic("rose.turns.completed.v1", TurnResult, "trajectory_id", Spread.HOME, _UNTIL_DELETED)
 HEARTBEATS = Topic("rose.slack.heartbeats.v1", SlackHeartbeat, "worker_id", Spread.ONE, _kept(10 * MINUTE))
+SUMMARIES = Topic("rose.cells.summaries.v1", CellSummary, "cell", Spread.ONE, _kept(10 * MINUTE))
 GRANTS = Topic("rose.capacity.grants.v1", CapacityGrant, "worker_id", Spread.ONE, _COMPACTED)
 SAMPLES = Topic("rose.samples.completed.v1", Sample, "group_id", Spread.SAMPLES, _UNTIL_DELETED)
 OUTCOMES = Topic("rose.samples.outcomes.v1", SampleOutcome, "trajectory_id", Spread.ONE, _kept(30 * DAY))
@@ -127,6 +129,7 @@ RECORD_TOPICS: tuple[Topic, ...] = (
     DISPATCHED,
     COMPLETED,
     HEARTBEATS,
+    SUMMARIES,
     GRANTS,
     SAMPLES,
     OUTCOMES,
@@ -143,6 +146,9 @@ DEAD_LETTERS: tuple[Topic, ...] = tuple(
 
 ENVIRONMENT_GROUP = "environment"
 """The consumer group of all environment workers."""
+
+CONTROL_GROUP = "control"
+"""The consumer group of the control app: one of its instances reads the summaries, and decides."""
 
 ROUTER_GROUP = "router"
 """The consumer group of the routers, under which their low water is committed."""

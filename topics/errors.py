@@ -93,5 +93,10 @@ class BusError(RoseError):
         )
 
 
+def lasting(error: Exception) -> bool:
+    """Whether only a person can mend it."""
+    return isinstance(error, TopicMissing | RightsMissing) or (isinstance(error, BusError) and error.lasting)
+
+
 def _advice(role: str) -> str:
     return f"`rose topics acl --role {role}` prints the ACLs that a role needs"

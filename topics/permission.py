@@ -53,3 +53,22 @@ def reach_as(settings: BusSettings, role: Role) -> None:
             missing += [str(Acl(operation, Resource.TOPIC, name)) for operation in lacks]
     if missing:
         raise RightsMissing(role.name, missing)
+
+
+def check_group(settings: BusSettings, role: Role, group: str) -> None:
+    """See that this client may do what the role does with its consumer group `group`, for who cannot tell by first use.
+
+    Raises BrokerUnreachable, RightsMissing, or UsageError for settings that are none.
+    """
+    client, name, right = reach(settings), settings.name(group), role.groups[group]
+    if settings.embedded:
+        return
+    asked = client.describe_consumer_groups([name], include_authorized_operations=True, request_timeout=ADMIN_SECONDS)
+    try:
+        said = asked[name].result().authorized_operations
+    except KafkaException as error:
+        if error.args[0].code() != KafkaError.GROUP_AUTHORIZATION_FAILED:
+            return
+        said = []
+    if said is not None and right not in [_SAID.get(operation) for operation in said]:
+        raise RightsMissing(role.name, [str(Acl(right, Resource.GROUP, name))])

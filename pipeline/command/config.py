@@ -32,6 +32,7 @@ from pipeline.command.sections import (
     TopicsSection,
     TracingSection,
 )
+from pipeline.control.config import ControlConfig
 from pipeline.routing.config import RouterConfig
 from schemas.errors import UsageError
 from topics.catalog import Partitions
@@ -103,6 +104,7 @@ class Settings(BaseSettings):
     serving: ServingSection = Field(default_factory=ServingSection)
     users: UsersConfig
     router: RouterConfig = Field(default_factory=RouterConfig)
+    control: ControlConfig = Field(default_factory=ControlConfig)
     trainer: TrainerConfig
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     metrics: MetricsSection = Field(default_factory=MetricsSection)

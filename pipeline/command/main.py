@@ -185,6 +185,20 @@ def router(
 
 @app.command(rich_help_panel=ROLES)
 @with_common
+def control(
+    common: Common,
+    number: Annotated[
+        int, typer.Option("--number", metavar="N", help="Which control app this is: one decides, any others wait.")
+    ] = 0,
+) -> None:
+    """The control app: decides which serving workers lend, by leases that it renews, and shows why on a page."""
+    from pipeline.command.roles import run_control_role
+
+    run_control_role(common, number)
+
+
+@app.command(rich_help_panel=ROLES)
+@with_common
 def trainer(common: Common) -> None:
     """The trainer: learns from finished groups and publishes policy versions."""
     from pipeline.command.roles import run_trainer_role
@@ -214,11 +228,19 @@ def grant(
         int, typer.Option("--token-budget", metavar="N", min=0, help="Tokens that turns may hold; 0: no limit.")
     ] = 0,
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
+    release: Annotated[
+        bool, typer.Option("--release", help="Take the grant by hand back: the control app decides again.")
+    ] = False,
 ) -> None:
-    """Have a lending server lend, or park: its newest grant counts."""
-    from pipeline.command.granting import send_grant
+    """Have a lending server lend, or park, whatever the control app says, until that is taken back."""
+    from pipeline.command.granting import release_grant, send_grant
 
-    send_grant(common, worker, lend=lend, kv_bytes=kv_bytes, token_budget=token_budget, reason=reason)
+    if not release:
+        send_grant(common, worker, lend=lend, kv_bytes=kv_bytes, token_budget=token_budget, reason=reason)
+    elif lend and not (kv_bytes or token_budget or reason):
+        release_grant(common, worker)
+    else:
+        raise UsageError("--release takes a grant back, and says nothing else: give it alone")
 
 
 @app.command(rich_help_panel=LOOKING)

@@ -34,6 +34,7 @@ from topics.processes import end_with, show_as
 
 ENGINE = ("workers.executor.vllm.alone", "workers.executor.vllm.engine", "workers.executor.vllm.start")
 WANTED = {
+    "control": ("pipeline.command.roles", "pipeline.control.main", "pipeline.control.app"),
     "environment": ("pipeline.command.roles", "workers.environments.main", "tokenizers"),
     "evaluate": ("pipeline.command.evaluation", *ENGINE),
     "executor": (

@@ -9,11 +9,12 @@ from threading import Event
 from pipeline.command.config import Config, load
 from pipeline.command.options import Common
 from pipeline.command.processes import serve_metrics, stop_on_signals
-from topics.access import ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role
+from topics.access import CONTROL, ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role
 from topics.permission import reach_as
 from topics.settings import BusSettings
 from topics.tracing import traced
 from workers.weights.signing import refuse_unsigned
+from workers.weights.trust import run_id
 
 
 def run_environment(common: Common, number: int) -> None:
@@ -84,6 +85,16 @@ def run_router_role(common: Common, number: int) -> None:
     config, name = load(common), f"router-{number}"
     with _begun(config, ROUTER, config.settings.metrics.router, number, name=name) as (settings, stop):
         run_router(settings, config.settings.router, stop, name)
+
+
+def run_control_role(common: Common, number: int) -> None:
+    """Control app `number`, until it is asked to stop."""
+    from pipeline.control.main import run_control
+
+    config, name = load(common), f"control-{number}"
+    job = run_id(config.settings.broker.namespace, config.weights.run)
+    with _begun(config, CONTROL, config.settings.metrics.control, number, name=name) as (settings, stop):
+        run_control(settings, config.settings.control, job, stop, name)
 
 
 def run_trainer_role(common: Common) -> None:

@@ -94,6 +94,8 @@ class MetricsSection:
     """Port of a role that has its network to itself, as in a container, whichever it is; 0: that of its kind, below."""
     router: int = 0
     """Port of the router's metrics."""
+    control: int = 0
+    """Port of the control app's metrics."""
     trainer: int = 0
     """Port of the trainer's metrics."""
     environment: int = 0

@@ -1,6 +1,17 @@
 """The dashboards: what is worth a look, page by page."""
 
-from pipeline.observability.panels import LENDER, RATE, SCRAPED, Dashboard, Panel, beside, by, each_mean, quantiles
+from pipeline.observability.panels import (
+    CONTROL,
+    LENDER,
+    RATE,
+    SCRAPED,
+    Dashboard,
+    Panel,
+    beside,
+    by,
+    each_mean,
+    quantiles,
+)
 
 SERVING = Dashboard(
     "serving",
@@ -86,6 +97,25 @@ SERVING = Dashboard(
             "percentunit",
             {"{{step}}, worst": "max by (step) (rose_lender_prediction_error_ratio)"},
             LENDER,
+        ),
+        Panel(
+            "Who is to lend",
+            "By what the control app decided, and how many of them were told by hand. If both go on without end, "
+            "look at its page.",
+            "short",
+            {
+                "{{told}}": "sum by (told) (rose_control_lenders)",
+                "woken a minute": f"60 * sum(rate(rose_control_woken_total[{RATE}]))",
+                "parked a minute": f"60 * sum(rate(rose_control_parked_total[{RATE}]))",
+            },
+            CONTROL,
+        ),
+        Panel(
+            "Work that waits for capacity",
+            "How long the open executors of a cell need for what waits, of the worst cell.",
+            "s",
+            {"waiting": "max(rose_control_waiting_seconds)"},
+            CONTROL,
         ),
         Panel(
             "Share of turns done by lenders",

@@ -37,6 +37,7 @@ class Dashboard:
 
 
 LENDER = "a lending server"
+CONTROL = f"{LENDER} and a control app"
 SCRAPED = f"{LENDER} with users, which is scraped too"
 
 

@@ -31,6 +31,7 @@ class Source:
 SOURCES = (
     Source("topics.metrics", "every role"),
     Source("pipeline.routing.metrics", "router"),
+    Source("pipeline.control.metrics", "control app"),
     Source("workers.environments.metrics", "environment worker"),
     Source(
         "workers.executor.metrics",
@@ -119,13 +120,13 @@ def as_markdown(found: Sequence[Metric]) -> str:
 
 INTRODUCTION = """# Metrics
 
-Every process serves Prometheus metrics on a port of its own where one is set (`metrics.*`, see `rose config`): router \
-and trainer on theirs, environment worker *n* and executor or lender *n* on the first one's plus *n*; of a lender the \
-process beside the server has it, and the server's own `/metrics` says how its users fare. A histogram has `_bucket`, \
-`_sum` and `_count`. What counts restarts at 0 with its process, so take `rate` or `increase`. Counters whose labels \
-are known begin at 0. An executor or lender that begins anew, as while its guest or the broker is away, exports \
-nothing of its engine and of versions until it has begun: such figures are missing rather than old. The client's own \
-`process_*` and `python_*` come beside these.
+Every process serves Prometheus metrics on a port of its own where one is set (`metrics.*`, see `rose config`): the \
+trainer on its own, router, control app, environment worker, executor and lender *n* on the first one's plus *n*; of a \
+lender the process beside the server has it, and the server's own `/metrics` says how its users fare. A histogram has \
+`_bucket`, `_sum` and `_count`. What counts restarts at 0 with its process, so take `rate` or `increase`. Counters \
+whose labels are known begin at 0. An executor or lender that begins anew, as while its guest or the broker is away, \
+exports nothing of its engine and of versions until it has begun: such figures are missing rather than old. The \
+client's own `process_*` and `python_*` come beside these.
 
 `python -m pipeline.observability` writes this page and the dashboards from the code; a test holds both against it.
 """

@@ -23,6 +23,7 @@ there first, and others where else they find room.
 
 import hashlib
 from bisect import bisect, insort
+from typing import NamedTuple
 
 import msgspec
 
@@ -67,6 +68,17 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     slot: int
     incarnation: int
     cost: PlacementCost
+
+
+class Load(NamedTuple):
+    """What one executor holds, and what it would take on beside."""
+
+    free_turns: int = 0
+    free_tokens: int = 0
+    held_turns: int = 0
+    held_tokens: int = 0
+    seconds: float = 0.0
+    """Until it has done what it holds."""
 
 
 def lanes(beat: SlackHeartbeat) -> int:
@@ -187,6 +199,17 @@ class Placement:
         if found.second <= found.lowest + TIE_SECONDS:
             self._settle(ask, now, found)
         return self._choice(ask, now, found)
+
+    def load_of(self, worker: str, now: float) -> Load:
+        """How an executor stands; one that never made an offer holds nothing."""
+        seat = self.seats.get(worker)
+        if seat is None:
+            return Load()
+        free_turns = max(0, seat.beat.max_turns - seat.held_turns) if seat.open else 0
+        seconds = seat.held_new_tokens * seat.decode_wait_per_token + max(0.0, seat.free_at - now)
+        return Load(
+            free_turns, max(0, seat.room), seat.held_turns, seat.held_tokens, min(seconds, LONGEST_WAIT_SECONDS)
+        )
 
     def could_run(self, ask: Ask) -> bool:
         """Whether some open executor would have room for it if it held nothing."""

@@ -13,22 +13,24 @@ It decides nothing: the core does. Nothing of it outlives it: a router that take
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
 import structlog
 
+from pipeline.clock import steady_clock
 from pipeline.routing import metrics
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.low_water import LowWater, Offsets
 from pipeline.routing.router import Decision, Router
 from pipeline.routing.seat import Seat
 from pipeline.routing.skew import Skews
+from pipeline.routing.summary import summary_of
 from pipeline.routing.waiting import Asked
 from schemas.slack import SlackHeartbeat
 from schemas.turns import CLAIM_KEY, TurnDispatch, TurnRequest, TurnResult
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Topic
+from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, SUMMARIES, Topic
 from topics.errors import BusError
 from topics.letters import buried
 from topics.log import read_back
@@ -46,17 +48,14 @@ MISPLACED = 100
 IDLE_SECONDS = 0.02
 """How long to wait for records before looking at the time."""
 
+SUMMARY_SECONDS = 1.0
+"""Between two summaries of the cell."""
+
 INBOXES_SECONDS = 5.0
 """Between two looks for inboxes that were added, while an executor says that it has one which is not known."""
 
 FETCH_AHEAD = {"fetch.message.max.bytes": "1048576", "fetch.max.bytes": "8388608", "queued.max.messages.kbytes": "8192"}
 """8 MiB fetched ahead are about 9,000 turns of 150 tokens, which take about a second to decide on."""
-
-
-def steady_clock() -> Callable[[], float]:
-    """Unix seconds that never jump: the wall clock of this moment, carried on by the monotonic one."""
-    began = time.time() - time.monotonic()
-    return lambda: began + time.monotonic()
 
 
 def valid(envelopes: Iterable[Envelope]) -> Iterator[TurnDispatch]:
@@ -100,6 +99,8 @@ class Reign:
         self._buried: dict[Topic, set[tuple[int, int]]] = {}
         """What is a dead letter already, of the topics in which something was spoiled."""
         self._next_mark = 0.0
+        self._next_summary = 0.0
+        self._name = name
         self._paused = False
         self._reclaimed = 0
         self._next_inboxes = 0.0
@@ -179,6 +180,10 @@ class Reign:
             metrics.BATCH_SECONDS.observe(time.monotonic() - began)
         if began >= self._next_mark:
             self._mark()
+        if began >= self._next_summary:
+            self._next_summary = began + SUMMARY_SECONDS
+            summary = summary_of(self.router, name=self._name, now=self.clock())
+            self._writer.write(SUMMARIES, summary, key=str(summary.cell), partition=0)
         self._hold_back()
         if self.router.counters.lost > self._reclaimed:
             self._claim(self._places[DISPATCHED])

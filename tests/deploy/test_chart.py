@@ -81,6 +81,8 @@ def test_every_command_line_and_every_setting_is_one_that_rose_knows(name: str, 
         assert config.bus().bootstrap == values_of(name)["kafka"]["bootstrapServer"]
         if one["name"] != "topics":
             assert config.settings.metrics.port == one["ports"][-1]["containerPort"]
+        if one["name"] == "control":
+            assert config.settings.control.page_port == one["ports"][0]["containerPort"]
         if one["name"] in ("executor", "server"):
             assert config.settings.executor.slot == 3
         if one["name"] == "server":
@@ -115,7 +117,8 @@ def test_pods_have_no_rights_that_they_do_not_need(name: str) -> None:
     roles = {each["metadata"]["name"] for each in found if each["kind"] in ("StatefulSet", "Deployment")}
     assert {each["metadata"]["name"] for each in found if each["kind"] == "NetworkPolicy"} == roles
     assert {each["metadata"]["name"] for each in found if each["kind"] == "PodDisruptionBudget"} == roles - {
-        f"{RELEASE}-trainer"
+        f"{RELEASE}-trainer",
+        f"{RELEASE}-control",
     }
 
 
@@ -217,6 +220,18 @@ def test_servers_that_lend_are_scraped_and_may_be(tmp_path: Path) -> None:
     assert monitoring == let_in["metrics"] and monitoring[0] in let_in["http"] and len(let_in["http"]) == 2
 
 
+def test_one_control_app_decides_where_it_is_wanted_and_its_page_is_for_whom_it_may_be() -> None:
+    operators = [{"namespaceSelector": {"matchLabels": {"name": "operators"}}}]
+    assert "-control" not in rendered(values_of("minimal"))
+    values = changed(values_of("lenders"), "networkPolicy.pageFrom", operators)
+    assert of_kind("Deployment", values, "control")["spec"]["replicas"] == 1
+    let_in = {
+        rule["ports"][0]["port"]: rule["from"]
+        for rule in of_kind("NetworkPolicy", values, "control")["spec"]["ingress"]
+    }
+    assert let_in["page"] == operators != let_in["metrics"]
+
+
 def test_every_role_can_be_traced(tmp_path: Path) -> None:
     values = changed(values_of("minimal"), "config.tracing", {"endpoint": "http://collector:4318", "ratio": 0.1})
     collector = [{"ports": [{"port": 4318, "protocol": "TCP"}]}]
@@ -248,6 +263,8 @@ def changed(values: Values, path: str, value: Any) -> Values:
         ("config.trainer.groups_per_step", "many", "groups_per_step"),
         ("config.metrics", {"port": 1}, "metrics"),
         ("config.executor.slot", 1, "slot"),
+        ("config.control.page_port", 1, "page_port"),
+        ("control.replicas", 2, "replicas"),
         ("config.lender.promise", {"ttft": 1}, "ttft"),
         ("config.environment.model_folder", "/m", "model_folder"),
         ("router.resources.limit", {}, "limit"),

@@ -42,7 +42,17 @@ def roles() -> dict[str, Service]:
 
 def test_there_is_every_role_and_each_image_is_one_that_is_built_or_pinned() -> None:
     found = services()
-    assert {"router", "environment", "executor", "lender", "trainer", "topics", "prompts", *OF_OTHERS} <= set(found)
+    assert {
+        "router",
+        "control",
+        "environment",
+        "executor",
+        "lender",
+        "trainer",
+        "topics",
+        "prompts",
+        *OF_OTHERS,
+    } <= set(found)
     families = {
         path.name.removesuffix(".Containerfile") for path in (ROOT / "deploy" / "images").glob("*.Containerfile")
     }

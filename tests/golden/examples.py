@@ -9,6 +9,7 @@ import msgspec
 
 from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.capacity import CapacityGrant
+from schemas.cells import CellSummary, ExecutorLine
 from schemas.contexts import appending
 from schemas.environments import Applied, EnvSnapshot, Group, GroupState, TrajectoryProgress
 from schemas.prompts import Prompt, Sampling
@@ -155,9 +156,52 @@ EXAMPLES: tuple[Record, ...] = (
         cuts=3,
         frozen=True,
         seeded=False,
+        by_grant=True,
     ),
     CapacityGrant(
-        worker="serving-0", lend=True, kv_bytes=1 << 30, token_budget=4096, granted_at=1.5, reason="least loaded"
+        worker="serving-0",
+        lend=True,
+        kv_bytes=1 << 30,
+        token_budget=4096,
+        granted_at=1.5,
+        reason="least loaded",
+        lease_seconds=30.0,
+        job="team.:demo",
+    ),
+    CellSummary(
+        cell=0,
+        cells=1,
+        router="router-0",
+        waiting_turns=5,
+        outstanding_turns=9,
+        wanted_tokens=4000,
+        prefill_tokens=3000,
+        new_tokens=600,
+        waiting_seconds=2.5,
+        policy_version=4,
+        executors=(
+            ExecutorLine(
+                worker="serving-0",
+                serving=True,
+                by_grant=True,
+                state=ExecutorState.READY,
+                open=True,
+                free_turns=3,
+                free_tokens=900,
+                held_turns=5,
+                held_tokens=2100,
+                load_seconds=1.25,
+                prefill_tokens_per_second=8000.0,
+                decode_tokens_per_second=40.0,
+                lanes=8,
+                lag_versions=1,
+                serving_running=2,
+                serving_waiting=0,
+                prefill_headroom_seconds=0.25,
+                decode_headroom_seconds=0.125,
+            ),
+        ),
+        written_at=2.5,
     ),
     Sample(
         trajectory_id="g-1:3",

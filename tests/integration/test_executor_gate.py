@@ -29,7 +29,7 @@ from topics.fetch import Fetch
 from topics.records import Envelope
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
-from workers.executor.gate import Granted
+from workers.executor.gate import FREELY, Granted
 from workers.executor.line import Line
 from workers.executor.link import EngineLink
 from workers.executor.loop import Executor
@@ -53,7 +53,9 @@ from workers.executor.words import (
     Wake,
 )
 from workers.lender.grants import Grants
+from workers.lender.lease import Lease
 from workers.weights.receive import StagedVersion
+from workers.weights.trust import run_id
 
 NAME = f"executor-{SLOT}"
 FIGURES = ("rose_executor_policy_version", "rose_lender_budget_bytes")
@@ -134,7 +136,7 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 @pytest.fixture
 def grants(settings: BusSettings) -> Iterator[Grants]:
-    grants = Grants(settings, NAME)
+    grants = Grants(settings, NAME, Lease(run_id(settings.namespace, "demo"), needed=False))
     grants.known(threading.Event())
     yield grants
     grants.stop()
@@ -144,17 +146,23 @@ def exported(name: str) -> float | None:
     return REGISTRY.get_sample_value(name)
 
 
-def grant(settings: BusSettings, *, lend: bool, worker: str = NAME, token_budget: int = 0) -> None:
+def common_of(settings: BusSettings) -> Common:
+    """The options that reach this broker."""
     embedded = f"broker.embedded={str(settings.embedded).lower()}"
-    common = Common(bootstrap_server=settings.bootstrap, namespace=settings.namespace, settings=[embedded])
-    send_grant(common, worker, lend=lend, kv_bytes=0, token_budget=token_budget, reason="night")
+    return Common(bootstrap_server=settings.bootstrap, namespace=settings.namespace, settings=[embedded])
+
+
+def grant(settings: BusSettings, *, lend: bool, worker: str = NAME, token_budget: int = 0) -> None:
+    send_grant(common_of(settings), worker, lend=lend, kv_bytes=0, token_budget=token_budget, reason="night")
 
 
 @contextmanager
-def running(settings: BusSettings, granted: Granted | None) -> Iterator[tuple[Engine, Router]]:
-    """An executor, its engine, and the router that it talks to."""
+def running(
+    settings: BusSettings, granted: Granted | None, *, kind: type[Engine] = Engine
+) -> Iterator[tuple[Engine, Router]]:
+    """An executor, its engine of this kind, and the router that it talks to."""
     wires, stop = Wires.new(), threading.Event()
-    engine = Engine(wires)
+    engine = kind(wires)
     life = os.pidfd_open(os.getpid())
     executor = Executor(
         settings,
@@ -181,8 +189,8 @@ def running(settings: BusSettings, granted: Granted | None) -> Iterator[tuple[En
 def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings: BusSettings, grants: Grants) -> None:
     grant(settings, lend=False)
     grant(settings, lend=True, worker="another")
-    until(lambda: grants.newest is not None)
-    with running(settings, lambda: grants.newest) as (engine, router):
+    until(lambda: bool(grants.leave().refused))
+    with running(settings, grants.leave) as (engine, router):
         engine.hear(Park)
         router.until(lambda: bool(router.beats) and "night" in router.beats[-1].paused_reason)
         assert router.beats[-1].state is ExecutorState.PAUSED
@@ -224,7 +232,7 @@ def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings
 def test_a_guest_that_was_gone_and_is_back_before_anybody_looked_is_told_its_version_anew(
     settings: BusSettings,
 ) -> None:
-    with running(settings, lambda: None) as (engine, router):
+    with running(settings, lambda: FREELY) as (engine, router):
         engine.hear(Prepare)
         engine.reports.say(msgspec.structs.replace(TICK, parked="its guest is being built"))
         engine.reports.say(TICK)
@@ -244,7 +252,7 @@ def test_what_waits_for_its_context_while_the_guest_changes_is_never_run_without
             yield from super().__iter__()
 
     monkeypatch.setattr("workers.executor.contexts.Fetch", Late)
-    with running(settings, lambda: None) as (engine, router):
+    with running(settings, lambda: FREELY) as (engine, router):
         try:
             engine.serve()
             router.until(lambda: router.serves(3))
@@ -262,7 +270,7 @@ def test_what_waits_for_its_context_while_the_guest_changes_is_never_run_without
 
 
 def test_a_server_that_is_never_idle_gives_its_turns_back_until_it_was(settings: BusSettings) -> None:
-    with running(settings, lambda: None) as (engine, router):
+    with running(settings, lambda: FREELY) as (engine, router):
         engine.serve()
         router.until(lambda: router.serves(3))
         router.dispatch("held", [3, 4, 5])

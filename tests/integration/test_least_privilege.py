@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from pipeline.command.nursery import Forked, Nursery
 from pipeline.command.sections import WARM_START
 from pipeline.command.soundings import Sounder
+from pipeline.control.config import ControlConfig
+from pipeline.control.main import run_control
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.main import run_router
 from schemas.errors import RoseError
@@ -30,6 +32,7 @@ from tests.waiting import WAIT_SECONDS, until
 from topics.access import (
     ADMIN,
     BURIED,
+    CONTROL,
     ENVIRONMENT,
     EXECUTOR,
     LENDER,
@@ -58,6 +61,7 @@ from topics.catalog import (
     RECORD_TOPICS,
     REQUESTED,
     SAMPLES,
+    SUMMARIES,
     TRAINER_NAMES,
     Partitions,
     Topic,
@@ -105,6 +109,9 @@ kv_cache_bytes = 16777216
 groups_per_step = 4
 total_groups = {GROUPS_ASKED}
 minibatches = 1
+
+[control]
+page_port = 0
 
 [serving]
 environment = {{ {", ".join(f'{name} = "{value}"' for name, value in SERVING.items())} }}
@@ -198,7 +205,7 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     file = run.folder / "prompts.jsonl"
     file.write_text("\n".join(json.dumps(prompt(number)) for number in range(1, GROUPS_ASKED - 1)))
     run.ask(PRODUCER, "submit", str(file))
-    processes |= {role: run.start(role) for role in (ROUTER, ENVIRONMENT)}
+    processes |= {role: run.start(role) for role in (ROUTER, ENVIRONMENT, CONTROL)}
     until(lambda: "event=serving" in run.log(ROUTER))
     until(lambda: sum(ends(everything, REQUESTED).values()) > 2 * 4)  # some groups are open, and there is no policy yet
     processes[ENVIRONMENT].send_signal(signal.SIGKILL)
@@ -207,7 +214,8 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     until(lambda: has_answered(everything, "executor-1"))
     processes[EXECUTOR] = run.start(EXECUTOR, "--slot", "0")
     until(lambda: "event=serving" in run.log(EXECUTOR))
-    litter(everything, (HEARTBEATS, 0), (DISPATCHED, 0), (DISPATCHED, 1))
+    until(lambda: "event=lend" in run.log(CONTROL))
+    litter(everything, (HEARTBEATS, 0), (SUMMARIES, 0), (DISPATCHED, 0), (DISPATCHED, 1))
     viewer = users.settings(VIEW)
     until(lambda: {each.topic for each in read_letters(viewer, *BURIED) if each.partition >= 0} == set(BURIED))
     file.write_text(json.dumps(prompt(GROUPS_ASKED)))
@@ -283,6 +291,8 @@ def begin(role: Role, settings: BusSettings) -> None:
         run_environment_worker(settings, EnvironmentConfig(model_folder=WARM_START), "environment-0", stop)
     elif role is ROUTER:
         run_router(settings, RouterConfig(), stop)
+    elif role is CONTROL:
+        run_control(settings, ControlConfig(page_port=0), "less.:demo", stop)
     elif role is TRAINER:
         SampleStream(settings, "policy").close()
     elif role is VIEW:

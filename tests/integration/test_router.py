@@ -7,9 +7,10 @@ import msgspec
 import pytest
 from confluent_kafka import Producer
 
+from pipeline.clock import steady_clock
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.loop import RouterLoop
-from pipeline.routing.reign import Reign, steady_clock
+from pipeline.routing.reign import Reign
 from pipeline.routing.seat import Seat
 from schemas.turns import Refusal, TurnOutcome
 from tests.brokers import AnyBroker

@@ -6,9 +6,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.capacity import CapacityGrant
 from schemas.prompts import Sampling
-from workers.executor.gate import HELD_SECONDS, Gate, budget_tokens, why_closed
+from workers.executor.gate import FREELY, HELD_SECONDS, Gate, Leave, budget_tokens, why_closed
 from workers.executor.line import Line, memory
 from workers.executor.words import (
     ABORTED,
@@ -20,6 +19,7 @@ from workers.executor.words import (
     Park,
     Prepare,
     Serve,
+    Slack,
     Take,
     Tick,
     Wake,
@@ -29,42 +29,37 @@ from workers.lender.parked import Parked
 TICK = Tick(0, "cpu", 0, 0, 1000, 1000, 10, 1.0, 1.0, 0, 0.0)
 
 
-def granted(*, lend: bool = True, kv_bytes: int = 0, token_budget: int = 0) -> CapacityGrant:
-    return CapacityGrant(
-        worker="e", lend=lend, kv_bytes=kv_bytes, token_budget=token_budget, granted_at=0.0, reason="night"
-    )
-
-
-def test_without_a_grant_it_lends_and_what_closes_it_says_why() -> None:
-    assert why_closed(TICK, None) == why_closed(TICK, granted()) == ""
-    assert why_closed(TICK, granted(lend=False)) == "a grant parked it: night"
-    assert why_closed(msgspec.structs.replace(TICK, parked="it is built"), None) == "it is built"
-    assert "no moment" in why_closed(msgspec.structs.replace(TICK, held_seconds=HELD_SECONDS), None)
+def test_with_leave_it_lends_and_what_closes_it_says_why() -> None:
+    assert why_closed(TICK, FREELY) == ""
+    assert why_closed(TICK, Leave(refused="its grant ran out")) == "its grant ran out"
+    assert why_closed(msgspec.structs.replace(TICK, parked="it is built"), FREELY) == "it is built"
+    assert "no moment" in why_closed(msgspec.structs.replace(TICK, held_seconds=HELD_SECONDS), FREELY)
 
 
 @given(st.integers(0, 2000), st.integers(0, 200))
-def test_a_grant_never_raises_what_there_is(kv_bytes: int, token_budget: int) -> None:
-    tokens = budget_tokens(TICK, granted(kv_bytes=kv_bytes, token_budget=token_budget))
-    assert tokens <= budget_tokens(TICK, None) == 100
+def test_a_leave_never_raises_what_there_is(kv_bytes: int, token_budget: int) -> None:
+    tokens = budget_tokens(TICK, Leave(kv_bytes=kv_bytes, token_budget=token_budget))
+    assert tokens <= budget_tokens(TICK, FREELY) == 100
     assert not kv_bytes or 10 * tokens <= kv_bytes
     assert not token_budget or tokens <= token_budget
 
 
-def test_what_a_grant_says_of_bytes_is_told_to_the_guest_and_told_again_when_it_changes() -> None:
-    newest = granted(kv_bytes=500)
+def test_what_a_leave_says_of_bytes_is_told_to_the_guest_and_told_again_when_it_changes() -> None:
+    newest = Leave(kv_bytes=500)
     gate = Gate(lambda: newest)
     assert gate.follow(TICK) == Wake(500) and gate.follow(TICK) is None
-    newest = granted(kv_bytes=700, token_budget=3)
+    newest = Leave(kv_bytes=700, token_budget=3)
     assert gate.follow(TICK) == Wake(700) and gate.budget_tokens == 3
-    newest = granted()
+    newest = FREELY
     assert gate.follow(TICK) == Wake(NO_LIMIT)
-    newest = granted(lend=False, kv_bytes=700)
+    newest = Leave(refused="a grant parked it", kv_bytes=700)
     assert gate.follow(TICK) == Park() and gate.follow(TICK) is None
 
 
 def test_one_that_is_parked_hands_back_what_comes_and_hears_when_to_wake() -> None:
     orders, reports = memory(1 << 12, "orders"), memory(1 << 12, "reports")
-    parked = Parked(Line(orders), Outbox(Line(reports)), tick_seconds=0.0)
+    serving = Slack(5, 2, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})
+    parked = Parked(Line(orders), Outbox(Line(reports)), lambda: serving, tick_seconds=0.0)
     parked.why = "a reason"
     said, heard = Outbox(Line(orders)), Line(reports)
     for word in (Take("t", b"", Sampling(max_tokens=1), 3), GiveUp("t"), Prepare(3, 0, ()), Serve(3), Wake()):
@@ -73,7 +68,7 @@ def test_one_that_is_parked_hands_back_what_comes_and_hears_when_to_wake() -> No
     parked.tick()
     done, tick = map(REPORTS.decode, heard.read())
     assert isinstance(done, Done) and (done.name, done.tokens, done.finish_reason) == ("t", b"", ABORTED)
-    assert isinstance(tick, Tick) and (tick.parked, tick.version) == ("a reason", -1)
+    assert isinstance(tick, Tick) and (tick.parked, tick.version, tick.slack) == ("a reason", -1, serving)
     assert parked.granted and not parked.busy
     said.say(Park())
     parked.beat(held=True)

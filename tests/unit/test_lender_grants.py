@@ -9,6 +9,7 @@ from topics import health
 from topics.settings import BusSettings
 from workers.lender import grants
 from workers.lender.grants import Grants
+from workers.lender.lease import Lease
 
 
 class OfAnAbsentBroker(Grants):
@@ -21,7 +22,7 @@ class OfAnAbsentBroker(Grants):
 def test_who_waits_for_its_grants_turns_over_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     now, stop = 0.0, Event()
     monkeypatch.setattr(grants, "HEALTH", of_process := health.Health(lambda: now))
-    lender = OfAnAbsentBroker(BusSettings("127.0.0.1:1"), "executor-3")
+    lender = OfAnAbsentBroker(BusSettings("127.0.0.1:1"), "executor-3", Lease("job", needed=False))
     waiting = Thread(target=lender.known, args=(stop,))
     waiting.start()
     until(lambda: "waits for its grants" in of_process.standing.sentence)

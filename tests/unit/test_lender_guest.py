@@ -13,7 +13,7 @@ import pytest
 
 from workers.executor.line import Line
 from workers.executor.step_cost import UNKNOWN, StepCost
-from workers.executor.words import NO_LIMIT, REPORTS, Gone, Tick
+from workers.executor.words import NO_LIMIT, REPORTS, Gone, Slack, Tick
 from workers.lender.config import LendConfig
 from workers.lender.life import State
 from workers.lender.link import End, knock, listen, welcome
@@ -34,10 +34,13 @@ def no_descriptor_left() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+QUIET = Slack(0, 0, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})
+
+
 def guest(feeder: Any, model: str = "") -> Guest:
     config = LendConfig(model_folder=model, socket="")
     unused: Any = None
-    return Guest(config, feeder, Pulse(None), StepCost(**UNKNOWN), unused, unused, logging.getLogger("guest"))
+    return Guest(config, feeder, Pulse(None), StepCost(**UNKNOWN), lambda: QUIET, unused, logging.getLogger("guest"))
 
 
 def ended(end: End) -> bool:

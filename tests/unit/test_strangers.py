@@ -12,6 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pipeline.accounting.ledger import Ledger
 from pipeline.command.processes import serve_metrics
 from pipeline.command.view import View
+from pipeline.control.config import ControlConfig
+from pipeline.control.core import Control
+from pipeline.control.page import page_of, state_of
 from pipeline.replay.life import Found, fold_lives, keep
 from pipeline.replay.text import told
 from pipeline.report.history import fold_history
@@ -22,9 +25,11 @@ from pipeline.report.page import report_html
 from pipeline.report.summary import Success, summarise
 from pipeline.routing.router import Router
 from pipeline.routing.skew import Skews
+from pipeline.routing.summary import summary_of
 from pipeline.routing.waiting import Asked
 from schemas.arrays import pack_tokens
 from schemas.capacity import CapacityGrant
+from schemas.cells import CellSummary
 from schemas.environments import EnvSnapshot, Group, GroupState, TrajectoryProgress
 from schemas.errors import RecordError, UsageError
 from schemas.prompts import Prompt
@@ -51,6 +56,7 @@ from workers.executor.inbox import Inbox
 from workers.executor.inbox import Verdict as InboxVerdict
 from workers.executor.parts import begun_from, flaw_of, sampling_of
 from workers.executor.words import Done
+from workers.lender.lease import Lease
 from workers.trainer.groups import GroupAssembly, ResumePoint
 from workers.trainer.verdicts import Rules, judge, outcomes_of
 from workers.weights.checks import check_manifest
@@ -59,7 +65,7 @@ from workers.weights.refusals import VersionRefused
 from workers.weights.trust import Trust
 
 MESSAGES = 180
-"""Of each topic; there are 13."""
+"""Of each topic; there are 14."""
 
 
 def items(stranger: Stranger, topic: Topic, count: int) -> Iterator[Envelope | Spoiled]:
@@ -86,6 +92,8 @@ class House:
         self.assembly = GroupAssembly(ResumePoint({0: 0}, 0), {0: 0})
         self.trust = Trust("policy", "team.:demo", Ed25519PrivateKey.generate().public_key())
         self.lineage, self.ledger, self.found = Lineage(), Ledger(), Found()
+        self.control = Control(ControlConfig(most_lenders=2), "team.:demo")
+        self.lease = Lease("team.:demo", needed=True)
         self.history: list[Record] = []
         self.view = View(began=0.0)
 
@@ -121,7 +129,15 @@ class House:
                 self.manifest(item)
             case Group():
                 self.ledger.group(record.group_id, record)
-            case TrajectoryProgress() | EnvSnapshot() | CapacityGrant() | WeightChunk() | Prompt():
+            case CellSummary():
+                self.control.summarised(record, self.now)
+                self.elasticity()
+            case CapacityGrant():
+                self.control.granted(record.worker, record, self.now, by_hand=item.offset % 2 == 0)
+                self.lease.take(record, self.now, by_hand=item.offset % 2 == 0, seen=item.offset % 3 > 0)
+                self.lease.leave(self.now)
+                self.elasticity()
+            case TrajectoryProgress() | EnvSnapshot() | WeightChunk() | Prompt():
                 pass
 
     def route(self, decisions: Sequence[Record]) -> None:
@@ -130,6 +146,12 @@ class House:
         router, counters = self.router, self.router.counters
         ended_or_not = counters.finished + counters.failed + router.outstanding + len(router.waiting)
         assert counters.requested == ended_or_not
+
+    def elasticity(self) -> None:
+        for grant in self.control.tick(self.now):
+            assert decode(CapacityGrant, encode(grant)).reason
+        page_of(state_of(self.control, (), self.now))
+        encode(summary_of(self.router, name="router-0", now=self.now))
 
     def prompt(self, item: Envelope | Spoiled) -> None:
         self.home.submitted(item)

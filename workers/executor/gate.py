@@ -3,16 +3,31 @@
 Keeps true: closed, it holds nothing for long: what it holds goes back, and nothing more is taken on. A dedicated
 executor's gate is always open.
 
-Pure, but for the grant that it asks for.
+Pure, but for the leave that it asks for.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from schemas.capacity import CapacityGrant
 from workers.executor.words import NO_LIMIT, Park, Tick, Wake
 
-Granted = Callable[[], CapacityGrant | None]
-"""The newest grant of this executor; None while there is none."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """Whether a lender may lend at this moment, and how much."""
+
+    refused: str = ""
+    """Why it may not; empty where it may."""
+    kv_bytes: int = 0
+    """That turns may hold; 0 sets no limit."""
+    token_budget: int = 0
+
+
+FREELY = Leave()
+"""As much as it has."""
+
+Granted = Callable[[], Leave]
+"""What a lender may do now."""
 
 HELD_SECONDS = 5.0
 """Turns whose engine might not compute for so long go back: elsewhere they go on from where they are."""
@@ -35,42 +50,32 @@ class Gate:
 
     def follow(self, tick: Tick) -> Wake | Park | None:
         """Look again, the engine's newest tick at hand; returns what the engine is to be told."""
-        grant = self._granted() if self._granted is not None else None
-        self.reason, self.budget_tokens = why_closed(tick, grant), budget_tokens(tick, grant)
-        order = told_of(grant)
+        leave = FREELY if self._granted is None else self._granted()
+        self.reason, self.budget_tokens = why_closed(tick, leave), budget_tokens(tick, leave)
+        order = told_of(leave)
         if not self.lends or order == self._told:
             return None
         self._told = order
         return order
 
 
-def told_of(grant: CapacityGrant | None) -> Wake | Park:
-    """What a grant is to a guest."""
-    if grant is None:
-        return Wake()
-    return Wake(grant.kv_bytes or NO_LIMIT) if grant.lend else Park()
+def told_of(leave: Leave) -> Wake | Park:
+    """What it is to a guest."""
+    return Park() if leave.refused else Wake(leave.kv_bytes or NO_LIMIT)
 
 
-def why_closed(tick: Tick, grant: CapacityGrant | None) -> str:
+def why_closed(tick: Tick, leave: Leave) -> str:
     """Why no turn is taken; empty where turns are."""
-    if grant is not None and not grant.lend:
-        return f"a grant parked it{_because(grant.reason)}"
-    if tick.parked:
-        return tick.parked
+    if leave.refused or tick.parked:
+        return leave.refused or tick.parked
     if tick.held_seconds >= HELD_SECONDS:
         return f"serving left it no moment to compute in for {HELD_SECONDS:.0f} s"
     return ""
 
 
-def budget_tokens(tick: Tick, grant: CapacityGrant | None) -> int:
-    """Tokens that turns may hold: as many as the engine has room for, and no more than the grant says."""
+def budget_tokens(tick: Tick, leave: Leave) -> int:
+    """Tokens that turns may hold: as many as the engine has room for, and no more than its leave says."""
     tokens = tick.kv_bytes_total // tick.kv_bytes_per_token
-    if grant is not None and grant.kv_bytes:
-        tokens = min(tokens, grant.kv_bytes // tick.kv_bytes_per_token)
-    if grant is not None and grant.token_budget:
-        tokens = min(tokens, grant.token_budget)
-    return tokens
-
-
-def _because(reason: str) -> str:
-    return f": {reason}" if reason else ""
+    if leave.kv_bytes:
+        tokens = min(tokens, leave.kv_bytes // tick.kv_bytes_per_token)
+    return min(tokens, leave.token_budget) if leave.token_budget else tokens

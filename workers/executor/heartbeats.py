@@ -33,13 +33,14 @@ def in_short(version: int, newest: int, refused: str, *, paused: str) -> tuple[s
 class Heartbeats:
     """Of one start of an executor."""
 
-    def __init__(self, start: Start, slot: int) -> None:
+    def __init__(self, start: Start, slot: int, *, by_grant: bool = False) -> None:
         self.swap_seconds = 0.0
         """That turns waited for the latest swap."""
         self.refused: tuple[int, str] = (-1, "")
         """The newest version that it does not take, and why."""
         self._start = start
         self._slot = slot
+        self._by_grant = by_grant
         self._sequence = 0
         self._cuts = 0
 
@@ -92,6 +93,7 @@ class Heartbeats:
             cuts=self._cuts,
             frozen=tick.lent is not None and tick.lent.frozen,
             seeded=tick.seeded,
+            by_grant=self._by_grant,
         )
         self._sequence += 1
         return beat

@@ -137,7 +137,7 @@ class Executor:
         self._reader = Reader(settings, name)
         self._homes = self._reader.partitions(COMPLETED)
         self._start = Start(name, worker_class, self._begin())
-        self._beats = Heartbeats(self._start, config.slot)
+        self._beats = Heartbeats(self._start, config.slot, by_grant=self._gate.lends)
         self._inbox = Inbox(self._start.incarnation, max_turns=self._most_turns, token_budget=0)
         self._note_lent(tick)
 

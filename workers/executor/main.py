@@ -25,7 +25,7 @@ def run_executor(
 ) -> None:
     """Run turns of the inbox `config.slot` on the engine at the link until `stop` is set.
 
-    `granted`: of a lender, which lends unless its newest grant says no.
+    `granted`: of a lender, what it may do now.
     `shapes`: of the tensors of its model. Raises RoseError: a setting that no engine can be made from, an engine that
     broke or is gone, a broken key file or store, an unreachable broker, a missing topic.
     """

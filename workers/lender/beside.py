@@ -36,12 +36,14 @@ from workers.executor.vllm.folder import check_folder
 from workers.lender.config import LendConfig, LenderConfig
 from workers.lender.grants import Grants
 from workers.lender.keeper import Keeper
+from workers.lender.lease import Lease
 from workers.lender.link import End, knock
 from workers.lender.observed import observe
 from workers.lender.pulse import Pulse
 from workers.lender.shared_folder import make_folder
 from workers.lender.vllm import SETTING
 from workers.weights.config import WeightsConfig
+from workers.weights.trust import run_id
 
 KNOCK_SECONDS = 0.5
 """Between two tries to reach a server, which takes seconds to come up."""
@@ -176,7 +178,8 @@ def _link(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path, name: s
         if settings is None:
             observe(link, stop)
             return
-        grants = Grants(settings, name)
+        job = run_id(settings.namespace, plan.weights.run)
+        grants = Grants(settings, name, Lease(job, needed=plan.lender.needs_grant))
         try:
             grants.known(stop)
             run_executor(
@@ -188,7 +191,7 @@ def _link(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path, name: s
                 stop,
                 WorkerClass.SERVING,
                 weights=plan.weights,
-                granted=lambda: grants.newest,
+                granted=grants.leave,
             )
         finally:
             grants.stop()

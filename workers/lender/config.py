@@ -45,6 +45,8 @@ class LenderConfig:
     compiled in a first step."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     """What is left free of its KV memory, and for how long a cut lasts."""
+    needs_grant: bool = False
+    """Whether it lends nothing without a grant, of the control app or by hand; else it lends all until there is one."""
 
 
 class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,12 +1,14 @@
 """The engine's side of an executor while there is no engine: parked, being built, or waiting after a fault.
 
-Keeps true: it beats as an engine does, says why there is none, and answers every turn that comes: untouched.
+Keeps true: it beats as an engine does, says why there is none and what serving has to do, and answers every turn that
+comes: untouched.
 """
 
 import time
+from collections.abc import Callable
 
 from workers.executor.line import Line
-from workers.executor.words import ORDERS, Outbox, Park, Take, Tick, Wake, untouched
+from workers.executor.words import ORDERS, Outbox, Park, Slack, Take, Tick, Wake, untouched
 
 NOT_WOKEN = "it was not told to lend"
 
@@ -14,13 +16,14 @@ NOT_WOKEN = "it was not told to lend"
 class Parked:
     """What answers at the wires where an `EngineHost` would."""
 
-    def __init__(self, orders: Line, reports: Outbox, *, tick_seconds: float) -> None:
+    def __init__(self, orders: Line, reports: Outbox, slack: Callable[[], Slack], *, tick_seconds: float) -> None:
         self.granted = 0
         """KV bytes that it may hold, as far as it was told; 0: it is not to lend."""
         self.why = NOT_WOKEN
         """There is no engine."""
         self._orders = orders
         self._reports = reports
+        self._slack = slack
         self._tick_seconds = tick_seconds
         self._next_tick = 0.0
 
@@ -42,7 +45,7 @@ class Parked:
                     pass
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_seconds
-            self._reports.say(_nothing(self.why))
+            self._reports.say(_nothing(self.why, self._slack()))
 
     def beat(self, *, held: bool = False) -> None:
         """The same: nothing of it takes long."""
@@ -52,7 +55,7 @@ class Parked:
         """Nobody's turns are here."""
 
 
-def _nothing(why: str) -> Tick:
+def _nothing(why: str, slack: Slack) -> Tick:
     return Tick(
         version=-1,
         device="none",
@@ -66,4 +69,5 @@ def _nothing(why: str) -> Tick:
         steps=0,
         step_seconds=0.0,
         parked=why,
+        slack=slack,
     )

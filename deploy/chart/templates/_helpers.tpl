@@ -210,6 +210,10 @@ env:
   - {name: ROSE_WEIGHTS__TRUSTED_KEY, value: /etc/rose/keys/trusted.pub}
 {{- end }}
 {{- end }}
+{{- if eq .role "control" }}
+  - {name: ROSE_CONTROL__PAGE_HOST, value: 0.0.0.0}
+  - {name: ROSE_CONTROL__PAGE_PORT, value: {{ .values.pagePort | quote }}}
+{{- end }}
 {{- if eq .role "trainer" }}
   - {name: ROSE_RUN__FOLDER, value: /var/lib/rose}
 {{- if .key }}
@@ -223,6 +227,9 @@ env:
 {{- toYaml . | nindent 2 }}
 {{- end }}
 ports:
+{{- if eq .role "control" }}
+  - {name: page, containerPort: {{ .values.pagePort }}}
+{{- end }}
   - {name: metrics, containerPort: {{ .root.Values.metrics.port }}}
 {{ include "rose.probes" dict }}
 resources: {{- toYaml .values.resources | nindent 2 }}

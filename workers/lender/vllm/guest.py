@@ -265,7 +265,7 @@ class Guest:
             return
         wires, reports, every = self._link.wires, self._reports, self._config.heartbeat_seconds
         if self._engine is None or self._profile is not None:
-            self._host = Parked(Line(wires.orders), reports, tick_seconds=every)
+            self._host = Parked(Line(wires.orders), reports, self._slack, tick_seconds=every)
             self._host.why = self._why_parked
         else:
             assert self._sharing is not None

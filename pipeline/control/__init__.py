@@ -1,0 +1,1 @@
+"""Elasticity: which serving workers lend, decided from one summary per cell and second."""

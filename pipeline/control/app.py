@@ -1,0 +1,183 @@
+"""The control app around its core: a Faust app that reads summaries, looks at the time every second, and shows a page.
+
+Keeps true
+- It is off the hot path: it reads one small record per cell and second, and no turn waits for it.
+- It keeps nothing: all that it knows comes again in seconds. So it has no table, no topic of its own, and it creates
+  none; what it grants goes through the bus's own writer, checked as every record is.
+- Of several one decides: the one that the consumer group gives the summaries to. One that hears none renews nothing.
+- Old news is none: after a start or a pause the summaries before the newest ones are passed over.
+
+It decides nothing: the core does.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import faust
+import structlog
+from faust.app.base import BootStrategy
+from faust.types import EventT, StreamT
+from faust.web import Request, Response, View
+from faust.web.base import BlueprintManager
+
+from pipeline.control.core import Control
+from pipeline.control.credentials import credentials
+from pipeline.control.grants import GrantLog
+from pipeline.control.page import State, page_of, state_of
+from schemas.capacity import CapacityGrant
+from schemas.cells import CellSummary
+from schemas.errors import RecordError
+from schemas.wire import decode
+from topics import metrics
+from topics.catalog import CONTROL_GROUP, GRANTS, SUMMARIES
+from topics.health import HEALTH
+from topics.records import Raw, Spoiled
+from topics.settings import BusSettings
+from topics.writer import Writer
+
+TICK_SECONDS = 1.0
+"""Between two decisions."""
+
+SESSION_SECONDS = 10.0
+"""After so long without a word of it another instance takes its place."""
+
+NEWEST = 2
+"""Summaries of each cell that may lie behind one that is not passed over."""
+
+SHOWN = 50
+"""Decisions on the page."""
+
+
+class _Boot(BootStrategy):
+    enable_kafka_producer = False  # what is written goes through the bus's own
+
+
+class _Faust(faust.App):
+    BootStrategy = _Boot
+
+
+class ControlApp:
+    """One life of the app; the core outlives it."""
+
+    def __init__(
+        self, settings: BusSettings, control: Control, grants: GrantLog, clock: Callable[[], float], name: str
+    ) -> None:
+        """Raises TopicMissing, or UsageError for settings of security that Faust's client has no word for."""
+        self.failure: Exception | None = None
+        self._control = control
+        self._grants = grants
+        self._clock = clock
+        self._log = structlog.get_logger("control").bind(control=name)
+        self._writer = Writer(settings, name)
+        self._writer.partitions(SUMMARIES)  # Faust waits for a topic that is not there, and tells nobody
+        self._folder = TemporaryDirectory(prefix="rose-control-")  # Faust wants one, and keeps nothing there
+        self._decisions: deque[CapacityGrant] = deque(maxlen=SHOWN)
+        self._lending: dict[str, bool] = {}
+        """By worker, what was written last."""
+        self.faust = self._made(settings, name)
+
+    def close(self) -> None:
+        """Leave the broker as it is."""
+        self._writer.close()
+        self._folder.cleanup()
+
+    @property
+    def trouble(self) -> Exception | None:
+        """Why it cannot go on; None while it does."""
+        crashed = self.faust.crash_reason if self.faust.crashed else None
+        return self.failure or self._grants.failure or (crashed if isinstance(crashed, Exception) else None)
+
+    def _made(self, settings: BusSettings, name: str) -> faust.App:
+        config = self._control.config
+        app = _Faust(
+            settings.name(CONTROL_GROUP),
+            broker=[f"kafka://{place.strip()}" for place in settings.bootstrap.split(",")],
+            broker_client_id=name,
+            broker_credentials=credentials(settings.properties),
+            broker_session_timeout=SESSION_SECONDS,
+            broker_heartbeat_interval=SESSION_SECONDS / 4,
+            consumer_auto_offset_reset="latest",
+            consumer_group_instance_id=name if settings.embedded else None,
+            key_serializer="raw",
+            value_serializer="raw",
+            store="memory://",
+            datadir=self._folder.name,
+            autodiscover=False,
+            topic_allow_declare=False,
+            topic_disable_leader=True,
+            web_enabled=bool(config.page_port),
+            web_bind=config.page_host,
+            web_port=config.page_port or 6066,
+        )
+        app.web.blueprints = BlueprintManager()  # Faust's own pages are not for everybody
+        topic = app.topic(settings.topic(SUMMARIES), value_type=bytes, key_type=bytes)
+        app.agent(topic, name="summaries")(self._read)
+        app.timer(TICK_SECONDS)(self._turn_over)
+
+        @app.page("/")
+        async def page(view: View, _request: Request) -> Response:
+            return view.html(page_of(self._state()))
+
+        @app.page("/state.json")
+        async def state(view: View, _request: Request) -> Response:
+            return view.json(self._state())
+
+        return app
+
+    def _state(self) -> State:
+        return state_of(self._control, self._decisions, self._clock())
+
+    async def _read(self, stream: StreamT[bytes]) -> None:
+        async for event in stream.events():
+            try:
+                self._take(event)
+            except Exception as error:  # noqa: BLE001  whoever runs this tells it, and begins anew
+                self.failure = error
+
+    def _take(self, event: EventT[bytes]) -> None:
+        message = event.message
+        came = cast(Iterable[tuple[str, bytes | None]], message.headers or ())  # Kafka's client has no other kind
+        headers = tuple((name, value or b"") for name, value in came)
+        try:
+            summary = decode(CellSummary, message.value or b"", headers)
+        except RecordError as error:
+            raw = Raw(message.key, message.value, headers)
+            found = Spoiled(SUMMARIES, message.partition, message.offset, raw, str(error))
+            self._log.warning("buried", offset=message.offset, reason=str(error))
+            self._writer.dead_letter(found, str(error))
+            return
+        metrics.read(SUMMARIES).inc()
+        behind = self.faust.consumer.highwater(message.tp) - 1 - message.offset
+        if behind < NEWEST * summary.cells:
+            self._control.summarised(summary, self._clock())
+
+    async def _turn_over(self, *_: Any) -> None:
+        try:
+            self._decide()
+        except Exception as error:  # noqa: BLE001  whoever runs this tells it, and begins anew
+            self.failure = error
+
+    def _decide(self) -> None:
+        now = self._clock()
+        for told in self._grants.take():
+            self._control.granted(told.worker, told.grant, now, by_hand=told.by_hand)
+        if self._grants.known.is_set():
+            for grant in self._control.tick(now):
+                self._write(grant)
+        self._writer.poll()
+        heard = len(self._control.fresh(now))
+        if heard:
+            HEALTH.says(f"decides for {heard} cells: {len(self._control.lending(now))} lend")
+        elif self.faust.consumer.assignment():
+            HEALTH.says("grants nothing: no router tells of its cell", ready=False)
+        else:
+            HEALTH.says("waits for its turn: another control app decides")
+
+    def _write(self, grant: CapacityGrant) -> None:
+        self._writer.write(GRANTS, grant, key=grant.worker)
+        if self._lending.get(grant.worker) != grant.lend:
+            self._lending[grant.worker] = grant.lend
+            self._decisions.appendleft(grant)
+            self._log.info("lend" if grant.lend else "park", worker=grant.worker, reason=grant.reason)

@@ -1,0 +1,40 @@
+"""What a user may set of the control app."""
+
+from dataclasses import dataclass
+
+from schemas.capacity import LONGEST_LEASE_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class ControlConfig:
+    """How capacity is granted, and where that is shown."""
+
+    most_lenders: int = 0
+    """Serving workers that lend at once, at most; 0: as many as are worth it."""
+    lease_seconds: float = 30.0
+    """For which a grant holds unless it is renewed, which it is three times in that time."""
+    margin_seconds: float = 2.0
+    """That one more lender must be at work before what waits is done, to be woken. One without which all that there is
+    would be done in half of it is of no use."""
+    dwell_seconds: float = 20.0
+    """A worker that was woken or parked stays so for at least so long."""
+    idle_seconds: float = 10.0
+    """After so long without being of use a lender is parked."""
+    page_host: str = "127.0.0.1"
+    """Address that the page is served on; loopback unless said otherwise."""
+    page_port: int = 6066
+    """Port of the page that shows what was decided and why; 0 is off."""
+
+    def __post_init__(self) -> None:
+        in_range = {
+            "most_lenders must be at least 0": self.most_lenders >= 0,
+            f"lease_seconds must be from 1 to {LONGEST_LEASE_SECONDS:.0f}": (
+                1 <= self.lease_seconds <= LONGEST_LEASE_SECONDS
+            ),
+            "margin_seconds must be above 0": self.margin_seconds > 0,
+            "dwell_seconds and idle_seconds must be at least 0": min(self.dwell_seconds, self.idle_seconds) >= 0,
+            "page_port must be from 0 to 65535": 0 <= self.page_port <= 65535,
+        }
+        for sentence, holds in in_range.items():
+            if not holds:
+                raise ValueError(sentence)

@@ -1,0 +1,378 @@
+"""Elasticity: which serving workers lend to this RL job, from one summary per cell and second.
+
+Keeps true
+- At most `most_lenders` have a grant to lend that has not run out, and each grant says why.
+- A worker lends to one RL job: who has a grant of another one that has not run out is left alone, and so is who was
+  told by hand.
+- A lender is woken when it would be at work for more than the margin before what waits is done, its wake and the
+  catching up of its weights counted; the one whose users ask least first. It is parked once, for a while, the others
+  had room for what it holds and would have been done with that, and with what waits, within half of the margin.
+- It settles: once somebody was parked for being of no use, nobody is worth waking before more waits. So under a
+  constant load wakes and parkings both end. Who was woken or parked stays so for the dwell.
+- Grants are leases, renewed while the summaries of their cell come. Silence means no: of a cell that is not heard of
+  nothing is renewed, and its lenders park by themselves.
+
+Pure: `now` is unix seconds that never jump; no other clock is compared with it.
+
+Example, margin 2 s
+    40 turns wait, done in 30 s by w1 alone; w2 would need 9 s to come  -> w2 is to lend: done in 20 s instead of 30 s
+    nothing waits, w2 holds nothing                                     -> 10 s later w2 is to park
+    no summary for 5 s                                                  -> no grant is renewed
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeline.control.config import ControlConfig
+from pipeline.control.forecast import Flow, Learned, Share, finish_seconds
+from schemas.capacity import CapacityGrant
+from schemas.cells import CellSummary, ExecutorLine
+from schemas.slack import ExecutorState
+
+STALE_SECONDS = 5.0
+"""A cell that was not heard of for so long is decided nothing about; its router speaks every second."""
+
+SETTLE_SECONDS = 3.0
+"""Before the first decision: by then every cell has spoken."""
+
+FORGET_SECONDS = 600.0
+"""A worker that was not in a summary for so long is forgotten."""
+
+RENEWALS = 3
+"""Of a lease, in its time."""
+
+GRACE_SECONDS = 2.0
+"""By which a lease may end later with its lender: a grant is on its way for some time."""
+
+LEAST_PATIENCE_SECONDS = 60.0
+"""With a lender that was woken; at least four times what it is expected to take."""
+
+HOLD_SECONDS = 60.0
+"""One that did not come is left parked for so long, and twice as long each further time."""
+
+MOST_FAILURES = 6
+"""Of them the hold grows no more."""
+
+BUSY_WEIGHT = 0.1
+"""Of the newest summary in how much a worker's own users ask of it."""
+
+
+class Told(NamedTuple):
+    """A leased grant on the log."""
+
+    grant: CapacityGrant
+    at: float
+    """When it was written here, or read."""
+
+    def runs_out(self) -> float:
+        """When its lender surely counts it no more."""
+        return self.at + self.grant.lease_seconds + GRACE_SECONDS
+
+
+class Cell(NamedTuple):
+    """One cell, as it was heard of last."""
+
+    summary: CellSummary
+    heard_at: float
+
+
+@dataclass(slots=True)
+class Lender:
+    """One serving worker that follows grants."""
+
+    line: ExecutorLine
+    """The newest."""
+    cell: int
+    heard_at: float
+    lends: bool | None = None
+    """Whether it is to; None before that was decided."""
+    reason: str = ""
+    since: float = 0.0
+    """When that was decided."""
+    renewed_at: float | None = None
+    """When a grant to lend was written last; None before, and once it is parked."""
+    asked_at: float | None = None
+    """When it was woken, until it is open."""
+    built_at: float | None = None
+    """When its guest was there after that, its weights not yet."""
+    useless_since: float | None = None
+    failures: int = 0
+    """Times on end that it was woken and did not come."""
+    held_until: float = 0.0
+    busy: float = 0.0
+    """Requests of its own users, in the mean."""
+
+    def decide(self, lends: bool, reason: str, now: float) -> None:
+        """Change it."""
+        self.lends, self.reason, self.since = lends, reason, now
+        self.asked_at = now if lends and not self.line.open else None
+        self.built_at = self.useless_since = self.renewed_at = None
+
+
+@dataclass(slots=True)
+class Rest:
+    """What a cell has without those of its lenders that were found of no use."""
+
+    shares: dict[str, Share]
+    flow: Flow
+    turns: float
+    """That wait, or were held by who was of no use."""
+    free_turns: int
+    free_tokens: int
+
+    def needs(self, name: str, line: ExecutorLine, seconds: float) -> bool:
+        """Whether without one of them there is no room for what it holds, or not all is done in so many seconds."""
+        share = self.shares.get(name)
+        if share is None:
+            return False
+        room = self.free_turns - line.free_turns >= line.held_turns
+        room = room and self.free_tokens - line.free_tokens >= line.held_tokens
+        others = self.flow.done_by(seconds) - share.rate * max(0.0, seconds - share.free_at)
+        return not room or others < self.turns + line.load_seconds * share.rate
+
+    def leave(self, name: str, line: ExecutorLine) -> None:
+        """One was: others do what it held."""
+        share = self.shares.pop(name, None)
+        if share is not None:
+            self.flow.add(Share(share.free_at, -share.rate))
+            self.turns += line.load_seconds * share.rate
+            self.free_turns -= line.free_turns + line.held_turns
+            self.free_tokens -= line.free_tokens + line.held_tokens
+
+
+class Control:
+    """All that the control app knows; the app hands it records and writes what it decides."""
+
+    def __init__(self, config: ControlConfig, job: str) -> None:
+        """`job`: the RL job that is lent to, `namespace:run`."""
+        self.config = config
+        self.job = job
+        self.cells: dict[int, Cell] = {}
+        self.lenders: dict[str, Lender] = {}
+        self.learned = Learned()
+        self.leased: dict[str, Told] = {}
+        """By worker, the newest leased grant on the log."""
+        self.by_hand: dict[str, CapacityGrant] = {}
+        self.woken = self.parked = 0
+        """Times that one was, since the start."""
+        self._began: float | None = None
+
+    def summarised(self, summary: CellSummary, now: float) -> None:
+        """A cell's newest summary."""
+        self._began = now if self._began is None else self._began
+        self.cells[summary.cell] = Cell(summary, now)
+        if summary.waiting_turns:
+            self.learned.saw_waiting(summary.waiting_turns, summary.prefill_tokens, summary.new_tokens)
+        for line in summary.executors:
+            if line.open:
+                self.learned.saw_open(line)
+            if line.serving and line.by_grant:
+                self._heard(line, summary.cell, now)
+
+    def granted(self, worker: str, grant: CapacityGrant | None, now: float, *, by_hand: bool = False) -> None:
+        """The newest grant of a worker on the log; None once it was deleted. One without a lease is by hand."""
+        if by_hand or (grant is not None and not grant.lease_seconds):
+            self.by_hand.pop(worker, None)
+            if grant is not None:
+                self.by_hand[worker] = grant
+        elif grant is None:
+            self.leased.pop(worker, None)
+        elif worker not in self.leased or self.leased[worker].grant != grant:  # what was written here is known
+            self.leased[worker] = Told(grant, now)
+
+    def tick(self, now: float) -> list[CapacityGrant]:
+        """Time has passed: what is granted now."""
+        if self._began is None or now < self._began + SETTLE_SECONDS:
+            return []
+        self._forget(now)
+        for name, lender in self.lenders.items():
+            self._look_at(name, lender, now)
+        fresh = [summary.cell for summary in self.fresh(now)]
+        for number in fresh:
+            self._park_useless(number, now)
+        self._keep_cap(now)
+        for number in fresh:
+            self._wake(number, now)
+        return [grant for name in sorted(self.lenders) if (grant := self._told(name, now)) is not None]
+
+    def fresh(self, now: float) -> list[CellSummary]:
+        """Of the cells that are heard, by their number."""
+        known = sorted(self.cells.items())
+        return [cell.summary for _, cell in known if now - cell.heard_at < STALE_SECONDS]
+
+    def mine(self, name: str, now: float) -> bool:
+        """Whether this decides about a worker now: it is heard of, and has no grant by hand or of another job."""
+        lender, told = self.lenders[name], self.leased.get(name)
+        if name in self.by_hand or now - lender.heard_at >= STALE_SECONDS:
+            return False
+        return told is None or told.grant.job == self.job or not told.grant.lend or now >= told.runs_out()
+
+    def lending(self, now: float) -> list[str]:
+        """Those that count for the cap: told to lend by this or by hand, and heard of, or their lease still holds."""
+        return [name for name, lender in self.lenders.items() if self._counts(name, lender, now)]
+
+    def _counts(self, name: str, lender: Lender, now: float) -> bool:
+        told = self.leased.get(name)
+        out = told is not None and told.grant.lend and told.grant.job == self.job and now < told.runs_out()
+        if name in self.by_hand:
+            return out or self.by_hand[name].lend
+        return bool(lender.lends) or (out and not self.mine(name, now))
+
+    def _heard(self, line: ExecutorLine, cell: int, now: float) -> None:
+        lender = self.lenders.get(line.worker)
+        if lender is None:
+            lender = self.lenders[line.worker] = Lender(line, cell, now)
+        lender.line, lender.cell, lender.heard_at = line, cell, now
+        lender.busy += BUSY_WEIGHT * (line.serving_running + line.serving_waiting - lender.busy)
+        if lender.asked_at is None:
+            return
+        if lender.built_at is None and line.state is not ExecutorState.PAUSED:
+            lender.built_at = now
+            self.learned.wake.saw(line.worker, now - lender.asked_at)
+        if line.open and lender.built_at is not None:
+            self.learned.catch_up.saw(line.worker, now - lender.built_at)
+            lender.asked_at, lender.failures = None, 0
+
+    def _forget(self, now: float) -> None:
+        gone = [name for name, lender in self.lenders.items() if now - lender.heard_at >= FORGET_SECONDS]
+        for name in gone:
+            del self.lenders[name]
+            self.learned.forget(name)
+
+    def _look_at(self, name: str, lender: Lender, now: float) -> None:
+        """What follows for one worker alone."""
+        if not self.mine(name, now):
+            ends = lender.renewed_at is None or now >= lender.renewed_at + self.config.lease_seconds + GRACE_SECONDS
+            if lender.lends and (ends or now - lender.heard_at < STALE_SECONDS):
+                lender.lends = None
+        elif lender.lends is None:
+            self._adopt(name, lender, now)
+        elif lender.lends and lender.asked_at is not None:
+            patience = max(LEAST_PATIENCE_SECONDS, 4 * self._delay(name, lender, lender.asked_at))
+            if now - lender.asked_at >= patience:
+                lender.failures = min(lender.failures + 1, MOST_FAILURES)
+                lender.held_until = now + HOLD_SECONDS * 2 ** (lender.failures - 1)
+                self._park(lender, f"it did not come in {patience:.0f} s; it is {lender.line.state.value}", now)
+
+    def _adopt(self, name: str, lender: Lender, now: float) -> None:
+        """A worker is met: it goes on as it is."""
+        told = self.leased.get(name)
+        if told is not None and told.grant.lend and told.grant.job == self.job:
+            lender.decide(True, told.grant.reason or "it was to lend before", now)
+        elif told is None and lender.line.open:
+            lender.decide(True, "it lent already", now)
+        else:
+            lender.decide(False, "no work has waited for it", now)
+            lender.since = now - self.config.dwell_seconds  # nobody has parked it: it may be woken at once
+
+    def _park(self, lender: Lender, reason: str, now: float) -> None:
+        self.parked += 1
+        lender.decide(False, reason, now)
+
+    def _park_useless(self, number: int, now: float) -> None:
+        """Note which lenders of a cell are of no use, and park those that were not for long enough."""
+        summary, shares = self.cells[number].summary, self._shares(number, now)
+        free = [(each.free_turns, each.free_tokens) for each in summary.executors if each.worker in shares]
+        turns, tokens = (sum(column) for column in zip(*free, strict=True)) if free else (0, 0)
+        rest = Rest(shares, Flow(shares.values()), summary.waiting_turns, turns, tokens)
+        for name, lender in sorted(self._of(number, now), key=lambda each: (-each[1].busy, each[0])):
+            if not lender.lends:
+                continue
+            if rest.needs(name, lender.line, self.config.margin_seconds / 2):
+                lender.useless_since = None
+                continue
+            lender.useless_since = now if lender.useless_since is None else lender.useless_since
+            may = now - lender.since >= self.config.dwell_seconds
+            if may and now - lender.useless_since >= self.config.idle_seconds:
+                rest.leave(name, lender.line)
+                self._park(lender, f"of no use for {self.config.idle_seconds:g} s", now)
+
+    def _keep_cap(self, now: float) -> None:
+        """Park those over the cap, whose users ask most first."""
+        lending, most = self.lending(now), self.config.most_lenders
+        over = len(lending) - most if most else 0
+        mine = sorted((self.lenders[name].busy, name) for name in lending if self.mine(name, now))
+        for _, name in mine[::-1][: max(0, over)]:
+            self._park(self.lenders[name], f"more than {most} would lend", now)
+
+    def _wake(self, number: int, now: float) -> None:
+        """Wake those of a cell that are worth it, whose users ask least first."""
+        turns, shares = self.cells[number].summary.waiting_turns, self._shares(number, now)
+        room = (self.config.most_lenders or len(self.lenders)) - len(self.lending(now))
+        if not turns or room <= 0:
+            return
+        flow, woken = Flow(shares.values()), list[Lender]()
+        without = finish_seconds(shares.values(), turns)
+        for name, lender in sorted(self._of(number, now), key=lambda each: (each[1].busy, each[0])):
+            rested = now - lender.since >= self.config.dwell_seconds and now >= lender.held_until
+            if lender.lends or not rested or lender.line.serving_waiting:
+                continue
+            share = Share(self._delay(name, lender, now), self.learned.turns_per_second(name))
+            margin = self.config.margin_seconds
+            if flow.done_by(share.free_at + margin) + share.rate * margin < turns:
+                flow.add(share)
+                shares[name] = share
+                woken.append(lender)
+                if len(woken) == room:
+                    break
+        done = finish_seconds(shares.values(), turns)
+        before = "never" if without == math.inf else f"in {without:.0f} s"
+        others = f" and {len(woken) - 1} more" if len(woken) > 1 else ""
+        for lender in woken:
+            lender.decide(True, f"{turns} turns wait: done in {done:.0f} s with it{others}, {before} without", now)
+        self.woken += len(woken)
+
+    def _of(self, number: int, now: float) -> Iterable[tuple[str, Lender]]:
+        """The lenders in a cell's newest summary that this decides about."""
+        heard_at = self.cells[number].heard_at
+        return [
+            (name, lender)
+            for name, lender in self.lenders.items()
+            if lender.cell == number and lender.heard_at >= heard_at and self.mine(name, now)
+        ]
+
+    def _shares(self, number: int, now: float) -> dict[str, Share]:
+        """Who takes part in a cell's work: who is open and is not to park, and who was woken."""
+        shares: dict[str, Share] = {}
+        for line in self.cells[number].summary.executors:
+            lender = self.lenders.get(line.worker) if line.serving and line.by_grant else None
+            if lender is None or not self.mine(line.worker, now):
+                takes_part = line.open
+            else:
+                takes_part = bool(lender.lends) and (line.open or lender.asked_at is not None)
+            if takes_part:
+                comes = lender is not None and not line.open
+                free_at = self._delay(line.worker, lender, now) if comes and lender else line.load_seconds
+                shares[line.worker] = Share(free_at, self.learned.turns_per_second(line.worker))
+        return shares
+
+    def _delay(self, name: str, lender: Lender, now: float) -> float:
+        """Seconds from now until a worker is open, if it is woken now or was before."""
+        whole = self.learned.wake.expected(name) + self.learned.catch_up.expected(name)
+        return whole if lender.asked_at is None else max(0.0, whole - (now - lender.asked_at))
+
+    def _told(self, name: str, now: float) -> CapacityGrant | None:
+        """The grant that is due, if any; it counts as on the log."""
+        lender, told = self.lenders[name], self.leased.get(name)
+        if lender.lends is None or not self.mine(name, now):
+            return None
+        if lender.lends:
+            if lender.renewed_at is not None and now - lender.renewed_at < self.config.lease_seconds / RENEWALS:
+                return None
+            lender.renewed_at = now
+        elif told is not None and told.grant.job == self.job and not told.grant.lend:
+            return None
+        grant = CapacityGrant(
+            worker=name,
+            lend=lender.lends,
+            kv_bytes=0,
+            token_budget=0,
+            granted_at=now,
+            reason=lender.reason,
+            lease_seconds=self.config.lease_seconds,
+            job=self.job,
+        )
+        self.leased[name] = Told(grant, now)
+        return grant

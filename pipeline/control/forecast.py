@@ -1,0 +1,153 @@
+"""When the work that waits is done, and what was learned to say so.
+
+Keeps true
+- One more worker never makes it later.
+- What was never seen is assumed, and what was seen counts from the first time on.
+
+Work flows: each worker takes part from the moment at which it is free, at its own rate. Pure.
+
+Example
+    finish_seconds([Share(0, 2)], 10)               -> 5.0
+    finish_seconds([Share(0, 2), Share(4, 8)], 10)  -> 4.2: the second one comes for the last 2
+"""
+
+import math
+from bisect import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+from schemas.cells import ExecutorLine
+
+WEIGHT = 0.2
+"""Of the newest in a running mean, once there were five."""
+
+
+class Share(NamedTuple):
+    """One worker's part in the work."""
+
+    free_at: float
+    """Seconds from now."""
+    rate: float
+    """Turns a second from then on."""
+
+
+def finish_seconds(shares: Iterable[Share], turns: float) -> float:
+    """Seconds until so many turns are done; infinite where nobody does any."""
+    if turns <= 0:
+        return 0.0
+    rate = done = at = 0.0
+    for share in sorted(shares):
+        reached = done + rate * (share.free_at - at)
+        if rate and reached >= turns:
+            break
+        done, at, rate = reached, share.free_at, rate + share.rate
+    return at + (turns - done) / rate if rate else math.inf
+
+
+class Flow:
+    """Who takes part in the work: how much is done by when. To ask costs the logarithm of how many there were first."""
+
+    def __init__(self, shares: Iterable[Share]) -> None:
+        begins = sorted(shares)
+        self._times = [each.free_at for each in begins]
+        self._rates = [0.0, *accumulate(each.rate for each in begins)]
+        self._before = [0.0, *accumulate(each.rate * each.free_at for each in begins)]
+        self._more: list[Share] = []
+
+    def add(self, share: Share) -> None:
+        """One more takes part."""
+        self._more.append(share)
+
+    def done_by(self, seconds: float) -> float:
+        """Turns, by so many seconds from now."""
+        there = bisect(self._times, seconds)
+        more = sum(each.rate * (seconds - each.free_at) for each in self._more if each.free_at < seconds)
+        return self._rates[there] * seconds - self._before[there] + more
+
+
+@dataclass(slots=True)
+class Mean:
+    """A running mean that begins with what is assumed."""
+
+    value: float
+    seen: int = 0
+
+    def saw(self, value: float) -> None:
+        self.seen += 1
+        self.value += max(WEIGHT, 1.0 / self.seen) * (value - self.value)
+
+
+class Rates(NamedTuple):
+    """How fast a worker is."""
+
+    prefill: float
+    """Tokens a second."""
+    decode: float
+    """Tokens a second, of all turns that it runs at once."""
+
+
+FIRST_RATES = Rates(1000.0, 100.0)
+"""Assumed while no worker was seen at work."""
+
+
+@dataclass(slots=True)
+class Delay:
+    """How long something takes: of each worker, and of one that was not seen to do it, as of all."""
+
+    fleet: Mean
+    workers: dict[str, Mean] = field(default_factory=dict)
+
+    def expected(self, worker: str) -> float:
+        return self.workers.get(worker, self.fleet).value
+
+    def saw(self, worker: str, seconds: float) -> None:
+        self.fleet.saw(seconds)
+        self.workers.setdefault(worker, Mean(seconds)).saw(seconds)
+
+
+class Learned:
+    """Online, from what was seen."""
+
+    def __init__(self) -> None:
+        self.wake = Delay(Mean(15.0))
+        """From the grant until there is a guest."""
+        self.catch_up = Delay(Mean(5.0))
+        """From there until it has the weights and may be sent turns."""
+        self._rates: dict[str, tuple[bool, Rates]] = {}
+        """By worker, with whether it serves: as it was when it was last open."""
+        self._usual: Rates | None = None
+        """Of a lender that was never seen at work, until others were seen anew."""
+        self._prefill_tokens = Mean(1000.0)
+        """Of a turn that waits."""
+        self._new_tokens = Mean(100.0)
+
+    def saw_open(self, line: ExecutorLine) -> None:
+        """Rates that a worker says of itself while it is parked are of no engine."""
+        decode = line.decode_tokens_per_second * line.lanes
+        self._rates[line.worker] = line.serving, Rates(line.prefill_tokens_per_second, decode)
+        self._usual = None
+
+    def saw_waiting(self, turns: int, prefill_tokens: int, new_tokens: int) -> None:
+        self._prefill_tokens.saw(prefill_tokens / turns)
+        self._new_tokens.saw(new_tokens / turns)
+
+    def forget(self, worker: str) -> None:
+        self._rates.pop(worker, None)
+        self._usual = None
+        self.wake.workers.pop(worker, None)
+        self.catch_up.workers.pop(worker, None)
+
+    def turns_per_second(self, worker: str) -> float:
+        """Of turns as they come, with nothing of them cached."""
+        rates = self._rates[worker][1] if worker in self._rates else self._usual_rates()
+        return 1.0 / (self._prefill_tokens.value / rates.prefill + max(1.0, self._new_tokens.value) / rates.decode)
+
+    def _usual_rates(self) -> Rates:
+        """Of others that serve; of any, where none does."""
+        if self._usual is None:
+            known = [rates for serving, rates in self._rates.values() if serving]
+            known = known or [rates for _, rates in self._rates.values()] or [FIRST_RATES]
+            self._usual = Rates(*(sum(column) / len(known) for column in zip(*known, strict=True)))
+        return self._usual

@@ -1,0 +1,69 @@
+"""What the control app exports to Prometheus, read from its core when it is asked for."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pipeline.control.core import Control
+
+
+class ControlCollector(Collector):
+    """Reads the core at the moment of a scrape."""
+
+    def __init__(self, control: Control, clock: Callable[[], float]) -> None:
+        self._control = control
+        self._clock = clock
+
+    def collect(self) -> Iterable[Metric]:
+        decides, cells, lenders, woken, parked, work = self.describe()
+        control, now = self._control, self._clock()
+        fresh = control.fresh(now)
+        decides.add_metric([], bool(fresh))
+        cells.add_metric([], len(fresh))
+        if fresh:
+            known = list(control.lenders.items())
+            lending = [name for name, lender in known if lender.lends]
+            lenders.add_metric(["lends"], len(lending))
+            lenders.add_metric(["parked"], sum(lender.lends is False for _, lender in known))
+            lenders.add_metric(["by hand"], sum(name in control.by_hand for name, _ in known))
+            work.add_metric([], max(each.waiting_seconds for each in fresh))
+        woken.add_metric([], control.woken)
+        parked.add_metric([], control.parked)
+        yield from (decides, cells, lenders, woken, parked, work)
+
+    @staticmethod
+    def describe() -> tuple[
+        GaugeMetricFamily,
+        GaugeMetricFamily,
+        GaugeMetricFamily,
+        CounterMetricFamily,
+        CounterMetricFamily,
+        GaugeMetricFamily,
+    ]:
+        """What `collect` fills in."""
+        return (
+            GaugeMetricFamily("rose_control_decides", "Whether this control app hears a cell; of several one does."),
+            GaugeMetricFamily("rose_control_cells", "Cells whose routers are heard."),
+            GaugeMetricFamily(
+                "rose_control_lenders", "Lenders by what was decided, and of them those told by hand.", labels=["told"]
+            ),
+            CounterMetricFamily("rose_control_woken", "Times that a lender was told to lend."),
+            CounterMetricFamily("rose_control_parked", "Times that a lender was told to park."),
+            GaugeMetricFamily(
+                "rose_control_waiting_seconds", "That the open executors of a cell need for what waits; of the worst."
+            ),
+        )
+
+
+@contextmanager
+def exported(control: Control, clock: Callable[[], float]) -> Iterator[None]:
+    """Export the core's figures for as long as this runs."""
+    collector = ControlCollector(control, clock)
+    REGISTRY.register(collector)
+    try:
+        yield
+    finally:
+        REGISTRY.unregister(collector)

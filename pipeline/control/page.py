@@ -1,0 +1,98 @@
+"""What the control app shows: the cells that it hears, each lender, what was decided of it, and why.
+
+Pure: the same state as JSON for programs and as a page for people. What others wrote is escaped.
+"""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from pipeline.clock import told
+from pipeline.control.core import Control, Lender
+from schemas.capacity import CapacityGrant
+
+State = dict[str, Any]
+
+REFRESH_SECONDS = 2
+
+STYLE = (
+    "body{font:14px system-ui,sans-serif;margin:2em;color:#222}table{border-collapse:collapse;margin:.5em 0 1.5em}"
+    "td,th{padding:.3em .8em;text-align:left;border-bottom:1px solid #ddd;vertical-align:top}th{font-weight:600}"
+)
+
+
+def state_of(control: Control, decisions: Iterable[CapacityGrant], now: float) -> State:
+    """All that is shown. `decisions`: the newest changes, newest first."""
+    return {
+        "job": control.job,
+        "most_lenders": control.config.most_lenders,
+        "lending": len(control.lending(now)),
+        "lease_seconds": control.config.lease_seconds,
+        "cells": [
+            {
+                "cell": number,
+                "router": cell.summary.router,
+                "heard_seconds_ago": round(now - cell.heard_at, 1),
+                "waiting_turns": cell.summary.waiting_turns,
+                "outstanding_turns": cell.summary.outstanding_turns,
+                "wanted_tokens": cell.summary.wanted_tokens,
+                "waiting_seconds": round(cell.summary.waiting_seconds, 1),
+                "policy_version": cell.summary.policy_version,
+                "executors": len(cell.summary.executors),
+            }
+            for number, cell in sorted(control.cells.items())
+        ],
+        "lenders": [_lender(control, name, lender, now) for name, lender in sorted(control.lenders.items())],
+        "decisions": [
+            {"at": told(each.granted_at), "worker": each.worker, "lend": each.lend, "reason": each.reason}
+            for each in decisions
+        ],
+    }
+
+
+def _lender(control: Control, name: str, lender: Lender, now: float) -> State:
+    told_by, by_hand = control.leased.get(name), control.by_hand.get(name)
+    line = lender.line
+    said, reason = {True: "lends", False: "parked", None: "undecided"}[lender.lends], lender.reason
+    if by_hand is not None:
+        said, reason = f"by hand: {'lends' if by_hand.lend else 'parked'}", by_hand.reason
+    elif not control.mine(name, now):
+        said, reason = "left alone", "not heard of" if told_by is None else f"granted to {told_by.grant.job}"
+    return {
+        "worker": name,
+        "cell": lender.cell,
+        "told": said,
+        "reason": reason,
+        "since_seconds": round(now - lender.since, 1) if lender.since > 0 else None,
+        "state": line.state.value,
+        "open": line.open,
+        "held_turns": line.held_turns,
+        "load_seconds": round(line.load_seconds, 1),
+        "lag_versions": line.lag_versions,
+        "users": round(lender.busy, 2),
+        "failures": lender.failures,
+    }
+
+
+def page_of(state: State) -> str:
+    """The same for people."""
+    most = state["most_lenders"] or "as many as are worth it"
+    head = f"{state['lending']} lend to {state['job']}, at most {most}; a lease is {state['lease_seconds']:g} s"
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" '
+        f'content="{REFRESH_SECONDS}"><title>ROSE: elasticity</title><style>{STYLE}</style></head><body>'
+        f"<h1>Elasticity</h1><p>{escape(head)}</p>"
+        f"<h2>Cells</h2>{_table(state['cells'])}<h2>Lenders</h2>{_table(state['lenders'])}"
+        f"<h2>What was decided, newest first</h2>{_table(state['decisions'])}</body></html>"
+    )
+
+
+def _table(rows: Sequence[State]) -> str:
+    if not rows:
+        return "<p>None.</p>"
+    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in rows[0])
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape('' if value is None else str(value))}</td>" for value in row.values()) + "</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"

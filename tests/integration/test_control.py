@@ -1,0 +1,210 @@
+"""Elasticity over a real broker: a router, the control app, and a lender whose engine the test plays."""
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.command.granting import release_grant
+from schemas.arrays import pack_logprobs, pack_tokens
+from schemas.capacity import CapacityGrant
+from schemas.slack import ExecutorState
+from schemas.turns import TurnOutcome, VersionSpan
+from tests.brokers import AnyBroker, flags
+from tests.integration.executor_kit import Router
+from tests.integration.router_kit import router_process
+from tests.integration.test_executor_gate import NAME, Engine, common_of, grant, running
+from tests.roles import freeze, kill, role_process, rose, stop, thaw
+from tests.unit.routing_world import request
+from topics.admin import create_topics
+from topics.broker import free_ports
+from topics.catalog import GRANTS, REQUESTED, SUMMARIES, Partitions
+from topics.letters import read_letters
+from topics.log import read_topics
+from topics.settings import BusSettings
+from topics.writer import Writer
+from workers.executor.words import ORDERS, Done, GiveUp, Park, Prepare, Prepared, Serve, Serving, Take, Wake
+from workers.lender.grants import Grants
+from workers.lender.lease import Lease
+from workers.weights.trust import run_id
+
+pytestmark = pytest.mark.slow
+
+CONTROL = {"lease_seconds": 6.0, "dwell_seconds": 1.0, "idle_seconds": 2.0, "margin_seconds": 0.5}
+
+
+class Guest(Engine):
+    """A guest that is there at once when it is woken, takes each version, and answers turns while it is let."""
+
+    answers = True
+
+    def _run(self) -> None:
+        self.say(parked="it was not told to lend", version=-1)
+        while not self._stop.wait(0.02):
+            for order in map(ORDERS.decode, self._orders.read()):
+                self._obey(order)
+            self.reports.say(self.tick)
+
+    def _obey(self, order: Any) -> None:
+        match order:
+            case Wake():
+                self.say(parked="")
+            case Park():
+                self.say(parked="it was not told to lend", version=-1)
+            case Prepare():
+                self.reports.say(Prepared(order.version))
+            case Serve():
+                self.reports.say(Serving(order.version, 0.0))
+                self.say(version=order.version)
+            case Take() if self.answers:
+                tokens, logprobs = pack_tokens([7]), pack_logprobs([-1.0])
+                spans = (VersionSpan(0, 1, 3),)
+                self.reports.say(Done(order.name, tokens, logprobs, "stop", spans, 3, 0, 1.0, 2.0, 3.0, 0.5))
+            case GiveUp():
+                self.give_up(order.name, [])
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=2, slots=2, samples=1, chunks=2))
+    return settings
+
+
+@contextmanager
+def lender(settings: BusSettings) -> Iterator[tuple[Guest, Router]]:
+    """One that needs a grant, and who hears it."""
+    grants = Grants(settings, NAME, Lease(run_id(settings.namespace, "demo"), needed=True))
+    try:
+        with running(settings, grants.leave, kind=Guest) as (guest, router):
+            assert isinstance(guest, Guest)
+            yield guest, router
+    finally:
+        grants.stop()
+
+
+def control_process(settings: BusSettings, log: Path, **more: object) -> Any:
+    own = {f"control.{name}": value for name, value in {"page_port": 0, **CONTROL, **more}.items()}
+    return role_process("control", settings, 0, own, log=log)
+
+
+class Asking:
+    """Asks for turns, which the router reads."""
+
+    def __init__(self, settings: BusSettings, router: Router) -> None:
+        self._writer, self._router, self._count = Writer(settings, "asks"), router, 0
+
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            name = f"g{self._count}:0"
+            self._count += 1
+            asked = request(name, home=1, patience_seconds=600.0, requested_at=time.time(), context=3)
+            self._writer.write(REQUESTED, asked, key=name, partition=1)
+        self._writer.flush()
+
+    def until_done(self) -> None:
+        self._router.until(
+            lambda: (
+                len({each.trajectory_id for each in self._router.results if each.outcome is TurnOutcome.COMPLETED})
+                == self._count
+            )
+        )
+
+
+def until_parked(router: Router, why: str) -> None:
+    router.until(lambda: bool(router.beats) and why in router.beats[-1].paused_reason)
+    assert router.beats[-1].state is ExecutorState.PAUSED
+
+
+def until_lends(router: Router) -> None:
+    router.until(lambda: bool(router.beats) and router.beats[-1].state is ExecutorState.READY)
+
+
+def test_work_wakes_a_lender_its_end_parks_it_and_without_a_control_app_its_lease_runs_out(
+    settings: BusSettings, tmp_path: Path
+) -> None:
+    log = tmp_path / "control.log"
+    with lender(settings) as (guest, router), router_process(settings):
+        until_parked(router, "needs one")
+        asking = Asking(settings, router)
+        with control_process(settings, log) as control:
+            assert router.beats[-1].by_grant
+            asking.turns(20)
+            asking.until_done()
+            until_parked(router, "a grant parked it: of no use")
+            guest.answers = False
+            asking.turns(5)
+            router.until(lambda: len(router.beats[-1].holds) == 5 * 8)
+            kill(control)
+            until_parked(router, "its grant ran out")
+            router.until(lambda: not router.beats[-1].holds)
+        assert [each.outcome for each in router.results[-5:]] == [TurnOutcome.PREEMPTED] * 5
+        with control_process(settings, log) as control:
+            until_lends(router)
+            freeze(control)
+            until_parked(router, "its grant ran out")
+            thaw(control)
+            until_lends(router)
+            guest.answers = True
+            router.until(lambda: not router.beats[-1].holds or router.beats[-1].state is ExecutorState.PAUSED)
+            stop(control)
+        until_parked(router, "its grant ran out")
+    grants = [each.record for each in read_topics(settings, [GRANTS]) if isinstance(each.record, CapacityGrant)]
+    assert grants and all(each.reason and each.lease_seconds == CONTROL["lease_seconds"] for each in grants)
+    assert {each.job for each in grants} == {run_id(settings.namespace, "demo")}
+
+
+def test_a_grant_by_hand_overrides_it_until_it_is_released_and_its_page_says_so(
+    settings: BusSettings, tmp_path: Path
+) -> None:
+    [port] = free_ports(1)
+
+    def page() -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/state.json", timeout=10) as answer:
+            state: dict[str, Any] = json.load(answer)
+        return state
+
+    with lender(settings) as (guest, router), router_process(settings):
+        guest.answers = False
+        until_parked(router, "needs one")
+        with control_process(settings, tmp_path / "control.log", page_port=port) as control:
+            Asking(settings, router).turns(5)
+            until_lends(router)
+            state = page()
+            assert state["job"] == run_id(settings.namespace, "demo") and state["lending"] == 1
+            assert "turns wait: done in" in state["decisions"][0]["reason"]
+            grant(settings, lend=False)
+            until_parked(router, "a grant parked it: night")
+            router.until(lambda: page()["lenders"][0]["told"] == "by hand: parked")
+            release_grant(common_of(settings), NAME)
+            until_lends(router)
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10) as answer:
+                assert NAME in answer.read().decode()
+            stop(control)
+
+
+def test_what_is_no_summary_is_buried_and_the_next_one_is_read(settings: BusSettings, tmp_path: Path) -> None:
+    with control_process(settings, tmp_path / "control.log"), lender(settings) as (_, router):
+        until_parked(router, "needs one")
+        with router_process(settings):
+            Asking(settings, router).turns(5)
+            until_lends(router)
+            writer = Writer(settings, "stranger")
+            writer.forward(SUMMARIES, read_any(settings)._replace(value=b"litter"), partition=0, key="0")
+            writer.flush()
+            router.until(lambda: bool(list(read_letters(settings, SUMMARIES))))
+            assert router.beats[-1].state is ExecutorState.READY
+
+
+def read_any(settings: BusSettings) -> Any:
+    return next(iter(read_topics(settings, [SUMMARIES]))).raw
+
+
+def test_what_only_a_person_can_mend_is_one_sentence(settings: BusSettings) -> None:
+    done = rose("control", *flags(settings), "-X", "ssl.crl.location=revoked.pem", "--set", "control.page_port=0")
+    assert done.returncode == 2 and "the control app has no ssl.crl.location" in done.stderr.splitlines()[-1]

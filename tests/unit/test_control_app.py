@@ -1,0 +1,109 @@
+"""What is around the core of the control app: how its client signs in, and what its page shows."""
+
+import ssl
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import NameOID
+from faust.auth import SASLCredentials, SSLCredentials
+from prometheus_client import REGISTRY
+
+from pipeline.control.core import Control
+from pipeline.control.credentials import credentials
+from pipeline.control.metrics import exported
+from pipeline.control.page import page_of, state_of
+from schemas.capacity import CapacityGrant
+from schemas.errors import UsageError
+from tests.unit.test_control_core import CONFIG, DEDICATED, JOB, fleet, line, summary
+
+
+def authority(folder: Path) -> Path:
+    """A certificate that signs itself."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
+    begins = datetime(2020, 1, 1, tzinfo=UTC)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, begins, begins + timedelta(days=365_00))
+    made = made.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    file = folder / "ca.pem"
+    file.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+    return file
+
+
+def test_without_settings_of_security_nobody_signs_in() -> None:
+    assert credentials({"socket.keepalive.enable": "true", "security.protocol": "PLAINTEXT"}) is None
+
+
+def test_librdkafkas_words_are_fausts(tmp_path: Path) -> None:
+    file = str(authority(tmp_path))
+    found = credentials(
+        {
+            "security.protocol": "SASL_SSL",
+            "sasl.mechanisms": "SCRAM-SHA-512",
+            "sasl.username": "rose-control",
+            "sasl.password": "hidden",
+            "ssl.ca.location": file,
+        }
+    )
+    assert isinstance(found, SASLCredentials) and found.ssl_context is not None
+    assert (found.username, found.password, found.mechanism.value) == ("rose-control", "hidden", "SCRAM-SHA-512")
+    assert (found.protocol.value, found.ssl_context.verify_mode) == ("SASL_SSL", ssl.CERT_REQUIRED)
+    assert found.ssl_context.check_hostname and len(found.ssl_context.get_ca_certs()) == 1
+    said = {"security.protocol": "ssl", "ssl.ca.location": file}
+    encrypted = credentials({**said, "ssl.endpoint.identification.algorithm": "none"})
+    assert isinstance(encrypted, SSLCredentials) and not encrypted.context.check_hostname
+    assert encrypted.context.verify_mode is ssl.CERT_REQUIRED
+    trusting = credentials({**said, "enable.ssl.certificate.verification": "false"})
+    assert isinstance(trusting, SSLCredentials) and trusting.context.verify_mode is ssl.CERT_NONE
+
+
+@pytest.mark.parametrize(
+    ("properties", "words"),
+    [
+        ({"security.protocol": "SASL_SSL", "sasl.oauthbearer.method": "oidc"}, "no sasl.oauthbearer.method"),
+        ({"ssl.crl.location": "revoked.pem"}, "no ssl.crl.location"),
+        ({"security.protocol": "TLS"}, "security.protocol is one of"),
+        ({"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "GSSAPI"}, "GSSAPI"),
+        ({"security.protocol": "ssl", "ssl.ca.location": "/there/is/none"}, "cannot be used"),
+    ],
+)
+def test_what_faust_has_no_word_for_is_refused_by_its_name(properties: dict[str, str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        credentials(properties)
+
+
+def test_the_page_says_what_was_decided_and_why_and_runs_nothing_of_others() -> None:
+    world = fleet("a", "b")
+    world.seconds(20, waiting=500)
+    by_hand = CapacityGrant(
+        worker="b", lend=False, kv_bytes=0, token_budget=0, granted_at=0.0, reason="<script>night</script>"
+    )
+    world.control.granted("b", by_hand, world.now, by_hand=True)
+    state = state_of(world.control, reversed(world.log), world.now)
+    one, other = state["lenders"]
+    assert (one["told"], other["told"]) == ("lends", "by hand: parked")
+    assert "turns wait: done in" in one["reason"] and state["cells"][0]["waiting_turns"] == 500
+    page = page_of(state)
+    assert one["reason"] in page and "&lt;script&gt;night" in page and "<script>" not in page
+    assert page_of(state_of(Control(CONFIG, JOB), (), 0.0)).count("None.") == 3
+
+
+def test_the_exported_figures_are_the_cores_and_of_silence_nothing_is_said() -> None:
+    control, now = Control(CONFIG, JOB), 0.0
+
+    def of(name: str, **labels: str) -> float | None:
+        return REGISTRY.get_sample_value(f"rose_control_{name}", labels)
+
+    with exported(control, lambda: now):
+        assert (of("decides"), of("lenders", told="lends")) == (0, None)
+        for _ in range(5):
+            now += 1.0
+            control.summarised(summary(DEDICATED, line("a"), line("b"), waiting=500), now)
+            control.tick(now)
+        assert (of("decides"), of("cells"), of("woken_total")) == (1, 1, 2)
+        assert (of("lenders", told="lends"), of("lenders", told="parked")) == (2, 0)
+        now += 60.0
+        assert (of("decides"), of("lenders", told="lends")) == (0, None)

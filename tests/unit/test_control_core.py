@@ -1,0 +1,360 @@
+"""Elasticity: a small world of cells, lenders that keep their leases by clocks of their own, and what must hold."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.control.config import ControlConfig
+from pipeline.control.core import FORGET_SECONDS, GRACE_SECONDS, SETTLE_SECONDS, STALE_SECONDS, Control
+from schemas.capacity import CapacityGrant
+from schemas.cells import CellSummary, ExecutorLine
+from schemas.slack import ExecutorState
+from schemas.wire import encode
+
+JOB, OTHER = "ns.:run", "ns.:other"
+CONFIG = ControlConfig(most_lenders=2, lease_seconds=12.0, margin_seconds=2.0, dwell_seconds=5.0, idle_seconds=4.0)
+
+
+def line(name: str, **other: object) -> ExecutorLine:
+    fields: dict[str, object] = {
+        "serving": True,
+        "by_grant": True,
+        "state": ExecutorState.PAUSED,
+        "open": False,
+        "free_turns": 0,
+        "free_tokens": 0,
+        "held_turns": 0,
+        "held_tokens": 0,
+        "load_seconds": 0.0,
+        "prefill_tokens_per_second": 1.0,
+        "decode_tokens_per_second": 1.0,
+        "lanes": 8,
+        "lag_versions": 0,
+        "serving_running": 0,
+        "serving_waiting": 0,
+        **other,
+    }
+    return ExecutorLine(worker=name, **fields)  # type: ignore[arg-type]
+
+
+def at_work(name: str, **other: object) -> ExecutorLine:
+    fields: dict[str, object] = {
+        "state": ExecutorState.READY,
+        "open": True,
+        "prefill_tokens_per_second": 1000.0,
+        "decode_tokens_per_second": 25.0,
+        "free_turns": 8,
+        "free_tokens": 8000,
+        **other,
+    }
+    return line(name, **fields)
+
+
+DEDICATED = at_work("d", serving=False, by_grant=False, free_turns=0, load_seconds=4.0)
+
+
+def summary(*lines: ExecutorLine, waiting: int = 0, cell: int = 0, cells: int = 1) -> CellSummary:
+    return CellSummary(
+        cell=cell,
+        cells=cells,
+        router="router-0",
+        waiting_turns=waiting,
+        outstanding_turns=0,
+        wanted_tokens=300 * waiting,
+        prefill_tokens=200 * waiting,
+        new_tokens=100 * waiting,
+        waiting_seconds=0.0,
+        policy_version=0,
+        executors=lines,
+        written_at=0.0,
+    )
+
+
+@dataclass
+class Lender:
+    """As it really is: it reads what is written, and counts its lease itself."""
+
+    wakes_in: float = 3.0
+    until: float = 0.0
+    comes_at: float | None = None
+    busy: int = 0
+    hand: bool | None = None
+    """What it was told by hand."""
+
+    def read(self, grant: CapacityGrant, now: float) -> None:
+        lent = now < self.until
+        self.until = now + grant.lease_seconds if grant.lend and grant.job == JOB else 0.0
+        if self.until and not lent:
+            self.comes_at = now + self.wakes_in
+
+    def lends(self, now: float) -> bool:
+        return (now < self.until) if self.hand is None else self.hand
+
+    def line(self, name: str, now: float) -> ExecutorLine:
+        there = self.lends(now) and self.comes_at is not None and now >= self.comes_at
+        return at_work(name, serving_running=self.busy) if there else line(name, serving_running=self.busy)
+
+
+@dataclass
+class World:
+    config: ControlConfig = CONFIG
+    now: float = 1000.0
+    lenders: dict[str, Lender] = field(default_factory=dict)
+    log: list[CapacityGrant] = field(default_factory=list)
+    control: Control = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.control = Control(self.config, JOB)
+
+    def summary(self, waiting: int) -> CellSummary:
+        return summary(DEDICATED, *(each.line(name, self.now) for name, each in self.lenders.items()), waiting=waiting)
+
+    def second(self, waiting: int, *, silent: bool = False) -> list[CapacityGrant]:
+        """One more, with a summary or without."""
+        self.now += 1.0
+        if not silent:
+            self.control.summarised(self.summary(waiting), self.now)
+        written = self.control.tick(self.now)
+        for grant in written:
+            encode(grant)
+            assert grant.reason and grant.job == JOB and grant.lease_seconds == self.config.lease_seconds
+            if grant.worker in self.lenders:
+                self.lenders[grant.worker].read(grant, self.now)
+            self.control.granted(grant.worker, grant, self.now)  # as it is read back from the log
+        self.log += written
+        return written
+
+    def seconds(self, count: int, waiting: int, *, silent: bool = False) -> list[CapacityGrant]:
+        return [grant for _ in range(count) for grant in self.second(waiting, silent=silent)]
+
+    @property
+    def lending(self) -> set[str]:
+        return {name for name, each in self.lenders.items() if each.lends(self.now)}
+
+
+def fleet(*names: str, **other: object) -> World:
+    return World(lenders={name: Lender(**other) for name in names})  # type: ignore[arg-type]
+
+
+def test_work_that_waits_wakes_the_least_loaded_and_says_why_and_its_end_parks_them() -> None:
+    world = fleet("a", "b", "c")
+    world.lenders["a"].busy = 5
+    written = world.seconds(10, waiting=200)
+    woken = [grant for grant in written if grant.lend]
+    assert {grant.worker for grant in woken} == world.lending == {"b", "c"}, "two may, and the third is busier"
+    assert "turns wait: done in" in woken[0].reason
+    written = world.seconds(20, waiting=0)
+    assert world.lending == set()
+    assert {(each.worker, each.reason) for each in written if not each.lend} == {
+        ("b", "of no use for 4 s"),
+        ("c", "of no use for 4 s"),
+    }
+    assert (world.control.woken, world.control.parked) == (2, 2)
+
+
+def test_nobody_is_woken_for_what_is_done_before_it_comes() -> None:
+    world = fleet("a")
+    world.control.learned.wake.fleet.value = 60.0
+    assert not any(grant.lend for grant in world.seconds(20, waiting=30))
+    assert any(grant.lend for grant in world.seconds(20, waiting=3000))
+
+
+def test_of_a_large_fleet_as_many_are_woken_as_have_something_to_do_though_each_alone_adds_little() -> None:
+    control = Control(changed(most_lenders=0), JOB)
+    dedicated = [
+        at_work(f"d{number}", serving=False, by_grant=False, free_turns=0, load_seconds=60.0) for number in range(100)
+    ]
+    parked = [line(f"l{number}") for number in range(100)]
+    for now in range(8):
+        control.summarised(summary(*dedicated, *parked, waiting=150), now)
+        control.tick(now)
+    assert 30 < control.woken < 70, "each has two seconds of work, of some three turns"
+
+
+def test_a_wake_and_the_catching_up_are_learned() -> None:
+    world = fleet("a", wakes_in=7.0)
+    world.seconds(20, waiting=500)
+    assert world.control.learned.wake.expected("a") == pytest.approx(7.0)
+    assert world.control.learned.wake.expected("another") == pytest.approx(7.0)
+
+
+def test_leases_are_renewed_while_summaries_come_and_never_after() -> None:
+    world = fleet("a")
+    world.seconds(60, waiting=500)
+    assert world.lending == {"a"}, "longer than any lease"
+    assert not world.seconds(40, waiting=500, silent=True)[int(STALE_SECONDS) :]
+    assert world.lending == set()
+    world.seconds(2, waiting=500)
+    assert world.lending == {"a"}
+
+
+def test_what_is_renewed_says_what_it_was_woken_for() -> None:
+    world = fleet("a")
+    said = {grant.reason for grant in world.seconds(60, waiting=500) if grant.lend}
+    assert len(said) == 1
+
+
+def test_who_was_told_by_hand_is_left_alone_until_that_is_taken_back() -> None:
+    world = fleet("a", "b")
+    world.seconds(10, waiting=500)
+    by_hand = CapacityGrant(worker="a", lend=False, kv_bytes=0, token_budget=0, granted_at=0.0)
+    world.control.granted("a", by_hand, world.now, by_hand=True)
+    world.lenders["a"].hand = False
+    assert {grant.worker for grant in world.seconds(30, waiting=500)} == {"b"}
+    world.control.granted("a", None, world.now, by_hand=True)
+    world.lenders["a"].hand = None
+    world.seconds(10, waiting=500)
+    assert world.lending == {"a", "b"}
+
+
+def test_who_lends_by_hand_counts_for_the_cap() -> None:
+    world = fleet("a", "b", "c")
+    by_hand = CapacityGrant(worker="c", lend=True, kv_bytes=0, token_budget=0, granted_at=0.0)
+    world.control.granted("c", by_hand, world.now, by_hand=True)
+    world.lenders["c"].hand = True
+    world.seconds(30, waiting=500)
+    assert len(world.lending) == 2
+
+
+def test_a_worker_that_does_not_come_is_given_up_and_another_has_its_place() -> None:
+    world = World(changed(most_lenders=1), lenders={"a": Lender(wakes_in=1e9), "b": Lender(busy=1)})
+    world.seconds(int(SETTLE_SECONDS) + 2, waiting=500)
+    assert world.lending == {"a"}
+    world.seconds(100, waiting=500)
+    assert world.lending == {"b"}
+    assert any("it did not come" in grant.reason for grant in world.log)
+
+
+def changed(**changes: object) -> ControlConfig:
+    fields = {name: getattr(CONFIG, name) for name in CONFIG.__slots__}
+    return ControlConfig(**{**fields, **changes})
+
+
+def test_a_start_goes_on_from_the_log() -> None:
+    world = fleet("a", "b")
+    world.seconds(20, waiting=500)
+    before = world.lending
+    world.control = Control(CONFIG, JOB)
+    newest = {grant.worker: grant for grant in world.log}
+    for name, grant in newest.items():
+        world.control.granted(name, grant, world.now)
+    written = world.seconds(8, waiting=500)
+    assert all(grant.lend for grant in written) and world.lending == before
+    assert world.control.woken == world.control.parked == 0
+
+
+def test_a_fleet_that_lends_without_grants_is_taken_over_within_the_cap() -> None:
+    control = Control(CONFIG, JOB)
+    lines = [at_work(name, serving_running=busy) for name, busy in (("a", 3), ("b", 0), ("c", 1))]
+    for now in range(10):
+        control.summarised(summary(*lines), now)
+        written = {grant.worker: grant for grant in control.tick(now)}
+        if written:
+            break
+    assert {name: grant.lend for name, grant in written.items()} == {"a": False, "b": True, "c": True}
+    assert "more than 2" in written["a"].reason
+
+
+def test_endpoints_that_follow_no_grants_are_given_none_and_their_help_counts() -> None:
+    control = Control(CONFIG, JOB)
+    helper = at_work("e", by_grant=False, lanes=800)
+    for now in range(20):
+        control.summarised(summary(DEDICATED, helper, line("a"), waiting=100), now)
+        assert not any(grant.worker == "e" or grant.lend for grant in control.tick(now))
+
+
+def test_a_worker_that_is_gone_is_forgotten() -> None:
+    world = fleet("a", "b")
+    world.seconds(10, waiting=500)
+    del world.lenders["b"]
+    world.seconds(int(FORGET_SECONDS) + 1, waiting=500)
+    assert set(world.control.lenders) == {"a"}
+    assert not world.control.learned.wake.workers.keys() - {"a"}
+
+
+WAITING = st.integers(0, 400)
+STEP = st.tuples(
+    WAITING,
+    st.booleans(),
+    st.sampled_from(["nothing", "by hand", "release", "another job", "other busy", "restart"]),
+    st.integers(0, 4),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.lists(STEP, max_size=60))
+def test_never_over_the_cap_never_two_jobs_and_every_grant_has_a_reason(
+    cap: int, steps: list[tuple[int, bool, str, int]]
+) -> None:
+    names = [f"w{number}" for number in range(5)]
+    world = World(changed(most_lenders=cap), lenders={name: Lender() for name in names})
+    others: dict[str, float] = {}
+    """By worker, until when it has a grant of another job."""
+    for waiting, silent, event, which in steps:
+        name = names[which]
+        lender = world.lenders[name]
+        if event == "by hand":
+            lender.hand = False
+            grant = CapacityGrant(worker=name, lend=False, kv_bytes=0, token_budget=0, granted_at=0.0)
+            world.control.granted(name, grant, world.now, by_hand=True)
+        elif event == "release":
+            lender.hand = None
+            world.control.granted(name, None, world.now, by_hand=True)
+        elif event == "another job":
+            grant = CapacityGrant(
+                worker=name, lend=True, kv_bytes=0, token_budget=0, granted_at=world.now, lease_seconds=9.0, job=OTHER
+            )
+            world.control.granted(name, grant, world.now)
+            lender.read(grant, world.now)
+            others[name] = world.now + 9.0
+        elif event == "other busy":
+            lender.busy = (lender.busy + 3) % 7
+        elif event == "restart":
+            old, world.control = world.control, Control(world.config, JOB)
+            for each, told in old.leased.items():
+                world.control.granted(each, told.grant, world.now)
+            for each, told_by_hand in old.by_hand.items():
+                world.control.granted(each, told_by_hand, world.now, by_hand=True)
+        for written in world.seconds(2, waiting, silent=silent):
+            assert written.worker not in world.control.by_hand
+            assert world.now >= others.get(written.worker, 0.0), "it lends to another job"
+        assert len(world.lending) <= cap
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.floats(1.0, 200.0), st.floats(0.0, 20.0)), min_size=1, max_size=6),
+    st.integers(0, 3000),
+    st.integers(0, 3),
+)
+def test_under_a_constant_load_it_settles(workers: list[tuple[int, float, float]], waiting: int, held: int) -> None:
+    """Whatever the workers are: unequal, loaded, holding turns."""
+    config = changed(most_lenders=4)
+    control = Control(config, JOB)
+    changes: defaultdict[str, list[float]] = defaultdict(list)
+    newest: dict[str, CapacityGrant] = {}
+    for now in range(400):
+        lines = [
+            at_work(f"w{number}", serving_running=busy, decode_tokens_per_second=rate, load_seconds=load)
+            if (grant := newest.get(f"w{number}")) is not None and grant.lend
+            else line(f"w{number}", serving_running=busy)
+            for number, (busy, rate, load) in enumerate(workers)
+        ]
+        dedicated = msgspec.structs.replace(DEDICATED, held_turns=held, free_turns=4)
+        control.summarised(summary(dedicated, *lines, waiting=waiting), now)
+        for grant in control.tick(now):
+            if grant.worker in newest and newest[grant.worker].lend != grant.lend:
+                changes[grant.worker].append(now)
+            newest[grant.worker] = grant
+    for times in changes.values():
+        assert all(after - before >= config.dwell_seconds for before, after in pairwise(times))
+        assert times[-1] < 300, f"still changing: {times}"
+
+
+def test_the_grace_is_longer_than_a_grant_is_on_its_way() -> None:
+    assert 0 < GRACE_SECONDS < CONFIG.lease_seconds

@@ -1,0 +1,89 @@
+"""A lease: what was granted, by whom, for how long by the lender's own clock."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.capacity import CapacityGrant
+from workers.executor.gate import FREELY
+from workers.lender.lease import Lease
+
+JOB = "ns.:run"
+
+
+def grant(
+    *, lend: bool = True, lease: float = 30.0, at: float = 0.0, job: str = JOB, reason: str = ""
+) -> CapacityGrant:
+    return CapacityGrant(
+        worker="e",
+        lend=lend,
+        kv_bytes=7,
+        token_budget=8,
+        granted_at=at,
+        reason=reason,
+        lease_seconds=lease,
+        job=job,
+    )
+
+
+def of(*taken: CapacityGrant, needed: bool = False, seen: bool = True, now: float = 0.0) -> Lease:
+    lease = Lease(JOB, needed=needed)
+    for each in taken:
+        lease.take(each, now, by_hand=not each.lease_seconds, seen=seen)
+    return lease
+
+
+def test_without_a_grant_it_lends_all_unless_it_needs_one() -> None:
+    assert of().leave(0.0) == FREELY
+    assert "needs one" in of(needed=True).leave(0.0).refused
+
+
+def test_a_lease_runs_out_by_the_lenders_clock_and_is_renewed() -> None:
+    lease = of(grant(at=1e9), now=100.0)
+    assert not lease.leave(129.9).refused and lease.leave(129.9).kv_bytes == 7
+    assert "its grant ran out" in lease.leave(130.0).refused
+    assert not lease.take(grant(at=1e9 + 10), 125.0, by_hand=False, seen=True), "it says nothing new"
+    assert not lease.leave(154.9).refused
+    assert lease.leave(155.0).refused
+
+
+def test_what_was_read_back_holds_nothing_before_it_is_renewed() -> None:
+    lease = of(grant(), seen=False)
+    assert "not renewed" in lease.leave(0.0).refused
+    lease.take(grant(at=1.0), 5.0, by_hand=False, seen=True)
+    assert not lease.leave(5.0).refused
+
+
+def test_what_is_read_again_after_trouble_with_the_bus_begins_no_new_lease_and_ends_none() -> None:
+    lease = of(grant(), now=0.0)
+    lease.take(grant(), 20.0, by_hand=False, seen=False)
+    assert not lease.leave(29.0).refused
+    lease.take(grant(), 29.0, by_hand=False, seen=True)
+    assert lease.leave(30.0).refused
+
+
+def test_a_grant_by_hand_holds_across_starts_and_overrides_until_it_is_deleted() -> None:
+    lease = of(grant(lend=False, lease=0.0, reason="night"), seen=False)
+    lease.take(grant(), 0.0, by_hand=False, seen=True)
+    assert lease.leave(1.0).refused == "a grant parked it: night"
+    lease.take(None, 2.0, by_hand=True, seen=True)
+    assert not lease.leave(2.0).refused
+    lease.take(grant(lease=0.0, job=""), 2.0, by_hand=True, seen=True)
+    assert not lease.leave(1e6).refused, "it does not run out"
+
+
+def test_a_grant_that_names_another_job_parks_it() -> None:
+    refused = of(grant(job="ns.:other")).leave(0.0).refused
+    assert "ns.:other" in refused and JOB in refused
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 20.0), st.booleans(), st.floats(1.0, 30.0)), max_size=20), st.floats(0, 100))
+def test_nobody_lends_longer_than_a_lease_after_the_last_renewal(
+    renewals: list[tuple[float, bool, float]], after: float
+) -> None:
+    lease, now, until = Lease(JOB, needed=False), 0.0, 0.0
+    for gap, seen, seconds in renewals:
+        now += gap
+        lease.take(grant(lease=seconds, at=now), now, by_hand=False, seen=seen)
+        until = now + seconds if seen else 0.0
+    if renewals:
+        assert bool(lease.leave(now + after).refused) == (now + after >= until)

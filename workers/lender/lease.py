@@ -1,0 +1,78 @@
+"""The lease of one lender: whether its grants let it lend at this moment.
+
+Keeps true
+- A grant by hand overrides a leased one until it is deleted.
+- A lease is counted by the clock of its lender from when its grant was read; no other host's is asked. One that was
+  read back from the log, and not seen to come, holds nothing: it has to be renewed first.
+- It lends to one RL job: a grant that names another one parks it here.
+- Without a grant it lends all that it has, unless it is told that it needs one.
+
+Pure; `now` is seconds on any clock of the caller's that never jumps.
+
+Example, a lease of 30 s
+    read back at 0         -> parked: its grant is from before it began to listen
+    renewed at 4           -> lends
+    nothing more until 34  -> parked: its grant ran out
+"""
+
+from dataclasses import dataclass
+
+from schemas.capacity import CapacityGrant
+from workers.executor.gate import FREELY, Leave
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A grant as it was read."""
+
+    grant: CapacityGrant
+    until: float | None
+    """When its lease ends; None for one that was not seen to come."""
+
+
+class Lease:
+    """One lender's."""
+
+    def __init__(self, job: str, *, needed: bool) -> None:
+        """`job`: `namespace:run` of this lender; `needed`: without a grant it parks."""
+        self._job = job
+        self._needed = needed
+        self._leased: Read | None = None
+        self._by_hand: Read | None = None
+
+    def take(self, grant: CapacityGrant | None, now: float, *, by_hand: bool, seen: bool) -> bool:
+        """The newest under one of its two keys; None once it was deleted. Whether that says anything new.
+
+        `seen`: it came while the log was followed, and was not read back.
+        """
+        before = self._by_hand if by_hand else self._leased
+        if before is not None and before.grant == grant:
+            return False  # read again after trouble with the bus: its lease began when it was read first
+        read = None if grant is None else Read(grant, now + grant.lease_seconds if seen else None)
+        if by_hand:
+            self._by_hand = read
+        else:
+            self._leased = read
+        return before is None or grant is None or not _alike(before.grant, grant)
+
+    def leave(self, now: float) -> Leave:
+        """What it may do."""
+        read = self._by_hand or self._leased
+        if read is None:
+            return Leave(refused="it has no grant, and needs one (lender.needs_grant)") if self._needed else FREELY
+        grant = read.grant
+        if not grant.lend:
+            return Leave(refused=f"a grant parked it{f': {grant.reason}' if grant.reason else ''}")
+        if grant.job and grant.job != self._job:
+            return Leave(refused=f"it is granted to {grant.job}, and this is {self._job}")
+        if grant.lease_seconds and read.until is None:
+            return Leave(refused="its grant is from before it began to listen, and was not renewed since")
+        if grant.lease_seconds and read.until is not None and now >= read.until:
+            return Leave(refused=f"its grant ran out: it was not renewed for {grant.lease_seconds:g} s")
+        return Leave(kv_bytes=grant.kv_bytes, token_budget=grant.token_budget)
+
+
+def _alike(one: CapacityGrant, other: CapacityGrant) -> bool:
+    """Whether one renews the other."""
+    said = [(each.lend, each.kv_bytes, each.token_budget, each.reason, each.job) for each in (one, other)]
+    return said[0] == said[1]
