@@ -9,6 +9,9 @@ router there, the load with those of an environment worker and an executor.
 core        Decisions a second of one core: a recorded history of 200 executors and 10,000 live trajectories is
             replayed through the pure core. A decision is a request in and its dispatch out; results and heartbeats are
             part of the mix and of the time. Per second of processor time, so that other load does not count.
+core_scale, With `--scale`, and instead of all else: decisions a second with fleets of 50 to 5,000 workers, beside
+core_growth those of an older commit with 50, in the same run; and what ten times the workers add to the cost of one.
+            A search that looked at every executor would fail the one, and a dear core the other.
 router      Turns a second through the real router process: a fixed number of turns is kept on its way, so no queue
             grows; requests, results and heartbeats all pass the broker.
 p50_ratio,  Latency from request to inbox through the router, over that of a bare confluent-kafka loop that moves the
@@ -38,6 +41,7 @@ from typing import Protocol
 from bench.broker import kafka_home, scratch_broker, scratch_node, user_of
 from bench.check import Check
 from bench.contexts import LONG, TURNS, bytes_a_turn, memory, read_back
+from bench.cores import scale
 from bench.history import Fleet, Recorder
 from bench.load import USUAL, Executors, Lane, Shape, closed_loop, drain, open_loop
 from pipeline.routing.router import Router
@@ -280,16 +284,20 @@ def main() -> None:
     parser.add_argument(
         "--context", type=int, action="append", metavar="TOKENS", help="measure contexts by reference, of this length"
     )
+    parser.add_argument("--scale", action="store_true", help="the core alone, with small and large fleets; no broker")
     arguments = parser.parse_args()
     if arguments.secured and kafka_home() is None:
         parser.error("--secured takes an Apache Kafka: set KAFKA_HOME to a folder with its libs/")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that broker and programs are stopped on the way out
-    with broker_of(kafka_home() if arguments.secured else None) as (name, sign_in):
-        if arguments.context:
-            checks = contexts(sign_in, arguments.context, seconds=arguments.seconds)
-        else:
-            checks = bus(sign_in, seconds=arguments.seconds, rate=arguments.rate, windows=arguments.windows)
-            checks.insert(0, core())
+    if arguments.scale:
+        name, checks = "none", scale()
+    else:
+        with broker_of(kafka_home() if arguments.secured else None) as (name, sign_in):
+            if arguments.context:
+                checks = contexts(sign_in, arguments.context, seconds=arguments.seconds)
+            else:
+                checks = [core()]
+                checks += bus(sign_in, seconds=arguments.seconds, rate=arguments.rate, windows=arguments.windows)
     result = {"broker": name, "cores": os.cpu_count(), "checks": [asdict(check) for check in checks]}
     if arguments.json == "-":
         print(json.dumps(result, indent=2))

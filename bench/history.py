@@ -59,6 +59,8 @@ class Recorder:
         self._groups = count()
         self._contexts = [bytes(4 * tokens) for tokens in range(8192)]
         self._sampling = Sampling(max_tokens=MAX_TOKENS)
+        self._asked: dict[str, TurnRequest] = {}
+        """By trajectory: its newest request."""
         self._held: list[dict[TurnKey, bytes]] = [{} for _ in range(self.fleet.workers)]
         """By worker: what its heartbeats list."""
         for worker in range(self.fleet.workers):
@@ -80,7 +82,7 @@ class Recorder:
 
     def _obey(self, decision: Decision) -> None:
         assert isinstance(decision, TurnDispatch), "nothing fails in this history"
-        request = decision.request
+        request = self._asked[decision.request.trajectory_id]
         self._held[decision.slot][decision.key] = held_hash(decision.key).to_bytes(8, "little")
         new_tokens = self._random.randint(MAX_TOKENS // 8, MAX_TOKENS)
         result = TurnResult(
@@ -114,6 +116,7 @@ class Recorder:
                     known=event.context_tokens,
                 )
             else:
+                del self._asked[event.trajectory_id]
                 self.live -= 1
                 if self.live <= self.fleet.trajectories - GROUP_SIZE:
                     self._open_group(self.now)
@@ -143,6 +146,7 @@ class Recorder:
             requested_at=at,
             patience_seconds=600.0,
         )
+        self._asked[trajectory_id] = request
         self._at(at, Asked.anew(request))
 
     def _beat(self, worker: int) -> SlackHeartbeat:

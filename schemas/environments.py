@@ -68,12 +68,14 @@ class Applied(msgspec.Struct, frozen=True, array_like=True):
     """Spent in the environment's own step."""
     reward: float
     """Sum over the steps so far."""
+    committed_at: Moment = 0.0
+    """Unix seconds; the turn's request was committed. 0 where a worker took the trajectory over meanwhile."""
 
 
 class TrajectoryProgress(Record, frozen=True, kw_only=True):
     """Where the parts of a live trajectory lie in its home. The newest counts; a tombstone says that it has ended."""
 
-    SCHEMA: ClassVar[str] = "trajectory-progress/1"
+    SCHEMA: ClassVar[str] = "trajectory-progress/2"
 
     trajectory_id: Id
     group_id: GroupId

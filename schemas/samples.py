@@ -48,7 +48,7 @@ class SampleTurn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class Sample(Record, frozen=True, kw_only=True):
     """One trajectory from its first observation to its end."""
 
-    SCHEMA: ClassVar[str] = "sample/2"
+    SCHEMA: ClassVar[str] = "sample/3"
 
     trajectory_id: Id
     group_id: GroupId

@@ -252,6 +252,8 @@ class TurnTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """When a turn passed each station, in unix seconds; 0 where it never came by."""
 
     requested_at: Moment = 0.0
+    committed_at: Moment = 0.0
+    """The environment worker had committed the request, as it heard: before that nobody could read it."""
     queued_at: Moment = 0.0
     """The router took it in: until `dispatched_at` it waits for an executor with room."""
     dispatched_at: Moment = 0.0
@@ -272,7 +274,7 @@ class TurnResult(Record, frozen=True, kw_only=True):
     attempts that it went on from. All else is this attempt's own.
     """
 
-    SCHEMA: ClassVar[str] = "turn-result/2"
+    SCHEMA: ClassVar[str] = "turn-result/3"
 
     trajectory_id: Id
     group_id: GroupId

@@ -3,6 +3,8 @@
 Keeps true: the legs add up to the time from the first station to the last; a station that it never came by makes no
 leg, so a turn that was given up has no prefill and no decode.
 
+A worker hears of its commit about when others may read what it wrote: the leg behind it may be a little less than 0.
+
 Example: asked at 1.0, in the router at 1.2, given up at 9.2   -> to the router 0.2 s, to its end 8.0 s
 """
 
@@ -18,6 +20,7 @@ class Leg(NamedTuple):
 
 _STATIONS = (
     ("", "requested_at"),
+    ("its transaction", "committed_at"),
     ("to the router", "queued_at"),
     ("wait for room", "dispatched_at"),
     ("to the inbox", "received_at"),

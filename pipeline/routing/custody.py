@@ -15,23 +15,27 @@ Example
     w1 lists it no more                                  -> the ghost is gone
 """
 
-import struct
 from collections.abc import Iterable
 
 from pipeline.routing.liveness import Execution, Executor, Liveness
 from pipeline.routing.placement import Placement
-from pipeline.routing.waiting import Turn, Waiting
+from pipeline.routing.turn import Turn
+from pipeline.routing.waiting import Waiting
 from schemas.slack import ExecutorState
-from schemas.turns import TurnDispatch, TurnKey, held_hash
+from schemas.turns import TurnDispatch, TurnKey, TurnResult, held_hash
 
 LEASE_SECONDS = 5.0
 """How long an executor may beat without listing a turn that was sent to it. It lists what it takes within one step."""
 
 
-def unpack_holds(packed: bytes) -> frozenset[int]:
-    """The hashes in a heartbeat's `holds`."""
-    whole = len(packed) // 8
-    return frozenset(struct.unpack(f"<{whole}Q", packed[: 8 * whole]))
+def listed_as(key: TurnKey) -> bytes:
+    """What stands for an execution in a heartbeat's `holds`."""
+    return held_hash(key).to_bytes(8, "little")
+
+
+def unpack_holds(packed: bytes) -> frozenset[bytes]:
+    """The executions in a heartbeat's `holds`."""
+    return frozenset([packed[at : at + 8] for at in range(0, len(packed) - 7, 8)])
 
 
 class Custody:
@@ -47,16 +51,24 @@ class Custody:
         """Enter a turn that does not wait any more and whose room is taken already."""
         turn.worker = worker
         turn.sent()
-        turn.execution = held_hash(turn.key)
-        turn.next_attempt = max(turn.next_attempt, turn.attempt + 1)
-        self._seen(turn, now)
-        self._liveness.executors[worker].holds[turn.request.trajectory_id] = None
+        turn.execution = listed_as(turn.key)
+        if turn.next_attempt <= turn.attempt:
+            turn.next_attempt = turn.attempt + 1
+        turn.seen_at, turn.seen_clock = now, self._liveness.clock
+        self._liveness.executors[worker].holds[turn.execution] = turn
 
-    def answered(self, worker: str | None, incarnation: int, key: TurnKey) -> None:
+    def answered(self, result: TurnResult) -> None:
         """An execution that may have been a ghost has ended."""
-        executor = self._liveness.executors.get(worker or "")
-        if executor is not None and executor.incarnation == incarnation and executor.ghosts:
-            self._vanish(executor, held_hash(key))
+        executor = self._liveness.executors.get(result.worker or "")
+        if executor is not None and executor.ghosts and executor.incarnation == result.incarnation:
+            self._vanish(executor, listed_as(result.key))
+
+    def progress_at(self, turn: Turn) -> float:
+        """Since when a turn waits, or when its executor last said that it has it."""
+        if not turn.worker:
+            return turn.queued_at
+        executor = self._liveness.executors[turn.worker]
+        return executor.heard_at if turn.execution in unpack_holds(executor.listed) else turn.seen_at
 
     def ended(self, turn: Turn) -> None:
         """The executor that has the turn has answered it, or it is not there any more."""
@@ -73,7 +85,7 @@ class Custody:
 
     def held_by(self, executor: Executor) -> list[Turn]:
         """The turns in its books."""
-        return [self._turns[name] for name in executor.holds]
+        return list(executor.holds.values())
 
     def clear(self, executor: Executor) -> None:
         """Forget what a start that is no more may still have run."""
@@ -86,7 +98,7 @@ class Custody:
             if ghost.charged:
                 executor.ghosts[execution] = ghost._replace(charged=False)
                 turn = self._turns.get(ghost.trajectory_id)
-                if turn is not None and turn.request.turn == ghost.turn and turn.failures:
+                if turn is not None and turn.turn == ghost.turn and turn.failures:
                     turn.failures -= 1
 
     def reconcile(self, executor: Executor, now: float) -> list[Turn]:
@@ -94,20 +106,23 @@ class Custody:
 
         Of one that stops these are all that it has not answered: what it lists is answered, and about to be read.
         """
-        assert executor.beat is not None
-        listed = unpack_holds(executor.beat.holds)
-        missing: list[Turn] = []
-        for turn in self.held_by(executor):
-            if turn.execution in listed:
-                self._seen(turn, now)
+        beat, holds, before = executor.beat, executor.holds, executor.listed
+        assert beat is not None
+        at, clock = executor.heard_at, executor.heard_clock
+        executor.listed, executor.heard_at, executor.heard_clock = beat.holds, now, self._liveness.clock
+        if beat.holds == b"".join(holds) and not executor.ghosts:
+            return []
+        listed, was_listed = unpack_holds(beat.holds), unpack_holds(before)
+        missing = [turn for each, turn in holds.items() if each not in listed]
+        for turn in missing:
+            if turn.execution in was_listed:
+                turn.seen_at, turn.seen_clock = at, clock
+        for each, ghost in list(executor.ghosts.items()):
+            if each not in listed:
+                self._vanish(executor, each)
             else:
-                missing.append(turn)
-        for execution, ghost in list(executor.ghosts.items()):
-            if execution not in listed:
-                self._vanish(executor, execution)
-            else:
-                self._give_back(executor, execution, ghost, now)
-        if executor.beat.state is ExecutorState.STOPPING:
+                self._give_back(executor, each, ghost, now)
+        if beat.state is ExecutorState.STOPPING:
             return missing
         return [turn for turn in missing if self._liveness.clock - turn.seen_clock >= LEASE_SECONDS]
 
@@ -118,13 +133,13 @@ class Custody:
         Each turn goes where its newest dispatch sent it. Older ones are ghosts: the first heartbeat tells whether they
         run. No attempt is numbered twice, and no failure is forgotten.
         """
-        of_turn: dict[str, dict[int, TurnDispatch]] = {}
+        of_turn: dict[str, dict[bytes, TurnDispatch]] = {}
         incarnations: dict[str, int] = {}
         for dispatch in dispatches:
             incarnations[dispatch.worker] = max(dispatch.incarnation, incarnations.get(dispatch.worker, 0))
             turn = self._turns.get(dispatch.request.trajectory_id)
-            if turn is not None and turn.request.turn == dispatch.request.turn:
-                of_turn.setdefault(dispatch.request.trajectory_id, {})[held_hash(dispatch.key)] = dispatch
+            if turn is not None and turn.turn == dispatch.request.turn:
+                of_turn.setdefault(dispatch.request.trajectory_id, {})[listed_as(dispatch.key)] = dispatch
         for worker, incarnation in incarnations.items():
             self._liveness.remembered(worker, incarnation)
         orphans: list[Turn] = []
@@ -151,9 +166,9 @@ class Custody:
         books = [(turn.room_tokens, turn.new_tokens) for turn in self.held_by(executor)]
         return books + [(ghost.room_tokens, ghost.new_tokens) for ghost in executor.ghosts.values()]
 
-    def _give_back(self, executor: Executor, execution: int, ghost: Execution, now: float) -> None:
+    def _give_back(self, executor: Executor, execution: bytes, ghost: Execution, now: float) -> None:
         turn = self._turns.get(ghost.trajectory_id)
-        if turn is None or turn.worker or turn.request.turn != ghost.turn:
+        if turn is None or turn.worker or turn.turn != ghost.turn:
             return
         del executor.ghosts[execution]
         self._waiting.remove(turn)
@@ -161,17 +176,14 @@ class Custody:
         turn.room_tokens, turn.new_tokens = ghost.room_tokens, ghost.new_tokens
         self.give(turn, executor.worker, now)
 
-    def _seen(self, turn: Turn, now: float) -> None:
-        turn.seen_at, turn.seen_clock = now, self._liveness.clock
-
     def _leave(self, turn: Turn) -> Executor | None:
         executor = self._liveness.executors.get(turn.worker)
         turn.worker = ""
         if executor is not None:
-            executor.holds.pop(turn.request.trajectory_id, None)
+            executor.holds.pop(turn.execution, None)
         return executor
 
-    def _vanish(self, executor: Executor, execution: int) -> None:
+    def _vanish(self, executor: Executor, execution: bytes) -> None:
         ghost = executor.ghosts.pop(execution, None)
         if ghost is not None:
             self._placement.release(executor.worker, ghost.room_tokens, ghost.new_tokens)

@@ -1,22 +1,37 @@
 """How many tokens a turn is expected to generate.
 
 Keeps true: the estimate lies between 1 and the turn's `max_tokens`; it depends on the results seen and their order.
+
+Learned for each turn number by itself: the first turns of a trajectory look around, its last ones answer.
 """
 
 WEIGHT = 0.02
-"""Of the newest result in the running mean: the last hundred or so turns count."""
+"""Of the newest result in a running mean: the last hundred or so turns count."""
+
+TURNS_APART = 64
+"""Turns whose numbers are told apart; all later ones are as one."""
 
 
 class Lengths:
-    """A running mean of the fraction of `max_tokens` that turns really used; 1 before the first result."""
+    """Running means of the fraction of `max_tokens` that turns really used; 1 before the first result."""
 
     def __init__(self) -> None:
-        self.fraction = 1.0
-        self._seen = 0
+        self._fractions = [1.0] * TURNS_APART
+        self._seen = [0] * TURNS_APART
+        self._begins = 1.0
+        """Where the mean of a turn begins that was not seen yet: at that of the newest result's turn."""
 
-    def saw(self, tokens: int, max_tokens: int) -> None:
-        self._seen += 1
-        self.fraction += max(WEIGHT, 1.0 / self._seen) * (min(1.0, tokens / max_tokens) - self.fraction)
+    def saw(self, turn: int, tokens: int, max_tokens: int) -> None:
+        if turn >= TURNS_APART:
+            turn = TURNS_APART - 1
+        seen = self._seen[turn] = self._seen[turn] + 1
+        fraction = self._fractions[turn]
+        weight = WEIGHT if seen * WEIGHT > 1.0 else 1.0 / seen
+        fraction += weight * ((tokens / max_tokens if tokens < max_tokens else 1.0) - fraction)
+        self._fractions[turn] = self._begins = fraction
 
-    def expected(self, max_tokens: int) -> float:
-        return max(1.0, self.fraction * max_tokens)
+    def expected(self, turn: int, max_tokens: int) -> float:
+        if turn >= TURNS_APART:
+            turn = TURNS_APART - 1
+        tokens = max_tokens * (self._fractions[turn] if self._seen[turn] else self._begins)
+        return tokens if tokens > 1.0 else 1.0

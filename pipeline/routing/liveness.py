@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from pipeline.routing.turn import Turn
 from schemas.slack import ExecutorState, SlackHeartbeat
 
 UNHEARD_TTL_SECONDS = 2.0
@@ -41,6 +42,11 @@ class Standing(Enum):
     """Heard from, the current policy version not yet proven: may be sent weights, not turns."""
     LIVE = "live"
     GONE = "gone"
+
+
+STALE, LIVE, GONE = Standing.STALE, Standing.LIVE, Standing.GONE
+READY, STOPPING = ExecutorState.READY, ExecutorState.STOPPING
+"""Looked up once: Python takes its time over the members of an Enum."""
 
 
 class Execution(NamedTuple):
@@ -63,24 +69,32 @@ class Executor:
     incarnation: int
     expires: float
     """On the clock of `Liveness`; from this moment on silence means GONE."""
-    standing: Standing = Standing.STALE
+    standing: Standing = STALE
     beat: SlackHeartbeat | None = None
     """The newest; None while it is known from the log alone."""
     rejected: bool = False
     """It refused or preempted a turn since its newest heartbeat, so what that heartbeat offered no longer holds."""
     full: bool = False
     """It refused for lack of room, and neither what it offers nor what it holds has changed since."""
-    holds: dict[str, None] = field(default_factory=dict)
-    """Trajectories whose present turn it has, in the order in which they came."""
-    ghosts: dict[int, Execution] = field(default_factory=dict)
-    """By `held_hash`: what it may still run though the turn was taken from it. They fill its room until it is heard
+    holds: dict[bytes, Turn] = field(default_factory=dict)
+    """By execution, as heartbeats list it: the turns that it has, in the order in which they came."""
+    listed: bytes = b""
+    """What its newest heartbeat says that it has: that was seen at `heard_at`, whatever the turns say."""
+    heard_at: float = 0.0
+    """When that came, on the router's clock."""
+    heard_clock: float = 0.0
+    """The same, on the clock of `Liveness`."""
+    ghosts: dict[bytes, Execution] = field(default_factory=dict)
+    """By execution: what it may still run though the turn was taken from it. They fill its room until it is heard
     to hold them no more."""
+    counted: int | None = None
+    """The policy version that it is counted under."""
 
     @property
     def open(self) -> bool:
         """Whether it may be sent turns."""
-        ready = self.beat is not None and self.beat.state is ExecutorState.READY
-        return ready and self.standing is Standing.LIVE and not self.rejected
+        ready = self.beat is not None and self.beat.state is READY
+        return ready and self.standing is LIVE and not self.rejected
 
 
 class Heard(NamedTuple):
@@ -90,6 +104,9 @@ class Heard(NamedTuple):
     """The start before, which is no more."""
     back: bool = False
     """The same start was GONE and is not."""
+
+
+UNCHANGED = Heard()
 
 
 class Liveness:
@@ -103,31 +120,37 @@ class Liveness:
         self.clock = 0.0
         """Seconds in which somebody was heard."""
         self._heard_at = 0.0
+        self._serving: dict[int, int] = {}
+        """By policy version: how many serve it that are not GONE."""
 
     def heard(self, beat: SlackHeartbeat, now: float) -> Heard:
         """Take a heartbeat in. If it is of an older start than the known one, that one keeps its own `beat`."""
-        self.clock += min(max(0.0, now - self._heard_at), HEARING_SECONDS)
+        gap = now - self._heard_at
+        if gap > 0.0:
+            self.clock += gap if gap < HEARING_SECONDS else HEARING_SECONDS
         self._heard_at = now
         known = self.executors.get(beat.worker)
         replaced: Executor | None = None
         if known is None or not self._same_start(known, beat):
             if known is not None and self._outlives(known, beat):
-                return Heard()
+                return UNCHANGED
             known, replaced = Executor(beat.worker, beat.incarnation, 0.0), known
             self.executors[beat.worker] = known
-        back = known.standing is Standing.GONE and beat.state is not ExecutorState.STOPPING
+        back = known.standing is GONE and beat.state is not STOPPING
         if back:
-            known.standing = Standing.STALE
+            known.standing = STALE
         before, known.beat = known.beat, beat
         known.expires = self.clock + beat.ttl_seconds
-        known.full = known.full and before is not None and bool(beat.holds) and _room(before) == _room(beat)
+        if known.full:
+            known.full = before is not None and bool(beat.holds) and _room(before) == _room(beat)
         known.rejected = known.full
-        if beat.state is ExecutorState.STOPPING:
-            known.standing = Standing.GONE
-        if replaced or back or before is None or _serves(before) != _serves(beat):
-            self._survey()
+        if beat.state is STOPPING:
+            known.standing = GONE
+        if replaced is not None:  # it is counted no more
+            known.counted = replaced.counted
+        self._count(known)
         self._judge(known)
-        return Heard(replaced, back)
+        return Heard(replaced, back) if replaced is not None or back else UNCHANGED
 
     def remembered(self, worker: str, incarnation: int) -> Executor:
         """An executor is known from the log alone: it may be heard from for as long as a silence may last."""
@@ -147,12 +170,11 @@ class Liveness:
         silent = [
             each
             for each in self.executors.values()
-            if (each.standing is not Standing.GONE or each.holds) and each.expires <= self.clock
+            if each.expires <= self.clock and (each.standing is not GONE or each.holds)
         ]
         for executor in silent:
-            executor.standing = Standing.GONE
-        if silent:
-            self._survey()
+            executor.standing = GONE
+            self._count(executor)
         return silent
 
     def forget(self) -> list[str]:
@@ -160,7 +182,7 @@ class Liveness:
         names = [
             each.worker
             for each in self.executors.values()
-            if each.standing is Standing.GONE and each.expires + FORGET_SECONDS <= self.clock
+            if each.standing is GONE and each.expires + FORGET_SECONDS <= self.clock
         ]
         for name in names:
             del self.executors[name]
@@ -172,34 +194,34 @@ class Liveness:
     def _outlives(self, known: Executor, beat: SlackHeartbeat) -> bool:
         """Whether what is known is newer than this heartbeat's start."""
         elsewhere = known.beat is not None and known.beat.slot != beat.slot
-        return not elsewhere and known.standing is not Standing.GONE and beat.incarnation < known.incarnation
+        return not elsewhere and known.standing is not GONE and beat.incarnation < known.incarnation
 
-    def _survey(self) -> None:
-        """Find the newest version that is served; who is too far behind it becomes STALE."""
-        served = (
-            each.beat.policy_version
-            for each in self.executors.values()
-            if each.beat is not None and each.standing is not Standing.GONE
-        )
-        newest = max(served, default=-1)
+    def _count(self, executor: Executor) -> None:
+        """It may serve another version now; who is too far behind the newest becomes STALE."""
+        gone = executor.standing is GONE or executor.beat is None
+        version = None if executor.beat is None or gone else executor.beat.policy_version
+        if version == executor.counted:
+            return
+        for each, more in ((executor.counted, -1), (version, 1)):
+            if each is not None:
+                self._serving[each] = self._serving.get(each, 0) + more
+                if not self._serving[each]:
+                    del self._serving[each]
+        executor.counted = version
+        newest = max(self._serving, default=-1)
         if newest != self.current_version:
             self.current_version = newest
-            for executor in self.executors.values():
-                self._judge(executor)
+            for other in self.executors.values():
+                self._judge(other)
 
     def _judge(self, executor: Executor) -> None:
-        if executor.standing is Standing.GONE or executor.beat is None:
+        if executor.standing is GONE or executor.beat is None:
             return
         lag = self.lag(executor)
         if executor.beat.policy_version < 0 or lag > self.max_lag_versions:
-            executor.standing = Standing.STALE
+            executor.standing = STALE
         elif lag == 0:
-            executor.standing = Standing.LIVE
-
-
-def _serves(beat: SlackHeartbeat) -> int:
-    """The version that it serves; -1 for none."""
-    return -1 if beat.state is ExecutorState.STOPPING else beat.policy_version
+            executor.standing = LIVE
 
 
 def _room(beat: SlackHeartbeat) -> tuple[bytes, int, int]:

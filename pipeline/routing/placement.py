@@ -5,14 +5,16 @@ Keeps true
   hardware, load and freshness are terms of this sum, not special cases.
 - Only open executors are chosen, never one whose room (turns, tokens) the turn would overfill, and for a turn with a
   seed only such as take seeds.
-- The answer is that of a scan over all executors; the vectors only make the scan cheap.
+- The answer is that of a scan over all executors; the index of `peers` only makes it cheap.
 - Costs within TIE_SECONDS are equal; among equals the rendezvous hash of the turn's key decides, whatever the order
-  in which the executors were met.
+  in which the executors were met. Of more than MANY equals it decides between those whose own hashes are next to the
+  key's, on a ring: so it never has to look at a fleet that is idle as a whole.
 
-`wait` has two parts. Prefills are run one after another: each one sent pushes the moment at which the executor's
-prefill is free, and that moment comes nearer by itself as time passes. Decodes share the executor: what it still owes
-of expected tokens is spread over the turns that it runs at once.
-`risk` has three parts. An executor behind the newest policy version samples tokens that may come too late. What is
+Rates are those that heartbeats taught (`pace`). `wait` has two parts. Prefills are run one after another: each one sent
+pushes the moment at which the executor's prefill is free, and that moment comes nearer by itself as time passes.
+Decodes share the executor: what it still owes of expected tokens is spread over the turns that it runs at once.
+`risk` has four parts. An executor behind the newest policy version samples tokens that may come too late. One that took
+turns back before may do so again: what was computed again elsewhere is spread over all turns that it was given. What is
 prefilled delays whoever comes next: without that, the members of a group that arrive together would each compute their
 prompt on another idle executor, which is no slower for them than waiting for the first to have done it. And on a
 frozen lender, whose cache cannot grow, it takes the place of a prefix that somebody comes back for: so those come back
@@ -20,13 +22,13 @@ there first, and others where else they find room.
 """
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from bisect import bisect, insort
 
-import numpy as np
-import numpy.typing as npt
+import msgspec
 
+from pipeline.routing.pace import learned
+from pipeline.routing.peers import CLOSED, Ask, Found, Index, Kind, Seat
+from pipeline.routing.room import NEVER, Largest, Shortage
 from schemas.slack import SlackHeartbeat
 from schemas.turns import PlacementCost
 
@@ -45,65 +47,26 @@ FROZEN_DISPLACEMENT = 1.0
 LONGEST_WAIT_SECONDS = 1e9
 """For an executor's prefill, as far as it is counted: what is slower than that has gone wrong in telling its rates."""
 
-CLOSED = -1
-"""Room of an executor that may be sent nothing."""
+AGAIN_WEIGHT = 1 / 32
+"""Of the newest turn in what an executor's taking back costs: the last fifty or so count."""
+
+AGAIN_KEPT = 0.999
+"""Of that cost, from heartbeat to heartbeat: half of it after 700, so who is shunned for it is tried again."""
+
+MANY = 32
+"""Equals that are all compared."""
+
+WINDOW = 4
+"""Of more equals, those that are."""
 
 
-class Ask(NamedTuple):
-    """A turn, as far as its place depends on it."""
-
-    context_tokens: int
-    new_tokens: float
-    """Expected."""
-    room_tokens: int
-    """What it may come to hold: its context and the most that it may generate."""
-    tie_key: str
-    """Equal costs are settled by a hash of this."""
-    cached: tuple[tuple[str, int], ...] = ()
-    """Executors that have a prefix of the context in cache, and how many tokens of it; each at most once."""
-    seeded: bool = False
-    """Whether it draws by a seed."""
-
-
-class Choice(NamedTuple):
+class Choice(msgspec.Struct, frozen=True, gc=False):
     """The cheapest executor for a turn."""
 
     worker: str
     slot: int
     incarnation: int
     cost: PlacementCost
-
-
-@dataclass(slots=True)
-class Seat:
-    """One executor: what it offers and what it holds."""
-
-    beat: SlackHeartbeat
-    open: bool = False
-    risk_seconds: float = 0.0
-    """Of its policy version."""
-    decode_wait_per_token: float = 0.0
-    """Seconds that a new turn waits for each token that the executor owes: its decode time, spread over its lanes."""
-    held_turns: int = 0
-    held_tokens: int = 0
-    held_new_tokens: float = 0.0
-    """Expected of the turns that it holds."""
-
-    @property
-    def room_tokens(self) -> int:
-        """Tokens that one more turn may hold; CLOSED when there is room for no turn."""
-        if not self.open or self.held_turns >= self.beat.max_turns:
-            return CLOSED
-        return self.beat.token_budget - self.held_tokens
-
-    @property
-    def decode_wait_seconds(self) -> float:
-        return self.held_new_tokens * self.decode_wait_per_token
-
-    @property
-    def displacement(self) -> float:
-        """Risk of each second of prefill."""
-        return DISPLACEMENT + FROZEN_DISPLACEMENT * self.beat.frozen
 
 
 def lanes(beat: SlackHeartbeat) -> int:
@@ -113,175 +76,285 @@ def lanes(beat: SlackHeartbeat) -> int:
 
 
 class Placement:
-    """The executors' offers as vectors, one element an executor."""
+    """The executors' seats, and the way to the cheapest."""
 
     def __init__(self) -> None:
-        self.seats: list[Seat] = []
-        self.index: dict[str, int] = {}
-        self._table = np.zeros((6, 0))
-        self._hash = np.zeros(0, np.uint64)
-        self._seedless = np.zeros(0, np.bool_)
-        """Executors that take no seeds."""
-        self._resize([])
+        self.seats: dict[str, Seat] = {}
+        self._ring: list[tuple[int, int, Seat]] = []
+        """By the hash of their names."""
+        self._index = Index()
+        self._numbers = self._searches = 0
+        self._largest = Largest(), Largest()
+        """Token budgets of the open: of all, and of those that take seeds."""
+        self._shortages = Shortage(), Shortage()
+        """For turns without a seed, and with one."""
+        self._short = NEVER
+        """The least of theirs."""
 
     def offer(self, beat: SlackHeartbeat, *, open: bool, lag_versions: int) -> bool:
-        """Take in what an executor offers now; whether it may be able to run what it could not before."""
-        index = self.index.get(beat.worker)
-        if index is None:
-            self.index[beat.worker] = index = len(self.seats)
-            self.seats.append(Seat(beat))
-            self._resize(range(index))
-            digest = hashlib.blake2b(beat.worker.encode(), digest_size=8).digest()
-            self._hash[index] = int.from_bytes(digest, "little")
-        seat = self.seats[index]
-        before, was_open = seat.beat, seat.open
-        decode = 1.0 / beat.hardware.decode_tokens_per_second
-        seat.beat, seat.open, seat.risk_seconds = beat, open, lag_versions * STALENESS_SECONDS
-        seat.decode_wait_per_token = decode / lanes(beat)
-        self._prefill[index] = 1.0 / beat.hardware.prefill_tokens_per_second
-        self._price[index] = self._prefill[index] * (1 + seat.displacement)
-        self._decode[index] = decode
-        self._seedless[index] = not beat.seeded
-        self._refresh(index)
-        grew = beat.token_budget > before.token_budget or beat.max_turns > before.max_turns
-        return open and (not was_open or grew)
+        """Take in what an executor offers; whether some turn can run that could not before, were all idle."""
+        seat = self.seats.get(beat.worker)
+        if seat is None:
+            seat = self._seat(beat)
+        before, seat.beat = seat.beat, beat
+        staleness_seconds = lag_versions * STALENESS_SECONDS
+        changed = self._learn(seat, before)
+        if seat.again_tokens or staleness_seconds != seat.staleness_seconds:
+            seat.again_tokens *= AGAIN_KEPT
+            seat.staleness_seconds = staleness_seconds
+            self._weigh(seat)
+            changed = True
+        if open is seat.open and not changed:
+            return False
+        more = self._open(seat, before, open=open)
+        self._refresh(seat)
+        return more
 
     def close(self, worker: str) -> None:
         """Send it nothing until it makes a new offer."""
-        index = self.index.get(worker)
-        if index is not None:
-            self.seats[index].open = False
-            self._refresh(index)
+        seat = self.seats.get(worker)
+        if seat is not None:
+            self._open(seat, seat.beat, open=False)
+            self._refresh(seat)
 
     def remove(self, worker: str) -> None:
         """Forget an executor that holds nothing."""
-        index = self.index.get(worker)
-        if index is not None:
-            del self.seats[index]
-            self._resize([kept for kept in range(len(self.seats) + 1) if kept != index])
-            self.index = {seat.beat.worker: place for place, seat in enumerate(self.seats)}
+        seat = self.seats.get(worker)
+        if seat is not None:
+            self.close(worker)
+            del self.seats[worker]
+            self._ring.remove((seat.hash, seat.number, seat))
+            seat.entry = None
 
     def take(self, choice: Choice, ask: Ask, now: float) -> None:
         """Charge a turn to the executor that was chosen for it."""
-        index = self.index[choice.worker]
-        free_at = max(float(self._prefill_free_at[index]), now) + choice.cost.prefill_seconds
-        self._prefill_free_at[index] = min(free_at, now + LONGEST_WAIT_SECONDS)
-        self.hold(choice.worker, ask.room_tokens, ask.new_tokens)
+        seat = self.seats[choice.worker]
+        free_at = seat.free_at if seat.free_at > now else now
+        free_at += choice.cost.prefill_seconds
+        seat.free_at = min(free_at, now + LONGEST_WAIT_SECONDS)
+        self._hold(seat, ask.room_tokens, ask.new_tokens)
 
     def hold(self, worker: str, room_tokens: int, new_tokens: float) -> None:
         """Count one more turn as held."""
-        self._count(worker, 1, room_tokens, new_tokens)
+        seat = self.seats.get(worker)
+        if seat is not None:
+            self._hold(seat, room_tokens, new_tokens)
 
     def release(self, worker: str, room_tokens: int, new_tokens: float) -> None:
         """Count one turn less as held."""
-        self._count(worker, -1, -room_tokens, -new_tokens)
+        seat = self.seats.get(worker)
+        if seat is None:
+            return
+        seat.held_turns -= 1
+        seat.held_tokens -= room_tokens
+        # An empty seat owes nothing: what sums of floats leave over must not add up, and what an executor said of its
+        # own rates once is not held against it for ever.
+        if seat.held_turns:
+            seat.held_new_tokens -= new_tokens
+        else:
+            seat.held_new_tokens = seat.free_at = 0.0
+        if seat.again_tokens:
+            seat.again_tokens *= 1 - AGAIN_WEIGHT
+            self._weigh(seat)
+        self._refresh(seat)
+
+    def computed_again(self, worker: str, tokens: int) -> None:
+        """Another executor computes so many tokens of a turn that this one took back."""
+        seat = self.seats.get(worker)
+        if seat is not None:
+            seat.again_tokens += AGAIN_WEIGHT * tokens
+            self._weigh(seat)
+            self._refresh(seat)
 
     def choose(self, ask: Ask, now: float) -> Choice | None:
         """The cheapest executor with room; None if there is none."""
-        if not self.seats:
+        shortage = self._shortages[ask.seeded]
+        self._searches += 1
+        found = Found()
+        if ask.room_tokens >= shortage.least:
+            for seat in shortage.grown:
+                self._look(seat, ask, now, found)
+        else:
+            for worker, _ in ask.cached:
+                holder = self.seats.get(worker)
+                if holder is not None:
+                    self._look(holder, ask, now, found)
+            self._index.search(ask, now, self._searches, found)
+        if found.best is None:
+            shortage.found(ask.room_tokens)
+            self._short = min(each.least for each in self._shortages)
             return None
-        cost, scratch = self._cost, self._scratch
-        np.subtract(self._prefill_free_at, now, out=cost)
-        np.maximum(cost, 0.0, out=cost)
-        np.add(cost, self._load, out=cost)
-        np.multiply(self._price, ask.context_tokens, out=scratch)
-        np.add(cost, scratch, out=cost)
-        np.multiply(self._decode, ask.new_tokens, out=scratch)
-        np.add(cost, scratch, out=cost)
-        for worker, tokens in ask.cached:
-            holder = self.index.get(worker)
-            if holder is not None:
-                cost[holder] -= tokens * self._price[holder]
-        np.putmask(cost, self._room < ask.room_tokens, np.inf)
-        if ask.seeded:
-            np.putmask(cost, self._seedless, np.inf)
-        return self._cheapest(ask, now)
+        if found.second <= found.lowest + TIE_SECONDS:
+            self._settle(ask, now, found)
+        return self._choice(ask, now, found)
 
     def could_run(self, ask: Ask) -> bool:
         """Whether some open executor would have room for it if it held nothing."""
-        return any(
-            seat.open
-            and seat.beat.max_turns > 0
-            and seat.beat.token_budget >= ask.room_tokens
-            and (seat.beat.seeded or not ask.seeded)
-            for seat in self.seats
-        )
+        return self._largest[ask.seeded].most >= ask.room_tokens
 
     @property
     def refuses_seeds(self) -> bool:
         """Whether executors are open, and none of them takes a turn with a seed."""
-        seeded = [seat.beat.seeded for seat in self.seats if seat.open]
+        seeded = [seat.beat.seeded for seat in self.seats.values() if seat.open]
         return bool(seeded) and not any(seeded)
 
-    def _cheapest(self, ask: Ask, now: float) -> Choice | None:
-        cost = self._cost
-        best = int(cost.argmin())
-        lowest = float(cost[best])
-        if lowest == np.inf:
-            return None
-        cost[best] = np.inf
-        second = int(cost.argmin())
-        if cost[second] <= lowest + TIE_SECONDS:
-            cost[best] = lowest
-            best = self._settle(np.flatnonzero(cost <= lowest + TIE_SECONDS), ask.tie_key)
-            cost[best] = np.inf
-            second = int(cost.argmin())
-        return self._choice(ask, best, None if cost[second] == np.inf else second, now)
-
-    def _choice(self, ask: Ask, best: int, second: int | None, now: float) -> Choice:
-        seat = self.seats[best]
-        cached = next((tokens for worker, tokens in ask.cached if worker == seat.beat.worker), 0)
-        prefill, decode = float(self._prefill[best]), float(self._decode[best])
-        wait = max(0.0, float(self._prefill_free_at[best]) - now) + seat.decode_wait_seconds
-        prefill_seconds = (ask.context_tokens - cached) * prefill
-        cost = PlacementCost(
-            wait_seconds=wait,
-            prefill_seconds=prefill_seconds,
-            decode_seconds=ask.new_tokens * decode,
-            risk_seconds=seat.risk_seconds + seat.displacement * prefill_seconds,
-            cached_tokens=cached,
-            passed_over=None if second is None else self.seats[second].beat.worker,
-            passed_over_seconds=0.0 if second is None else float(self._cost[second]),
+    def _seat(self, beat: SlackHeartbeat) -> Seat:
+        self._numbers += 1
+        hardware = beat.hardware
+        kind = Kind(
+            learned(hardware.prefill_tokens_per_second, None),
+            learned(hardware.decode_tokens_per_second, None),
+            beat.frozen,
+            beat.seeded,
         )
-        return Choice(seat.beat.worker, seat.beat.slot, seat.beat.incarnation, cost)
+        seat = self.seats[beat.worker] = Seat(self._numbers, _hash(beat.worker), beat, kind)
+        seat.price, seat.decode_wait_per_token = _price(kind), kind.decode.seconds / lanes(beat)
+        insort(self._ring, (seat.hash, seat.number, seat))
+        return seat
 
-    def _settle(self, equals: npt.NDArray[np.intp], tie_key: str) -> int:
-        key = np.uint64(int.from_bytes(hashlib.blake2b(tie_key.encode(), digest_size=8).digest(), "little"))
-        return int(equals[np.argmax(rendezvous(self._hash[equals], key))])
+    @staticmethod
+    def _learn(seat: Seat, before: SlackHeartbeat) -> bool:
+        """What the newest heartbeat says of rates and bounds; most say nothing new."""
+        beat, kind, hardware = seat.beat, seat.kind, seat.beat.hardware
+        prefill = learned(hardware.prefill_tokens_per_second, kind.prefill)
+        decode = learned(hardware.decode_tokens_per_second, kind.decode)
+        if (
+            prefill is not kind.prefill
+            or decode is not kind.decode
+            or beat.frozen is not kind.frozen
+            or beat.seeded is not kind.seeded
+        ):
+            seat.kind = Kind(prefill, decode, beat.frozen, beat.seeded)
+            seat.price, seat.entry = _price(seat.kind), None
+            Placement._weigh(seat)
+        elif (
+            beat.token_budget == before.token_budget
+            and beat.max_turns == before.max_turns
+            and beat.rollout == before.rollout
+        ):
+            return False
+        seat.decode_wait_per_token = decode.seconds / lanes(beat)
+        return True
 
-    def _count(self, worker: str, turns: int, room_tokens: int, new_tokens: float) -> None:
-        index = self.index.get(worker)
-        if index is None:
-            return
-        seat = self.seats[index]
-        seat.held_turns += turns
+    def _open(self, seat: Seat, before: SlackHeartbeat, *, open: bool) -> bool:
+        """Keep the largest budgets; whether one of them has grown."""
+        beat = seat.beat
+        budget = beat.token_budget if open and beat.max_turns else CLOSED
+        if budget == seat.budget and beat.seeded == before.seeded:
+            seat.open = open
+            return False
+        grew = False
+        for largest, was, now in zip(self._largest, (True, before.seeded), (True, beat.seeded), strict=True):
+            grew |= largest.swap(seat.budget if was else CLOSED, budget if now else CLOSED)
+        seat.open, seat.budget = open, budget
+        return grew
+
+    def _hold(self, seat: Seat, room_tokens: int, new_tokens: float) -> None:
+        seat.held_turns += 1
         seat.held_tokens += room_tokens
-        # An empty seat owes nothing: what sums of floats leave over must not add up, and what an executor said of its
-        # own rates once is not held against it for ever.
-        seat.held_new_tokens = seat.held_new_tokens + new_tokens if seat.held_turns else 0.0
-        if not seat.held_turns:
-            self._prefill_free_at[index] = 0.0
-        self._refresh(index)
+        seat.held_new_tokens += new_tokens
+        self._refresh(seat)
 
-    def _refresh(self, index: int) -> None:
-        seat = self.seats[index]
-        self._room[index] = seat.room_tokens
-        self._load[index] = seat.decode_wait_seconds + seat.risk_seconds
+    @staticmethod
+    def _weigh(seat: Seat) -> None:
+        seat.risk_seconds = seat.staleness_seconds + seat.again_tokens * seat.kind.prefill.seconds
 
-    def _resize(self, kept: Iterable[int]) -> None:
-        """Make the vectors as long as the seats, those of the executors at `kept` first."""
-        kept = list(kept)
-        count = len(self.seats)
-        table, hashes, seedless = np.zeros((6, count)), np.zeros(count, np.uint64), np.zeros(count, np.bool_)
-        table[:, : len(kept)], hashes[: len(kept)] = self._table[:, kept], self._hash[kept]
-        seedless[: len(kept)] = self._seedless[kept]
-        self._table, self._hash, self._seedless = table, hashes, seedless
-        self._prefill, self._price, self._decode, self._prefill_free_at, self._load, self._room = table
-        self._cost, self._scratch = np.zeros_like(table[0]), np.zeros_like(table[0])
+    def _refresh(self, seat: Seat) -> None:
+        seat.load = seat.held_new_tokens * seat.decode_wait_per_token + seat.risk_seconds
+        beat = seat.beat
+        seat.room = (
+            CLOSED if not seat.open or seat.held_turns >= beat.max_turns else beat.token_budget - seat.held_tokens
+        )
+        if seat.room >= self._short:
+            self._grew(seat)
+        self._index.mend(seat)
+
+    def _grew(self, seat: Seat) -> None:
+        for shortage, seeded in zip(self._shortages, (True, seat.beat.seeded), strict=True):
+            if seeded and seat.room >= shortage.least:
+                shortage.grew(seat)
+        self._short = min(each.least for each in self._shortages)
+
+    def _look(self, seat: Seat, ask: Ask, now: float, found: Found) -> None:
+        """Look at one seat by itself, what it has cached included."""
+        if seat.room >= ask.room_tokens and (seat.beat.seeded or not ask.seeded):
+            found.take(seat, self._cost(seat, ask, now))
+        seat.search = self._searches
+
+    @staticmethod
+    def _cost(seat: Seat, ask: Ask, now: float) -> float:
+        cost = ask.context_tokens * seat.price + ask.new_tokens * seat.kind.decode.seconds + seat.wait(now)
+        return cost - _cached(seat, ask) * seat.price
+
+    def _settle(self, ask: Ask, now: float, found: Found) -> None:
+        """Decide between equals by the hash of the turn's key."""
+        most = found.lowest + TIE_SECONDS
+        equals = {seat.number: seat for seat in self._index.within(ask, now, most, MANY + 1)}
+        for worker, _ in ask.cached:
+            holder = self.seats.get(worker)
+            if holder is not None and self._is_equal(holder, ask, now, most):
+                equals[holder.number] = holder
+        key = _hash(ask.tie_key)
+        window = self._window(key, ask, now, most) if len(equals) > MANY else list(equals.values())
+        best = max(window, key=lambda seat: rendezvous(seat.hash, key))
+        if best is not found.best:
+            found.passed, found.second, found.best = found.best, found.lowest, best
+
+    def _window(self, key: int, ask: Ask, now: float, most: float) -> list[Seat]:
+        """The equals next to the key on the ring."""
+        window: list[Seat] = []
+        begin = bisect(self._ring, (key,))
+        for place in range(begin - len(self._ring), begin):
+            seat = self._ring[place][2]
+            if self._is_equal(seat, ask, now, most):
+                window.append(seat)
+                if len(window) == WINDOW:
+                    break
+        return window
+
+    def _is_equal(self, seat: Seat, ask: Ask, now: float, most: float) -> bool:
+        fits = seat.room >= ask.room_tokens and (seat.beat.seeded or not ask.seeded)
+        return fits and self._cost(seat, ask, now) <= most
+
+    def _choice(self, ask: Ask, now: float, found: Found) -> Choice:
+        best, passed = found.best, found.passed
+        assert best is not None
+        kind, beat = best.kind, best.beat
+        cached = _cached(best, ask)
+        prefill_seconds = (ask.context_tokens - cached) * kind.prefill.seconds
+        cost = PlacementCost(
+            wait_seconds=max(0.0, best.free_at - now) + best.held_new_tokens * best.decode_wait_per_token,
+            prefill_seconds=prefill_seconds,
+            decode_seconds=ask.new_tokens * kind.decode.seconds,
+            risk_seconds=best.risk_seconds + _displacement(kind) * prefill_seconds,
+            cached_tokens=cached,
+            passed_over=None if passed is None else passed.beat.worker,
+            passed_over_seconds=0.0 if passed is None else found.second,
+        )
+        return Choice(beat.worker, beat.slot, beat.incarnation, cost)
 
 
-def rendezvous(workers: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
-    """One weight for every worker's hash under this key; the highest wins (highest random weight hashing)."""
-    mixed = (workers ^ key) * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(32)
-    return mixed * np.uint64(0xD6E8FEB86659FD93)
+def _cached(seat: Seat, ask: Ask) -> int:
+    for worker, tokens in ask.cached:
+        if worker == seat.beat.worker:
+            return tokens
+    return 0
+
+
+def _displacement(kind: Kind) -> float:
+    """Risk of each second of prefill."""
+    return DISPLACEMENT + FROZEN_DISPLACEMENT * kind.frozen
+
+
+def _price(kind: Kind) -> float:
+    return kind.prefill.seconds * (1 + _displacement(kind))
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def rendezvous(worker: int, key: int) -> int:
+    """The weight of a worker's hash under this key; the highest wins (highest random weight hashing)."""
+    mixed = (worker ^ key) * 0x9E3779B97F4A7C15 & 2**64 - 1
+    return (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & 2**64 - 1

@@ -3,15 +3,16 @@
 Keeps true
 - Cached tokens count only under the incarnation and the policy version that computed them: KV of another version is
   worth nothing, and a restart empties the cache.
-- At most `capacity` trajectories and groups are remembered; the longest unused are forgotten first.
+- The `capacity` trajectories and groups that were used last are remembered, and at most as many before them.
 """
 
-from collections import OrderedDict
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Generic, NamedTuple, TypeVar
 
 from pipeline.routing.liveness import Executor
-from schemas.turns import TurnRequest
+from pipeline.routing.turn import Trajectory
+
+Value = TypeVar("Value")
 
 
 class Prefix(NamedTuple):
@@ -22,81 +23,75 @@ class Prefix(NamedTuple):
     tokens: int
 
 
-@dataclass(slots=True)
-class Trajectory:
-    """What is known of a trajectory between its turns."""
+class Recent(Generic[Value]):
+    """What was used last, in two halves: the older one is forgotten whole when the newer is full."""
 
-    turn: int = -1
-    """The newest that has finished, one way or the other."""
-    worker: str = ""
-    prefix: Prefix | None = None
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._newer: dict[str, Value] = {}
+        self._older: dict[str, Value] = {}
+
+    def get(self, name: str) -> Value | None:
+        found = self._newer.get(name)
+        return self._older.get(name) if found is None else found
+
+    def use(self, name: str, value: Value) -> None:
+        """Keep it as the one that was used last."""
+        self._newer[name] = value
+        if len(self._newer) > self._capacity:
+            self._older, self._newer = self._newer, {name: value}
 
 
 class Prefixes:
     """Where trajectories last ran, and where the prompts of groups were computed."""
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._trajectories: OrderedDict[str, Trajectory] = OrderedDict()
-        self._groups: OrderedDict[str, dict[str, Prefix]] = OrderedDict()
+        self._trajectories: Recent[Trajectory] = Recent(capacity)
+        self._groups: Recent[dict[str, Prefix]] = Recent(capacity)
 
-    def finished_turn(self, trajectory_id: str) -> int:
-        """The newest turn known to have finished; -1 if none is."""
-        known = self._trajectories.get(trajectory_id)
-        return -1 if known is None else known.turn
+    def trajectory(self, trajectory_id: str) -> Trajectory:
+        """What is known of it; what is not yet kept is known of nobody."""
+        found = self._trajectories.get(trajectory_id)
+        return Trajectory() if found is None else found
 
-    def finished(self, trajectory_id: str, turn: int) -> None:
+    def finished(self, trajectory_id: str, trajectory: Trajectory, turn: int) -> None:
         """Remember that a turn has finished."""
-        self._trajectory(trajectory_id).turn = turn
-
-    def left(self, trajectory_id: str, worker: str, prefix: Prefix) -> None:
-        """Remember where the trajectory's newest execution left its tokens."""
-        known = self._trajectory(trajectory_id)
-        known.worker, known.prefix = worker, prefix
+        trajectory.turn = turn
+        self._trajectories.use(trajectory_id, trajectory)
 
     def prompted(self, group_id: str, worker: str, prefix: Prefix) -> None:
         """Remember that an executor computes the group's shared prompt."""
         holders = self._groups.get(group_id)
         if holders is None:
-            holders = self._groups[group_id] = {}
-            if len(self._groups) > self._capacity:
-                self._groups.popitem(last=False)
-        else:
-            self._groups.move_to_end(group_id)
+            holders = {}
+        self._groups.use(group_id, holders)
         holders[worker] = prefix
 
     def cached(
-        self, request: TurnRequest, context_tokens: int, executors: dict[str, Executor]
+        self, trajectory: Trajectory, group_id: str, context_tokens: int, executors: Mapping[str, Executor]
     ) -> tuple[tuple[str, int], ...]:
         """Executors and the tokens that each is believed to hold of the `context_tokens` that the turn begins with.
 
         The last token of a context is never counted: an engine computes it in any case.
         """
-        most = max(0, context_tokens - 1)
-        known = self._trajectories.get(request.trajectory_id)
-        if known is not None and known.prefix is not None and _valid(known.prefix, executors.get(known.worker)):
-            return ((known.worker, min(known.prefix.tokens, most)),)
+        most = context_tokens - 1 if context_tokens else 0
+        worker = trajectory.worker
+        if worker and _valid(executors.get(worker), trajectory.incarnation, trajectory.version):
+            return ((worker, trajectory.tokens if trajectory.tokens < most else most),)
+        holders = self._groups.get(group_id)
+        if not holders:
+            return ()
         return tuple(
             (worker, min(prefix.tokens, most))
-            for worker, prefix in self._groups.get(request.group_id, {}).items()
-            if _valid(prefix, executors.get(worker))
+            for worker, prefix in holders.items()
+            if _valid(executors.get(worker), prefix.incarnation, prefix.version)
         )
 
-    def _trajectory(self, trajectory_id: str) -> Trajectory:
-        known = self._trajectories.get(trajectory_id)
-        if known is None:
-            known = self._trajectories[trajectory_id] = Trajectory()
-            if len(self._trajectories) > self._capacity:
-                self._trajectories.popitem(last=False)
-        else:
-            self._trajectories.move_to_end(trajectory_id)
-        return known
 
-
-def _valid(prefix: Prefix, executor: Executor | None) -> bool:
+def _valid(executor: Executor | None, incarnation: int, version: int) -> bool:
     return (
         executor is not None
         and executor.beat is not None
-        and executor.incarnation == prefix.incarnation
-        and executor.beat.policy_version == prefix.version
+        and executor.incarnation == incarnation
+        and executor.beat.policy_version == version
     )

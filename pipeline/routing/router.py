@@ -29,9 +29,11 @@ from pipeline.routing.config import RouterConfig
 from pipeline.routing.custody import Custody
 from pipeline.routing.lengths import Lengths
 from pipeline.routing.liveness import Executor, Liveness, Standing
-from pipeline.routing.placement import Ask, Choice, Placement
+from pipeline.routing.peers import Ask
+from pipeline.routing.placement import Choice, Placement
 from pipeline.routing.prefixes import Prefix, Prefixes
-from pipeline.routing.waiting import Asked, Turn, Waiting, without_context
+from pipeline.routing.turn import Turn
+from pipeline.routing.waiting import Asked, Waiting
 from schemas.arrays import count
 from schemas.record import Record
 from schemas.slack import SlackHeartbeat
@@ -48,6 +50,9 @@ SWEEP_SECONDS = 1.0
 
 MOST_ATTEMPTS = 2**16
 """As many as a dispatch can number; a turn that was moved so often is given up."""
+
+COMPLETED, FAILED, PREEMPTED = TurnOutcome.COMPLETED, TurnOutcome.FAILED, TurnOutcome.PREEMPTED
+"""Looked up once: Python takes its time over the members of an Enum."""
 
 NOBODYS_FAULT = (Refusal.ROOM, Refusal.VERSION, Refusal.CONTEXT)
 
@@ -112,12 +117,12 @@ class Router:
         """Take any record of the router's inputs in, as a replayed log has them."""
         if isinstance(event, Asked):
             return self.requested(event, now)
-        if isinstance(event, TurnRequest):
-            return self.requested(Asked.anew(event), now)
         if isinstance(event, TurnResult):
             return self.completed(event, now)
         if isinstance(event, SlackHeartbeat):
             return self.heard(event, now)
+        if isinstance(event, TurnRequest):
+            return self.requested(Asked.anew(event), now)
         raise TypeError(f"{type(event).__name__} is no input of the router")
 
     def requested(self, asked: Asked, now: float) -> list[Decision]:
@@ -127,29 +132,34 @@ class Router:
         turn = self._open(asked, now)
         if turn is None:
             return []
+        if not self.waiting.heap or self.waiting.first() is None:
+            ask = self._ask(turn)
+            choice = self.placement.choose(ask, now)
+            if choice is not None:
+                return [self._dispatch(turn, ask, choice, now)]
         self.waiting.push(turn)
         return self._drain(now)
 
     def completed(self, result: TurnResult, now: float) -> list[Decision]:
         """An execution has ended, one way or the other."""
-        self.custody.answered(result.worker, result.incarnation, result.key)
+        self.custody.answered(result)
         turn = self.turns.get(result.trajectory_id)
-        if turn is None or turn.request.turn != result.turn:
-            self.counters.late += result.outcome is not TurnOutcome.FAILED  # FAILED is what the router itself wrote
+        if turn is None or turn.turn != result.turn:
+            self.counters.late += result.outcome is not FAILED  # FAILED is what the router itself wrote
             return self._drain(now)
         present = bool(turn.worker) and turn.worker == result.worker and turn.attempt == result.attempt
         behind = turn.begun_tokens if present else 0
-        if result.outcome is TurnOutcome.COMPLETED:
+        if result.outcome is COMPLETED:
             self._remember(turn, result, behind)
-            self.lengths.saw(count(result.tokens), turn.request.sampling.max_tokens)
+            self.lengths.saw(turn.turn, count(result.tokens), turn.max_tokens)
             self._finish(turn, answered=present)
             self.counters.finished += 1
             return self._drain(now)
-        if result.outcome is TurnOutcome.FAILED:
+        if result.outcome is FAILED:
             self._finish(turn, answered=False)
             self.counters.failed += 1
             return self._drain(now)
-        if result.outcome is TurnOutcome.PREEMPTED:
+        if result.outcome is PREEMPTED:
             turn.keep(result.part)
         if not present:
             self.counters.late += 1
@@ -160,6 +170,8 @@ class Router:
             executor.rejected, executor.full = True, result.refusal is Refusal.ROOM
             self.placement.close(turn.worker)
             self._remember(turn, result, behind)
+        if result.outcome is PREEMPTED:
+            turn.taken_by = turn.worker
         self.custody.ended(turn)
         if torn and not turn.anchors:
             self._hold(turn, now)
@@ -192,7 +204,9 @@ class Router:
         self._reoffer(newest_version)
         if self._offer(executor):
             self.waiting.recall()
-        return [*decisions, *self._drain(now)]
+        if self.waiting.heap:
+            decisions += self._drain(now)
+        return decisions
 
     def tick(self, now: float) -> list[Decision]:
         """Time has passed. Cheap when there is nothing to look for yet."""
@@ -241,7 +255,7 @@ class Router:
         now = clock()
         for turn in self.turns.values():
             turn.queued_at = turn.seen_at = now
-            turn.due = now + turn.request.patience_seconds
+            turn.due = now + turn.patience_seconds
             if not turn.worker and not turn.torn:
                 self.waiting.remove(turn)
                 self.waiting.push(turn)
@@ -251,20 +265,31 @@ class Router:
         """Take a request in; None if it asks for nothing new."""
         request = asked.request
         known = self.turns.get(request.trajectory_id)
-        newest = self.prefixes.finished_turn(request.trajectory_id) if known is None else known.request.turn
-        if request.turn <= newest:
+        trajectory = self.prefixes.trajectory(request.trajectory_id) if known is None else known.trajectory
+        if request.turn <= (trajectory.turn if known is None else known.turn):
             self.counters.duplicate += 1
             return None
         if known is not None:
             self._overtake(known)
         self.counters.requested += 1
+        sampling = request.sampling
         turn = self.turns[request.trajectory_id] = Turn(
-            request=without_context(request),
+            trajectory_id=request.trajectory_id,
+            group_id=request.group_id,
+            turn=request.turn,
+            home=request.home,
+            max_tokens=sampling.max_tokens,
+            seeded=sampling.seed is not None,
+            patience_seconds=request.patience_seconds,
+            requested_at=request.requested_at,
+            digest=request.digest,
             anchors=request.anchors,
             wire=asked.wire,
             offset=asked.offset,
+            trajectory=trajectory,
+            context_tokens=request.context_tokens,
             epoch=self.epoch,
-            room_tokens=request.context_tokens + request.sampling.max_tokens,
+            room_tokens=request.context_tokens + sampling.max_tokens,
             due=now + request.patience_seconds,
             queued_at=now,
         )
@@ -273,11 +298,11 @@ class Router:
     def _mended(self, asked: Asked, now: float) -> bool:
         """Whether this asks again for a turn that is known, with its context whole."""
         request, turn = asked.request, self.turns.get(asked.request.trajectory_id)
-        if turn is None or turn.request.turn != request.turn or not request.anchors or turn.anchors:
+        if turn is None or turn.turn != request.turn or not request.anchors or turn.anchors:
             return False
-        if (request.digest, request.context_tokens) != (turn.request.digest, turn.context_tokens):
+        if (request.digest, request.context_tokens) != (turn.digest, turn.context_tokens):
             return False
-        turn.asked_by(asked)
+        turn.asked_by(request, asked.wire, asked.offset)
         if not turn.worker:  # else its executor may have the context, whoever had it not
             self.waiting.remove(turn)
             turn.queued_at = now
@@ -286,7 +311,7 @@ class Router:
 
     def _hold(self, turn: Turn, now: float) -> None:
         """Nobody can read the turn's context back: it waits for its anchor."""
-        turn.queued_at, turn.torn = now, True
+        turn.queued_at = now
         turn.attempt = min(turn.next_attempt, MOST_ATTEMPTS - 1)
         self.waiting.hold(turn)
         self.counters.torn += 1
@@ -307,8 +332,8 @@ class Router:
     def _overtake(self, turn: Turn) -> None:
         executor = self.liveness.executors.get(turn.worker)
         if executor is not None and executor.beat is not None:
-            prefix = Prefix(executor.incarnation, executor.beat.policy_version, turn.context_tokens)
-            self.prefixes.left(turn.request.trajectory_id, turn.worker, prefix)
+            version = executor.beat.policy_version
+            turn.trajectory.left(turn.worker, executor.incarnation, version, turn.context_tokens)
         self._finish(turn, answered=False)
         self.counters.finished += 1
         self.counters.overtaken += 1
@@ -317,7 +342,7 @@ class Router:
         """Hand an executor's newest heartbeat to the placement; whether it may now run what it could not before."""
         if executor.beat is None:
             return False
-        first = executor.worker not in self.placement.index
+        first = executor.worker not in self.placement.seats
         more = self.placement.offer(executor.beat, open=executor.open, lag_versions=self.liveness.lag(executor))
         for room_tokens, new_tokens in self.custody.room_of(executor) if first else ():  # known from the log alone
             self.placement.hold(executor.worker, room_tokens, new_tokens)
@@ -333,13 +358,14 @@ class Router:
     def _drain(self, now: float) -> list[Decision]:
         """Dispatch waiting turns in their order until one has to wait on."""
         decisions: list[Decision] = []
-        while (turn := self.waiting.first()) is not None:
-            if turn.gives_up_at <= now:
+        while self.waiting.heap and (turn := self.waiting.first()) is not None:
+            if turn.queued_at + turn.patience_seconds <= now:
                 decisions.append(self._give_up(turn, now))
                 continue
             ask = self._ask(turn)
             choice = self.placement.choose(ask, now)
             if choice is not None:
+                self.waiting.remove(turn)
                 decisions.append(self._dispatch(turn, ask, choice, now))
             elif self.placement.could_run(ask):
                 break
@@ -348,32 +374,36 @@ class Router:
         return decisions
 
     def _ask(self, turn: Turn) -> Ask:
-        request = turn.request
-        context_tokens = turn.context_tokens + turn.begun_tokens
+        begun = turn.begun_tokens
+        context_tokens = turn.context_tokens + begun
+        new_tokens = self.lengths.expected(turn.turn, turn.max_tokens) - begun
         return Ask(
-            context_tokens=context_tokens,
-            new_tokens=max(1.0, self.lengths.expected(request.sampling.max_tokens) - turn.begun_tokens),
-            room_tokens=turn.context_tokens + request.sampling.max_tokens,
-            tie_key=request.trajectory_id if request.turn else request.group_id,
-            cached=self.prefixes.cached(request, context_tokens, self.liveness.executors),
-            seeded=request.sampling.seed is not None,
+            context_tokens,
+            new_tokens if new_tokens > 1.0 else 1.0,
+            turn.context_tokens + turn.max_tokens,
+            turn.trajectory_id if turn.turn else turn.group_id,
+            self.prefixes.cached(turn.trajectory, turn.group_id, context_tokens, self.liveness.executors),
+            turn.seeded,
         )
 
     def _dispatch(self, turn: Turn, ask: Ask, choice: Choice, now: float) -> TurnDispatch:
-        request, wire, cut = turn.request, turn.wire, turn.cut
-        self.waiting.remove(turn)
+        """Send a turn that does not wait any more."""
+        wire, cut = turn.wire, turn.cut
         self.placement.take(choice, ask, now)
         self.custody.give(turn, choice.worker, now)
         turn.room_tokens, turn.new_tokens = ask.room_tokens, ask.new_tokens
-        executor = self.liveness.executors[choice.worker]
-        assert executor.beat is not None
-        if request.turn == 0:
+        if turn.taken_by:
+            self.placement.computed_again(turn.taken_by, ask.context_tokens - choice.cost.cached_tokens)
+            turn.taken_by = ""
+        if turn.turn == 0:
+            executor = self.liveness.executors[choice.worker]
+            assert executor.beat is not None
             prefix = Prefix(choice.incarnation, executor.beat.policy_version, turn.context_tokens)
-            self.prefixes.prompted(request.group_id, choice.worker, prefix)
+            self.prefixes.prompted(turn.group_id, choice.worker, prefix)
         self.counters.dispatched += 1
         return TurnDispatch(
             asked=msgspec.Raw(wire),
-            home=request.home,
+            home=turn.home,
             offset=turn.offset,
             cut=cut,
             attempt=turn.attempt,
@@ -393,10 +423,11 @@ class Router:
 
         `behind`: how many of the result's tokens it went on from.
         """
-        began = next((span.version for span in result.spans if span.end > behind), None)
-        if began is not None and result.worker is not None:
-            prefix = Prefix(result.incarnation, began, turn.context_tokens + count(result.tokens))
-            self.prefixes.left(turn.request.trajectory_id, result.worker, prefix)
+        for span in result.spans:
+            if span.end > behind and result.worker is not None:
+                tokens = turn.context_tokens + count(result.tokens)
+                turn.trajectory.left(result.worker, result.incarnation, span.version, tokens)
+                return
 
     def _let_go(self, executor: Executor, reason: str, now: float) -> list[Decision]:
         """A start of an executor has ended for good: its turns wait again, and it runs nothing more."""
@@ -409,36 +440,36 @@ class Router:
         return decisions
 
     def _sweep(self, now: float) -> list[Decision]:
-        late = [turn for turn in self.turns.values() if turn.gives_up_at <= now]
+        old = [turn for turn in self.turns.values() if turn.queued_at + turn.patience_seconds <= now]
+        late = [turn for turn in old if self.custody.progress_at(turn) + turn.patience_seconds <= now]
         decisions: list[Decision] = [self._give_up(turn, now) for turn in late]
         for worker in self.liveness.forget():
             self.placement.remove(worker)
         return decisions
 
     def _give_up(self, turn: Turn, now: float) -> TurnResult:
-        patience = f"{turn.request.patience_seconds:g} s"
+        patience = f"{turn.patience_seconds:g} s"
         if turn.worker:
             return self._fail(turn, f"{turn.worker}, which has it, was not heard to run it for {patience}", now)
-        if turn.request.sampling.seed is not None and self.placement.refuses_seeds:
+        if turn.seeded and self.placement.refuses_seeds:
             return self._fail(turn, "no executor takes turns with a seed", now)
         if turn.torn:
             return self._fail(turn, f"its context is torn, and nobody asked again with an anchor in {patience}", now)
         return self._fail(turn, f"no executor has taken it up in {patience}", now)
 
     def _fail(self, turn: Turn, reason: str, now: float) -> TurnResult:
-        request = turn.request
         self._finish(turn, answered=False)
         self.counters.failed += 1
         return TurnResult(
-            trajectory_id=request.trajectory_id,
-            group_id=request.group_id,
-            home=request.home,
-            turn=request.turn,
+            trajectory_id=turn.trajectory_id,
+            group_id=turn.group_id,
+            home=turn.home,
+            turn=turn.turn,
             attempt=turn.attempt,
             outcome=TurnOutcome.FAILED,
-            reason=f"turn {request.turn} was given up: {reason}"[:4096],
+            reason=f"turn {turn.turn} was given up: {reason}"[:4096],
             context_tokens=turn.context_tokens,
-            times=TurnTimes(requested_at=request.requested_at, finished_at=now),
+            times=TurnTimes(requested_at=turn.requested_at, finished_at=now),
         )
 
     def _finish(self, turn: Turn, *, answered: bool) -> None:
@@ -449,5 +480,5 @@ class Router:
             self.custody.ended(turn)
         else:
             self.custody.taken(turn, charged=False)
-        del self.turns[turn.request.trajectory_id]
-        self.prefixes.finished(turn.request.trajectory_id, turn.request.turn)
+        del self.turns[turn.trajectory_id]
+        self.prefixes.finished(turn.trajectory_id, turn.trajectory, turn.turn)

@@ -43,6 +43,7 @@ PROMPT = Prompt(
 )
 TIMES = TurnTimes(
     requested_at=1.5,
+    committed_at=1.53125,
     queued_at=1.5625,
     dispatched_at=1.625,
     received_at=1.75,
@@ -211,7 +212,9 @@ EXAMPLES: tuple[Record, ...] = (
         turn=1,
         requested_from=40,
         prompted=8,
-        applied=(Applied(offset=30, observed=3, applied_at=1.25, environment_seconds=0.5, reward=0.25),),
+        applied=(
+            Applied(offset=30, observed=3, applied_at=1.25, environment_seconds=0.5, reward=0.25, committed_at=1.0),
+        ),
     ),
     WeightManifest(
         model_id="policy",

@@ -10,7 +10,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from pipeline.command.nursery import Forked, Nursery
-from pipeline.routing.waiting import without_tokens
+from pipeline.routing.turn import without_tokens
 from schemas.arrays import pack_tokens
 from schemas.contexts import appending
 from schemas.prompts import Sampling

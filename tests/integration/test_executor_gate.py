@@ -25,6 +25,8 @@ from tests.integration.executor_kit import SLOT, Router
 from tests.waiting import until
 from topics.admin import create_topics
 from topics.catalog import Partitions
+from topics.fetch import Fetch
+from topics.records import Envelope
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
 from workers.executor.gate import Granted
@@ -38,6 +40,7 @@ from workers.executor.words import (
     Done,
     GiveUp,
     Lent,
+    NotTaken,
     Order,
     Outbox,
     Park,
@@ -69,6 +72,9 @@ class OneVersion:
     def staged(self) -> StagedVersion | None:
         staged, self._staged = self._staged, None
         return staged
+
+    def refuse(self, version: int, reason: str) -> None:
+        """The engine does not take it."""
 
 
 @dataclass
@@ -224,6 +230,35 @@ def test_a_guest_that_was_gone_and_is_back_before_anybody_looked_is_told_its_ver
         engine.reports.say(TICK)
         engine.serve()
         router.until(lambda: router.serves(3))
+
+
+def test_what_waits_for_its_context_while_the_guest_changes_is_never_run_without_a_version(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the next guest does not take the version that served."""
+    answers = threading.Event()
+
+    class Late(Fetch):
+        def __iter__(self) -> Iterator[Envelope]:
+            answers.wait()
+            yield from super().__iter__()
+
+    monkeypatch.setattr("workers.executor.contexts.Fetch", Late)
+    with running(settings, lambda: None) as (engine, router):
+        try:
+            engine.serve()
+            router.until(lambda: router.serves(3))
+            asked = router.request("held", [3, 4, 5])
+            router.send(asked, offset=router.log(asked), cut=True)
+            router.until(lambda: bool(router.beats[-1].holds))
+            engine.say(version=-1)
+            engine.reports.say(NotTaken(engine.hear(Prepare).version, "no memory"))
+            answers.set()
+            router.until(lambda: not router.beats[-1].holds)
+            assert router.result("held").refusal is Refusal.VERSION
+            assert not any(isinstance(order, Take) for order in engine.heard)
+        finally:
+            answers.set()
 
 
 def test_a_server_that_is_never_idle_gives_its_turns_back_until_it_was(settings: BusSettings) -> None:

@@ -219,7 +219,7 @@ def test_what_is_no_sample_is_a_dead_letter_once(settings: BusSettings) -> None:
     samples = make_samples(groups=range(2))
     stranger = msgspec.structs.replace(samples[0], trajectory_id="g00:77")
     write_samples(settings, [samples[0], stranger])
-    no_sample = Raw(b"g00", b"no record", (("rose-schema", b"sample/2"),))
+    no_sample = Raw(b"g00", b"no record", (("rose-schema", b"sample/3"),))
     writer.forward(SAMPLES, no_sample, partition=0, key="g00")
     writer.flush()
     for _ in range(3):

@@ -13,7 +13,7 @@ import msgspec
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.liveness import Standing
 from pipeline.routing.router import Decision, Router
-from pipeline.routing.waiting import Asked
+from pipeline.routing.waiting import Asked, urgency
 from schemas.arrays import count
 from schemas.contexts import appending
 from schemas.prompts import Sampling
@@ -355,17 +355,18 @@ class World:
         ), "a turn that has left is held"
         assert waiting.aside.keys() <= waiting.turns.keys()
         for worker, executor in router.liveness.executors.items():
-            assert list(executor.holds) == [n for n in executor.holds if router.turns[n].worker == worker]
-            assert not any(router.turns[n].execution in executor.ghosts for n in executor.holds)
+            for execution, turn in executor.holds.items():
+                assert router.turns[turn.trajectory_id] is turn and (turn.worker, turn.execution) == (worker, execution)
+            assert not executor.holds.keys() & executor.ghosts.keys()
         assert sum(len(each.holds) for each in router.liveness.executors.values()) == router.outstanding
-        for seat in router.placement.seats:
+        for seat in router.placement.seats.values():
             known = router.custody.room_of(router.liveness.executors[seat.beat.worker])
             assert (seat.held_turns, seat.held_tokens) == (len(known), sum(room for room, _ in known))
 
     def _check_nobody_waits_for_nothing(self) -> None:
         """The first waiting turn that some open executor could run finds no room: it is next, and nobody passes."""
         waiting = [turn for turn in self.router.turns.values() if not turn.worker and not turn.torn]
-        for turn in sorted(waiting, key=lambda turn: (turn.due, -turn.request.turn)):
+        for turn in sorted(waiting, key=urgency):
             need = turn.room_tokens
             able = [
                 executor

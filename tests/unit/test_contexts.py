@@ -1,9 +1,12 @@
 """Contexts by reference: what is kept, carried or read back is the whole, or it is told as torn."""
 
 import tracemalloc
+from collections.abc import Iterator
+from unittest.mock import Mock
 
 import msgspec
 import pytest
+from confluent_kafka import KafkaError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +16,11 @@ from schemas.limits import CHAIN
 from schemas.turns import TurnDispatch, TurnRequest
 from schemas.wire import decode, encode
 from tests.unit.routing_world import dispatched, request
-from workers.executor.contexts import ENTRY_BYTES, Kept, ReadBack
+from tests.waiting import until
+from topics.errors import BusError
+from topics.records import Envelope, Place
+from topics.settings import BusSettings
+from workers.executor.contexts import ENTRY_BYTES, Contexts, Kept, ReadBack
 
 APPENDED = st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5), min_size=1, max_size=8)
 
@@ -173,3 +180,46 @@ def test_a_dispatch_without_its_tokens_is_read() -> None:
     (sound,) = asked([[1, 2]])
     read = decode(TurnDispatch, encode(cut_of(sound, 10)))
     assert (read.request.context_tokens, ReadBack(read).offsets) == (2, (10,))
+
+
+def test_a_home_that_cannot_be_read_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is left of it is read once its leader is back."""
+    away = {0}
+
+    class Log:
+        """In place of the bus: of no home a request is found, and of those that are away nothing is heard."""
+
+        def __init__(self, _reader: object, wanted: dict[Place, list[int]], **_: object) -> None:
+            self._homes = {home for _, home in wanted}
+
+        def __iter__(self) -> Iterator[Envelope]:
+            if self._homes & away:
+                raise BusError("reading the ends", KafkaError(KafkaError._TIMED_OUT))
+            return iter(())
+
+    monkeypatch.setattr("workers.executor.contexts.Reader", Mock())
+    monkeypatch.setattr("workers.executor.contexts.Fetch", Log)
+    monkeypatch.setattr("workers.executor.contexts.AGAIN_SECONDS", 0.01)
+    contexts = Contexts(BusSettings("nowhere"), "executor")
+    answered: list[int] = []
+
+    def asked(home: int, number: int) -> None:
+        cut = msgspec.structs.replace(request(f"g{number}:0", 1, home=home), appended=b"")
+        assert contexts.find(dispatched(cut, cut=True)) is None
+
+    def so_far() -> list[int]:
+        answered.extend(dispatch.home for dispatch, _, _ in contexts.found())
+        return sorted(answered)
+
+    try:
+        for number, home in enumerate((0, 1, 2)):
+            asked(home, number)
+        until(lambda: so_far() == [1, 2])
+        for number, home in enumerate((0, 1), start=3):
+            asked(home, number)
+        until(lambda: so_far() == [1, 1, 2])
+        away.clear()
+        until(lambda: so_far() == [0, 0, 1, 1, 2])
+        assert not contexts.reading
+    finally:
+        contexts.close()

@@ -23,7 +23,7 @@ LENDER, DEDICATED = "executor-1", "executor-0"
 def turn(
     trajectory: str, worker: str, *, begin: float, end: float, tokens: int = 10, first: float | None = None
 ) -> TurnFact:
-    stations = (begin, begin, begin, begin, begin, begin if first is None else first, end, end)
+    stations = (begin, begin, begin, begin, begin, begin, begin if first is None else first, end, end)
     return TurnFact(
         trajectory_id=trajectory,
         turn=0,

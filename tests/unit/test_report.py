@@ -25,7 +25,7 @@ START = 1_700_000_000.0
 
 def turn(number: int, *, start: int, end: int, cached: int, at: float, worker: str = "executor-0") -> SampleTurn:
     """A turn of 13 ms: 1 to the router, 5 for room, 1 to the inbox, 1 queue, 2 prefill, 2 decode, 1 back."""
-    stations = [at + ms / 1000 for ms in (0, 1, 6, 7, 8, 10, 12, 13)]
+    stations = [at + ms / 1000 for ms in (0, 0, 1, 6, 7, 8, 10, 12, 13)]
     names = TurnTimes.__struct_fields__
     return SampleTurn(
         turn=number,

@@ -4,8 +4,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.routing.liveness import FORGET_SECONDS, HEARING_SECONDS, Liveness, Standing
+from pipeline.routing.turn import Trajectory, Turn
 from schemas.slack import ExecutorState
 from tests.unit.routing_world import TTL_SECONDS, heartbeat
+
+TURN = Turn(
+    trajectory_id="g:0",
+    group_id="g",
+    turn=0,
+    home=0,
+    max_tokens=1,
+    seeded=False,
+    patience_seconds=1.0,
+    requested_at=0.0,
+    digest=bytes(16),
+    anchors=True,
+    wire=b"",
+    offset=0,
+    trajectory=Trajectory(),
+    context_tokens=1,
+    epoch=0,
+    room_tokens=2,
+    due=1.0,
+    queued_at=0.0,
+)
 
 EVENTS = st.lists(
     st.one_of(
@@ -22,8 +44,8 @@ EVENTS = st.lists(
 def test_nobody_is_live_without_proof_and_what_is_held_comes_back_once(events: list[tuple[str, int, int]]) -> None:
     liveness = Liveness(max_lag_versions=1)
     now, heard_at, other_at = 0.0, 0.0, 0.0
-    held: list[str] = []
-    returned: list[str] = []
+    held: list[bytes] = []
+    returned: list[bytes] = []
     for what, value, version in events:
         before = liveness.executors.get("w0")
         was = before.standing if before is not None else Standing.GONE
@@ -37,9 +59,8 @@ def test_nobody_is_live_without_proof_and_what_is_held_comes_back_once(events: l
             liveness.heard(heartbeat(1, policy_version=value), now)
             other_at = now
         elif what == "hold" and before is not None and before.standing is Standing.LIVE:
-            name = f"g:{len(held)}"
-            held.append(name)
-            before.holds[name] = None
+            held.append(b"%d" % len(held))
+            before.holds[held[-1]] = TURN
         elif what == "time":
             now += value / 10
         for executor in liveness.expire():

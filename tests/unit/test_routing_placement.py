@@ -2,18 +2,24 @@
 
 import hashlib
 import math
+from random import Random
 from typing import Any
 
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.routing.pace import Pace, learned
+from pipeline.routing.peers import Ask
 from pipeline.routing.placement import (
+    AGAIN_KEPT,
+    AGAIN_WEIGHT,
     DISPLACEMENT,
     FROZEN_DISPLACEMENT,
+    MANY,
     STALENESS_SECONDS,
     TIE_SECONDS,
-    Ask,
+    WINDOW,
     Placement,
     lanes,
 )
@@ -31,9 +37,21 @@ class Scan:
 
     def __init__(self) -> None:
         self.offers: dict[str, tuple[SlackHeartbeat, bool, int]] = {}
+        self.paces: dict[str, tuple[Pace, Pace]] = {}
         self.held: dict[str, list[tuple[int, float]]] = {}
         self.owed: dict[str, float] = {}
+        self.again: dict[str, float] = {}
         self.prefill_free_at: dict[str, float] = {}
+
+    def offer(self, beat: SlackHeartbeat, is_open: bool, lag: int) -> None:
+        prefill, decode = self.paces.get(beat.worker, (None, None))
+        hardware = beat.hardware
+        self.paces[beat.worker] = (
+            learned(hardware.prefill_tokens_per_second, prefill),
+            learned(hardware.decode_tokens_per_second, decode),
+        )
+        self.again[beat.worker] = self.again.get(beat.worker, 0.0) * AGAIN_KEPT
+        self.offers[beat.worker] = beat, is_open, lag
 
     def cost(self, worker: str, ask: Ask, now: float) -> float:
         beat, is_open, lag = self.offers[worker]
@@ -41,12 +59,13 @@ class Scan:
         room = beat.token_budget - sum(tokens for tokens, _ in held)
         if not is_open or len(held) >= beat.max_turns or room < ask.room_tokens or ask.seeded > beat.seeded:
             return math.inf
-        prefill, decode = 1 / beat.hardware.prefill_tokens_per_second, 1 / beat.hardware.decode_tokens_per_second
-        wait = max(0.0, self.prefill_free_at.get(worker, 0.0) - now)
-        wait += self.owed.get(worker, 0.0) * (decode / lanes(beat)) + lag * STALENESS_SECONDS
+        prefill, decode = (pace.seconds for pace in self.paces[worker])
+        load = self.owed.get(worker, 0.0) * (decode / lanes(beat))
+        load += lag * STALENESS_SECONDS + self.again[worker] * prefill
+        free_at = self.prefill_free_at.get(worker, 0.0)
+        wait = load + (free_at - now) if free_at > now else load
         price = prefill * (1 + DISPLACEMENT + (FROZEN_DISPLACEMENT if beat.frozen else 0.0))
-        without_cache = wait + ask.context_tokens * price + ask.new_tokens * decode
-        return without_cache - dict(ask.cached).get(worker, 0) * price
+        return ask.context_tokens * price + ask.new_tokens * decode + wait - dict(ask.cached).get(worker, 0) * price
 
     def choose(self, ask: Ask, now: float) -> str | None:
         costs = {worker: self.cost(worker, ask, now) for worker in self.offers}
@@ -54,28 +73,34 @@ class Scan:
         if lowest == math.inf:
             return None
         equals = [worker for worker, cost in costs.items() if cost <= lowest + TIE_SECONDS]
+        if len(equals) > MANY:
+            round_from_key = sorted(equals, key=lambda worker: (digest(worker) - digest(ask.tie_key)) & MASK)
+            equals = round_from_key[:WINDOW]
         return max(equals, key=lambda worker: weight(worker, ask.tie_key))
 
     def take(self, worker: str, ask: Ask, now: float) -> None:
-        prefill = 1 / self.offers[worker][0].hardware.prefill_tokens_per_second
+        prefill, _ = self.paces[worker]
         free_at = max(self.prefill_free_at.get(worker, 0.0), now)
-        self.prefill_free_at[worker] = free_at + (ask.context_tokens - dict(ask.cached).get(worker, 0)) * prefill
+        seconds = (ask.context_tokens - dict(ask.cached).get(worker, 0)) * prefill.seconds
+        self.prefill_free_at[worker] = free_at + seconds
         self.held.setdefault(worker, []).append((ask.room_tokens, ask.new_tokens))
         self.owed[worker] = self.owed.get(worker, 0.0) + ask.new_tokens
 
     def release(self, worker: str) -> tuple[int, float]:
         tokens, new_tokens = self.held[worker].pop()
+        self.again[worker] *= 1 - AGAIN_WEIGHT
         self.owed[worker] = self.owed[worker] - new_tokens if self.held[worker] else 0.0
         if not self.held[worker]:
             self.prefill_free_at[worker] = 0.0
         return tokens, new_tokens
 
 
+def digest(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
 def weight(worker: str, key: str) -> int:
-    ours, theirs = (
-        int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") for text in (worker, key)
-    )
-    mixed = (ours ^ theirs) * 0x9E3779B97F4A7C15 & MASK
+    mixed = (digest(worker) ^ digest(key)) * 0x9E3779B97F4A7C15 & MASK
     return (mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93 & MASK
 
 
@@ -118,40 +143,94 @@ ASKS = st.builds(
     st.dictionaries(st.integers(0, 9), st.integers(1, 200), max_size=3),
     st.booleans(),
 )
+TIMES = st.sampled_from([0.0, 0.0, 0.0, 0.01, 0.1, 1.0])
 STEPS = st.one_of(
     st.tuples(st.just("offer"), BEATS, st.sampled_from([True, True, True, False]), st.integers(0, 2)),
-    st.tuples(st.just("ask"), ASKS, st.sampled_from([0.0, 0.0, 0.1]), st.none()),
-    st.tuples(st.just("ask"), ASKS, st.sampled_from([0.0, 0.0, 0.1]), st.none()),
+    st.tuples(st.just("ask"), ASKS, TIMES, st.none()),
+    st.tuples(st.just("ask"), ASKS, TIMES, st.none()),
     st.tuples(st.just("release"), st.integers(0, 7), st.none(), st.none()),
+    st.tuples(st.just("again"), st.integers(0, 7), st.integers(0, 200), st.none()),
+    st.tuples(st.just("close"), st.integers(0, 7), st.none(), st.none()),
     st.tuples(st.just("remove"), st.integers(0, 7), st.none(), st.none()),
 )
 
 
-@settings(max_examples=300, print_blob=True)
+@settings(max_examples=500, print_blob=True)
 @given(st.lists(BEATS, max_size=8), st.lists(STEPS, max_size=60))
-def test_the_vectors_choose_as_a_scan_over_all_executors_does(
+def test_the_index_chooses_as_a_scan_over_all_executors_does(
     fleet: list[SlackHeartbeat], steps: list[tuple[Any, ...]]
 ) -> None:
     placement, scan, now = Placement(), Scan(), 1.0
     for what, first, second, third in [*(("offer", beat, True, 0) for beat in fleet), *steps]:
+        worker = f"w{first}"
         if what == "offer":
             placement.offer(first, open=second, lag_versions=third)
-            scan.offers[first.worker] = (first, second, third)
+            scan.offer(first, second, third)
         elif what == "ask":
             now += second
-            choice, expected = placement.choose(first, now), scan.choose(first, now)
-            assert (choice.worker if choice else None) == expected
-            if choice is not None:
-                check_cost(scan, choice.worker, first, now, choice.cost)
-                placement.take(choice, first, now)
-                scan.take(choice.worker, first, now)
-            assert placement.could_run(first) or choice is None
-        elif what == "release" and scan.held.get(f"w{first}"):
-            placement.release(f"w{first}", *scan.release(f"w{first}"))
-        elif what == "remove" and not scan.held.get(f"w{first}"):
-            placement.remove(f"w{first}")
-            for book in (scan.offers, scan.held, scan.owed, scan.prefill_free_at):
-                book.pop(f"w{first}", None)
+            choose(placement, scan, first, now)
+        elif what == "release" and scan.held.get(worker):
+            placement.release(worker, *scan.release(worker))
+        elif what == "again" and worker in scan.offers:
+            placement.computed_again(worker, second)
+            scan.again[worker] += AGAIN_WEIGHT * second
+        elif what == "close" and worker in scan.offers:
+            placement.close(worker)
+            scan.offers[worker] = scan.offers[worker][0], False, scan.offers[worker][2]
+        elif what == "remove" and not scan.held.get(worker):
+            placement.remove(worker)
+            for book in (scan.offers, scan.paces, scan.held, scan.owed, scan.again, scan.prefill_free_at):
+                book.pop(worker, None)
+
+
+@settings(max_examples=30, print_blob=True, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(MANY, 4 * MANY),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([3_000, 10_000, 10**6]),
+)
+def test_so_it_does_in_a_fleet_with_many_equals_as_it_fills_and_empties(
+    seed: int, workers: int, speeds: int, budget: int
+) -> None:
+    random, placement, scan, now = Random(seed), Placement(), Scan(), 1.0
+    held: list[str] = []
+    for worker in range(workers):
+        beat = heartbeat(worker, max_turns=random.randint(1, 8), token_budget=budget, hardware=hardware(random, speeds))
+        placement.offer(beat, open=True, lag_versions=0)
+        scan.offer(beat, True, 0)
+    for number in range(300):
+        now += random.choice([0.0, 0.0, 0.001, 0.05])
+        context, prefix = random.choice([20, 200, 2000]), random.randint(1, 19)
+        holders = {f"w{random.randrange(workers)}": prefix for _ in range(random.choice([0, 0, 1, 3]))}
+        ask = Ask(context, random.choice([8.0, 8.0, 50.0]), context + 50, f"group-{number}", tuple(holders.items()))
+        chosen = choose(placement, scan, ask, now)
+        held += [chosen] if chosen is not None else []
+        while held and random.random() < (0.3 if number < 200 else 0.7):
+            left = held.pop(random.randrange(len(held)))
+            placement.release(left, *scan.release(left))
+        if random.random() < 0.3:
+            beat, is_open, _ = scan.offers[f"w{random.randrange(workers)}"]
+            placement.offer(beat, open=is_open, lag_versions=0)
+            scan.offer(beat, is_open, 0)
+
+
+def hardware(random: Random, speeds: int) -> Hardware:
+    """One of so many kinds, as it measures itself."""
+    speed = random.randint(1, speeds) * random.uniform(0.95, 1.05)
+    return Hardware(prefill_tokens_per_second=1000.0 * speed, decode_tokens_per_second=100.0 * speed)
+
+
+def choose(placement: Placement, scan: Scan, ask: Ask, now: float) -> str | None:
+    """Let both choose, compare them, and charge the turn."""
+    choice, expected = placement.choose(ask, now), scan.choose(ask, now)
+    assert (choice.worker if choice else None) == expected
+    if choice is not None:
+        check_cost(scan, choice.worker, ask, now, choice.cost)
+        placement.take(choice, ask, now)
+        scan.take(choice.worker, ask, now)
+    assert placement.could_run(ask) or choice is None
+    return expected
 
 
 def check_cost(scan: Scan, worker: str, ask: Ask, now: float, cost: PlacementCost) -> None:

@@ -3,13 +3,15 @@
 import msgspec
 
 from pipeline.routing.router import Router
-from pipeline.routing.waiting import KEPT_BYTES, Asked
+from pipeline.routing.turn import KEPT_BYTES
+from pipeline.routing.waiting import Asked
 from schemas.contexts import appending
 from schemas.limits import CHAIN
 from schemas.prompts import Sampling
+from schemas.slack import ExecutorState
 from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest
 from schemas.wire import decode, encode
-from tests.unit.routing_world import CONFIG, heartbeat, request, result
+from tests.unit.routing_world import CONFIG, heartbeat, packed, request, result
 
 
 def chained(patience_seconds: float = 100.0) -> TurnRequest:
@@ -93,7 +95,7 @@ def test_room_is_kept_for_what_the_anchor_asks_for() -> None:
     assert router.on(request("g1:0", context=2, max_tokens=9), 0.3) == [], "90 of 100 tokens are taken"
     assert isinstance(again, TurnDispatch)
     assert len(router.on(result(again), 0.4)) == 1
-    assert router.placement.seats[0].held_tokens == 11
+    assert router.placement.seats["w0"].held_tokens == 11
 
 
 def test_a_router_that_takes_over_holds_it_too() -> None:
@@ -110,6 +112,27 @@ def test_a_router_that_takes_over_holds_it_too() -> None:
     assert mended.restore(asked, [sent], [refusal], lambda: 0.0) == []
     (again,) = mended.on(heartbeat(0), 0.1)
     assert isinstance(again, TurnDispatch) and again.offset == 9
+
+
+def test_an_executor_that_is_heard_to_run_it_has_it_again_and_it_waits_for_no_anchor() -> None:
+    router = Router(CONFIG)
+    router.on(heartbeat(0), 0.0)
+    first = dispatch_of(router, chained(patience_seconds=10.0))
+    second: list[TurnDispatch] = []
+    for number in range(1, 100):
+        router.on(heartbeat(1, max_turns=1), number / 10)
+        second += [each for each in router.tick(number / 10) if isinstance(each, TurnDispatch)]
+        if second:
+            break
+    torn(second[0], router, now=number / 10)
+    assert (router.outstanding, router.waiting.for_room) == (0, 0)
+    router.on(heartbeat(0, holds=packed([first])), 10.0)
+    assert router.outstanding == 1
+    router.on(heartbeat(1, state=ExecutorState.PAUSED), 10.1)
+    assert router.on(heartbeat(0, incarnation=2, state=ExecutorState.STARTING), 10.1) == []
+    assert (router.outstanding, router.waiting.for_room) == (0, 1)
+    (failed,) = router.tick(20.2)
+    assert "no executor has taken it up" in failed.reason  # type: ignore[union-attr]
 
 
 def test_what_a_large_request_appends_is_held_until_it_is_sent() -> None:
@@ -130,7 +153,8 @@ def test_of_a_turn_with_the_longest_chain_the_places_are_held_once_as_they_came(
     chained = msgspec.structs.replace(request("g0:0", 1), chain=tuple(range(10**6, 10**6 + CHAIN)))
     sent = dispatch_of(router, chained)
     (turn,) = router.turns.values()
-    assert sent.request.chain == chained.chain and not turn.request.chain and not turn.anchors
+    assert sent.request.chain == chained.chain and not turn.anchors
+    assert turn.wire == encode(chained) and len(turn.wire) < KEPT_BYTES
 
 
 def test_what_a_newer_writer_added_is_as_it_came_in_a_dispatch_without_tokens() -> None:

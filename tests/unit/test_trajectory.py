@@ -212,6 +212,20 @@ def test_a_chain_ends_at_its_bound_and_begins_anew() -> None:
     assert all(count(context_of(request, links)) == request.context_tokens for request in life.requests)
 
 
+@given(st.lists(st.none() | st.integers(0, 20), min_size=1, max_size=12))
+def test_no_request_contradicts_itself_wherever_those_before_it_lie(offsets: list[int | None]) -> None:
+    """A broker that lost its newest records gives their offsets again."""
+    life = Life()
+    life.open(0)
+    trajectory = life.trajectories["g:0"]
+    trajectory.prompt = prompt_of(max_turns=200, sampling=RULES.sampling)
+    for offset in offsets:
+        trajectory.lies_at = offset
+        life.arrives(result_of(trajectory, tokens=(7, 2)))
+        life.steps("g:0", stepped())
+        assert life.requests[-1].flaw == ""
+
+
 @settings(max_examples=200)
 @given(EVENTS)
 def test_who_takes_over_accepts_the_results_that_were_accepted(events: list[tuple[Any, ...]]) -> None:

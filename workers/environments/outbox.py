@@ -95,6 +95,8 @@ class Outbox:
         """By home: the next request will lie at or after this offset."""
         self.began_at = 0.0
         """Monotonic seconds; when the last transaction began."""
+        self._asking: list[Trajectory] = []
+        """Those with a request in this transaction."""
         self._counted: list[tuple[Counter, int]] = []
         """What this transaction adds to which count, once it is committed: what is aborted is decided again."""
 
@@ -137,6 +139,7 @@ class Outbox:
         assert self._writer is not None
         self.began_at = time.monotonic()
         self._counted.clear()
+        self._asking.clear()
         try:
             self._writer.begin()
             ended = [ended_id for home, decision in decisions for ended_id in self._put_decision(home, decision)]
@@ -156,6 +159,9 @@ class Outbox:
         metrics.TRANSACTION_SECONDS.observe(self._committed_at - self.began_at)
         for counter, more in self._counted:
             counter.inc(more)
+        now = self._clock()
+        for trajectory in self._asking:
+            trajectory.committed_at = now
         return ended + [item.trajectory_id for item in ready if item.written.sample is not None]
 
     def _offsets(self, homes: Iterable[Home]) -> dict[Place, int]:
@@ -259,6 +265,8 @@ class Outbox:
         if written.request is not None and trajectory is not None:
             # The records of one writer lie in the order in which they were written, so this one lies no earlier.
             trajectory.requested_from, trajectory.lies_at = self._request_next[partition], None
+            trajectory.committed_at = 0.0
+            self._asking.append(trajectory)
             self._request_next[partition] += 1
             self._writer.write(
                 REQUESTED,

@@ -92,6 +92,7 @@ def advance(
         applied_at=applied_at,
         environment_seconds=stepped.environment_seconds,
         reward=trajectory.reward + stepped.reward,
+        committed_at=trajectory.committed_at,
     )
     trajectory.take_in(result, applied)
     if not math.isfinite(applied.reward):
@@ -124,7 +125,12 @@ def broken(
 ) -> Written:
     """End because the environment failed at this result; what was sampled and spent is kept."""
     applied = Applied(
-        offset=offset, observed=0, applied_at=applied_at, environment_seconds=0.0, reward=trajectory.reward
+        offset=offset,
+        observed=0,
+        applied_at=applied_at,
+        environment_seconds=0.0,
+        reward=trajectory.reward,
+        committed_at=trajectory.committed_at,
     )
     trajectory.take_in(result, applied)
     return failed(trajectory, failure, rules, now)

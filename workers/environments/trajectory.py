@@ -92,6 +92,8 @@ class Trajectory:
     """The present request lies at or after this offset of the home's requests."""
     lies_at: int | None = field(default=None, compare=False)
     """Where the present request lies, once it is known."""
+    committed_at: float = field(default=0.0, compare=False)
+    """Unix seconds; when the present request was committed, once it is."""
     applying: bool = field(default=False, compare=False)
     """A result of the present turn was accepted, its step is under way. Not on the log: a restart accepts it anew."""
 
@@ -131,7 +133,9 @@ class Trajectory:
                 start=start,
                 end=start + sampled,
                 cached_tokens=min(result.cached_tokens, start),
-                times=msgspec.structs.replace(result.times, applied_at=applied.applied_at),
+                times=msgspec.structs.replace(
+                    result.times, applied_at=applied.applied_at, committed_at=applied.committed_at
+                ),
                 environment_seconds=applied.environment_seconds,
             )
         )
@@ -155,8 +159,12 @@ class Trajectory:
         self.applying = False
 
     def _go_on(self) -> None:
-        """The next request goes on from the present one, if it is known where that lies; else it is an anchor."""
-        if self.lies_at is None or len(self.chain) >= CHAIN:
+        """The next request goes on from the present one, if that lies behind its chain; else it is an anchor.
+
+        It may lie before it where a broker lost its newest records: it gives their offsets again.
+        """
+        behind = self.lies_at is not None and self.lies_at > max(self.chain, default=-1)
+        if self.lies_at is None or not behind or len(self.chain) >= CHAIN:
             self.anchor()
             return
         self.chain, self.requested, self.lies_at = (*self.chain, self.lies_at), count(self.tokens), None

@@ -4,7 +4,8 @@ Keeps true
 - What is handed out has the digest that its request says. What cannot be had so is told as torn, never guessed.
 - Nobody waits for the log: what has to be read back comes later, through `found`, and other turns go on meanwhile.
 - At most MOST_BYTES are kept, those of the trajectories that were served last.
-- A broker that is away is asked again until it answers: only what the log does not hold is torn.
+- A broker that is away is asked again until it answers: only what the log does not hold is torn. A home whose leader is
+  away keeps the others' contexts waiting for one question, not until it is back.
 """
 
 import sys
@@ -146,23 +147,39 @@ class Contexts:
             self._thread.join()
 
     def _run(self) -> None:
-        left: list[TurnDispatch] = []
+        left: dict[int, list[TurnDispatch]] = {}
         while not self._stopping.is_set():
             try:
                 with closing(Reader(self._settings, f"{self._name}-contexts", ends=True)) as reader:
                     while not self._stopping.is_set():
-                        left = left or self._next()
-                        self._read(reader, left)
-                        left = []
+                        self._read_next(reader, left)
             except RoseError as error:
                 log.warning("reading contexts back anew", worker=self._name, reason=str(error))
                 self._stopping.wait(AGAIN_SECONDS)
 
-    def _next(self) -> list[TurnDispatch]:
-        """All that are asked for by now, waiting a moment for the first."""
+    def _read_next(self, reader: Reader, left: dict[int, list[TurnDispatch]]) -> None:
+        """What is asked for by now, and one home of what is `left` from trouble, the longest untried first."""
+        together: list[TurnDispatch] = []
+        for dispatch in self._next(0.0 if left else LOOK_SECONDS):
+            left.get(dispatch.home, together).append(dispatch)
+        self._try(reader, together, left)
+        if left:
+            self._try(reader, left.pop(next(iter(left))), left)
+
+    def _try(self, reader: Reader, asked: Sequence[TurnDispatch], left: dict[int, list[TurnDispatch]]) -> None:
+        """Raises RoseError; nothing of it was read then."""
+        try:
+            self._read(reader, asked)
+        except RoseError:
+            for dispatch in asked:
+                left.setdefault(dispatch.home, []).append(dispatch)
+            raise
+
+    def _next(self, seconds: float) -> list[TurnDispatch]:
+        """All that are asked for by now, waiting so long for the first."""
         asked: list[TurnDispatch] = []
         try:
-            asked.append(self._asked.get(timeout=LOOK_SECONDS))
+            asked.append(self._asked.get(timeout=seconds))
             while True:
                 asked.append(self._asked.get_nowait())
         except Empty:
@@ -170,6 +187,8 @@ class Contexts:
 
     def _read(self, reader: Reader, asked: Sequence[TurnDispatch]) -> None:
         """Raises TopicMissing, BusError or FetchStalled."""
+        if not asked:
+            return
         found = [ReadBack(dispatch) for dispatch in asked]
         wanted: dict[Place, list[int]] = {}
         goes_to: dict[tuple[int, int], list[ReadBack]] = {}

@@ -219,7 +219,7 @@ class Executor:
                 self._inbox.release(dispatch.key)
                 # Of an anchor nothing more can be asked for than it has: what is wrong with that is somebody's fault.
                 self._refuse(dispatch, str(context), Refusal.CONTEXT if dispatch.request.chain else Refusal.ENGINE)
-            elif self._versions.changing or self._version < 0:
+            elif self._versions.changing:
                 self._deferred.append(dispatch)
             else:
                 self._begin_turn(dispatch, context, received_at=time.time() - seconds)
@@ -271,14 +271,19 @@ class Executor:
         if self._bereft:
             self._bereft = False
             self._versions.lost()
+            self._refuse_waiting("its engine is gone, and the next one serves no version yet", Refusal.VERSION)
 
     def _give_up(self) -> None:
         """Have everything go back: the engine's with what was sampled of it."""
         for name in self._running:
             self._link.order(GiveUp(name))
+        self._refuse_waiting(self._gate.reason, Refusal.ROOM)
+
+    def _refuse_waiting(self, reason: str, refusal: Refusal) -> None:
+        """Have those go back that the engine has not been given yet."""
         deferred, self._deferred = self._deferred, []
         for key in [*(dispatch.key for dispatch in deferred), *self._contexts.give_up()]:
-            self._refuse(self._inbox.release(key), self._gate.reason, Refusal.ROOM)
+            self._refuse(self._inbox.release(key), reason, refusal)
 
     def _take_report(self, report: Report) -> None:
         match report:

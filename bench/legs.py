@@ -1,0 +1,174 @@
+"""Where a turn's time on the bus goes: a small run on real roles, and every leg of its turns.
+
+    python -m bench.legs                              on the embedded broker
+    KAFKA_HOME=... python -m bench.legs               on Apache Kafka
+
+One engine, one environment worker, one router and a trainer; one group of eight trajectories is in flight at a time.
+On the bus is a turn from the request to the inbox, less its wait for room, and from the last token until its result is
+taken in. Its floor is measured on the same broker before: a transaction of one request and the offsets that led to it,
+when none has just ended, and three hops of a record from a producer to a consumer.
+`--json FILE` writes one object with `checks`, the legs and the floor.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from confluent_kafka import Consumer, Producer, TopicPartition
+
+from bench.broker import scratch_broker
+from bench.check import Check
+from pipeline.command.config import load
+from pipeline.command.demo import CONFIGURATION
+from pipeline.command.options import Common
+from pipeline.command.tasks import training_prompts
+from pipeline.replay.legs import legs_of
+from schemas.samples import Sample
+from schemas.turns import TurnTimes
+from topics.admin import create_topics
+from topics.catalog import DISPATCHED, REQUESTED, SAMPLES, Partitions
+from topics.log import read_topics
+from topics.settings import BusSettings
+
+TRAJECTORIES = 8
+"""In flight."""
+FIRST_GROUPS = 5
+"""That are not counted: processes and caches are cold."""
+FLOOR_ROUNDS, FLOOR_COLD = 250, 50
+"""Measured, and the first of them that are not counted."""
+FLOOR_BYTES = 600
+HOPS = 3
+"""Request to router, dispatch to inbox, result to environment worker."""
+FLOOR_PAUSE_SECONDS = 0.02
+"""A transaction that follows on another at once waits until the broker has ended that."""
+MEDIAN_MILLISECONDS, P99_MILLISECONDS = 20.0, 80.0
+
+
+def settings_of(groups: int) -> dict[str, object]:
+    """What differs from the demo's configuration."""
+    return {
+        "run.lenders": 0,
+        "run.executors": 1,
+        "tasks.group_size": TRAJECTORIES,
+        "environment.window_groups": 1,
+        "trainer.groups_per_step": 1,
+        "trainer.total_groups": groups,
+    }
+
+
+def floor(settings: BusSettings) -> dict[str, dict[str, float]]:
+    """Of a bare transaction and a bare hop, by one client each."""
+    create_topics(settings, Partitions())
+    requests, inbox = settings.topic(REQUESTED), settings.topic(DISPATCHED)
+    reader = Consumer(settings.consumer("bench-floor", "floor"))
+    reader.assign([TopicPartition(inbox, 0, 0)])
+    plain = Producer(settings.producer("bench-floor"))
+    asking = Producer(settings.transactional("bench-floor", "floor"))
+    asking.init_transactions(30)
+    transactions, hops = [], []
+    for offset in range(FLOOR_ROUNDS):
+        began = time.perf_counter()
+        asking.begin_transaction()
+        asking.produce(requests, bytes(FLOOR_BYTES), partition=0)
+        done = [TopicPartition(inbox, 0, offset)]
+        asking.send_offsets_to_transaction(done, reader.consumer_group_metadata(), 30)
+        asking.commit_transaction(30)
+        transactions.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        plain.produce(inbox, bytes(FLOOR_BYTES), partition=0)
+        while reader.poll(1.0) is None:
+            pass
+        hops.append(time.perf_counter() - began)
+        time.sleep(FLOOR_PAUSE_SECONDS)
+    reader.close()
+    return {"transaction": told(transactions[FLOOR_COLD:]), "hop": told(hops[FLOOR_COLD:])}
+
+
+def run(settings: BusSettings, folder: Path, groups: int) -> list[TurnTimes]:
+    """The times of each applied turn, in the order in which they were asked for. Raises CalledProcessError."""
+    said = {**settings_of(groups), "run.folder": folder, "broker.embedded": str(settings.embedded).lower()}
+    settled = [f"{key}={value}" for key, value in said.items()]
+    configuration = Path(str(files("pipeline.command") / CONFIGURATION))
+    tasks = load(Common(config=configuration, settings=settled)).settings.tasks
+    prompts = folder / "prompts.jsonl"
+    lines = map(msgspec.json.encode, training_prompts(tasks, run="legs", seed=0, groups=groups))
+    prompts.write_bytes(b"\n".join(lines) + b"\n")
+    where = ["--config", str(configuration), "--bootstrap-server", settings.bootstrap, "--prompts", str(prompts)]
+    flags = [word for each in settled for word in ("--set", each)]
+    command = [sys.executable, "-m", "pipeline.command.main", "up", "--name", "legs", *where, *flags]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    samples = [each.record for each in read_topics(settings, [SAMPLES]) if isinstance(each.record, Sample)]
+    return sorted((turn.times for each in samples for turn in each.turns), key=lambda times: times.requested_at)
+
+
+def on_the_bus(times: TurnTimes) -> float:
+    """Seconds from the request to the inbox, less the wait for room, and from the last token to its application."""
+    there = times.queued_at - times.requested_at + times.received_at - times.dispatched_at
+    return there + times.applied_at - times.finished_at
+
+
+def told(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and p99, in milliseconds."""
+    p99 = statistics.quantiles(seconds, n=100)[98]
+    return {"median": round(1000 * statistics.median(seconds), 2), "p99": round(1000 * p99, 2)}
+
+
+def checks_of(turns: Sequence[TurnTimes]) -> tuple[list[Check], dict[str, dict[str, float]]]:
+    """The checks, and each leg beside them."""
+    legs: dict[str, list[float]] = {}
+    for times in turns:
+        for leg in legs_of(times):
+            legs.setdefault(leg.name, []).append(leg.seconds)
+    figures = told([on_the_bus(times) for times in turns])
+    bounds = {"median": MEDIAN_MILLISECONDS, "p99": P99_MILLISECONDS}
+    against = f"{TRAJECTORIES} trajectories in flight, one engine, {len(turns)} turns"
+    checks = [Check(f"bus_{name}", figures[name], "ms", bound, "max", against) for name, bound in bounds.items()]
+    return checks, {name: told(seconds) for name, seconds in legs.items()}
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=60, help="of trajectories, one after another")
+    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
+    arguments = parser.parse_args()
+    if arguments.groups < 2 * FIRST_GROUPS:
+        parser.error(f"--groups is at least {2 * FIRST_GROUPS}: the first {FIRST_GROUPS} are not counted")
+    with scratch_broker() as broker, tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
+        bare = floor(broker.settings("floor."))
+        turns = run(broker.settings(), Path(folder), arguments.groups)
+        checks, legs = checks_of(turns[len(turns) * FIRST_GROUPS // arguments.groups :])
+        result: dict[str, Any] = {
+            "broker": broker.name,
+            "checks": [asdict(check) for check in checks],
+            "legs": legs,
+            "floor": bare,
+        }
+    if arguments.json == "-":
+        print(json.dumps(result, indent=2))
+        return
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+    print(f"broker: {result['broker']}")
+    least = bare["transaction"]["median"] + HOPS * bare["hop"]["median"]
+    print(
+        f"floor: {least:.2f} ms median, a transaction of {bare['transaction']} ms and {HOPS} hops of {bare['hop']} ms"
+    )
+    for name, leg in legs.items():
+        print(f"  {name:16} {leg['median']:9.2f} ms median {leg['p99']:9.2f} ms p99")
+    for check in checks:
+        print(f"{check.name:12} {check.value:9.2f} ms (at most {check.bound:g}: {'met' if check.met else 'MISSED'})")
+
+
+if __name__ == "__main__":
+    main()

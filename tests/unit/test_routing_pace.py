@@ -1,0 +1,50 @@
+"""What is learned of executors: how fast they are, and how long turns get."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.routing.lengths import Lengths
+from pipeline.routing.pace import STEPS, Pace, learned
+
+RATES = st.floats(1e-3, 1e12)
+STEP = 2 ** (1 / STEPS)
+
+
+@given(st.lists(RATES, min_size=1, max_size=20))
+def test_what_is_learned_is_within_a_step_of_the_newest_reading(rates: list[float]) -> None:
+    pace: Pace | None = None
+    for rate in rates:
+        before, pace = pace, learned(rate, pace)
+        assert 1 / STEP - 1e-9 <= pace.seconds * rate <= STEP + 1e-9
+        if before is not None and before.least <= rate <= before.most:
+            assert pace is before, "a reading within a step changes nothing"
+
+
+@given(RATES, st.lists(st.floats(0.95, 1.05), max_size=50))
+def test_noise_moves_nobody(rate: float, noise: list[float]) -> None:
+    first = learned(rate, None)
+    pace = first
+    for factor in noise:
+        pace = learned(min(1e12, rate * factor), pace)
+    assert pace is first
+
+
+@given(st.lists(st.tuples(st.integers(0, 511), st.integers(0, 600), st.integers(1, 500)), max_size=60))
+def test_what_a_turn_is_expected_to_sample_is_between_one_token_and_all_it_may(
+    seen: list[tuple[int, int, int]],
+) -> None:
+    lengths = Lengths()
+    for turn, tokens, most in seen:
+        lengths.saw(turn, tokens, most)
+        for each in (0, turn, 511):
+            assert 1 <= lengths.expected(each, most) <= max(1, most) + 1e-9
+
+
+def test_the_length_of_each_turn_is_learned_by_itself() -> None:
+    lengths = Lengths()
+    assert lengths.expected(0, 100) == 100.0, "before the first result: all that it may"
+    for _ in range(50):
+        lengths.saw(0, 10, 100)
+        lengths.saw(1, 80, 100)
+    assert round(lengths.expected(0, 100)) == 10 and round(lengths.expected(1, 200)) == 160
+    assert round(lengths.expected(2, 100)) == 80, "what was not seen yet is taken for like what was seen last"
