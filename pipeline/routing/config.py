@@ -15,6 +15,6 @@ class RouterConfig:
     max_waiting_turns: int = 20_000
     """With more turns than this waiting for room, requests are left on their topic until some have gone."""
     remembered_trajectories: int = 100_000
-    """Trajectories, and as many groups, whose place of cached tokens is remembered; the longest unused go first."""
+    """Trajectories, and as many groups, whose place of cached tokens is remembered; up to twice as many for a while."""
     low_water_seconds: float = 5.0
     """How often the place from which a restart would read is noted and committed."""
