@@ -108,7 +108,8 @@ class Fetch:
                         self.missing.append((place, item.offset))
                 if place not in self._wanted or self._wanted[place][-1] - item.offset > self._far:
                     open_places.discard(place)
-                    self._reader.pause([place])  # what lies beyond is not fetched while others are read
+                    if open_places:
+                        self._reader.pause([place])  # what lies beyond is not fetched while others are read
 
     def _was_wanted(self, place: Place, offset: int) -> bool:
         """Whether this offset was asked for; what was asked for before it is missing."""
