@@ -42,6 +42,9 @@ LOOK_SECONDS = 0.2
 AGAIN_SECONDS = 1.0
 """Before the broker is asked anew after trouble."""
 
+CLOSE_SECONDS = 5.0
+"""How long its end is waited for."""
+
 log = structlog.get_logger("executor")
 
 
@@ -141,10 +144,10 @@ class Contexts:
         return keys
 
     def close(self) -> None:
-        """End the thread and wait for it."""
+        """End the thread; with a broker that is away it is not waited for to the end."""
         self._stopping.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         left: dict[int, list[TurnDispatch]] = {}
