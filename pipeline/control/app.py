@@ -163,7 +163,7 @@ class ControlApp:
         now = self._clock()
         for told in self._grants.take():
             self._control.granted(told.worker, told.grant, now, by_hand=told.by_hand)
-        if self._grants.known.is_set():
+        if self._grants.known:
             for grant in self._control.tick(now):
                 self._write(grant)
         self._writer.poll()

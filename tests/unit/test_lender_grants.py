@@ -12,17 +12,10 @@ from workers.lender.grants import Grants
 from workers.lender.lease import Lease
 
 
-class OfAnAbsentBroker(Grants):
-    """Reads nothing."""
-
-    def _run(self) -> None:
-        self._stopping.wait()
-
-
 def test_who_waits_for_its_grants_turns_over_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     now, stop = 0.0, Event()
     monkeypatch.setattr(grants, "HEALTH", of_process := health.Health(lambda: now))
-    lender = OfAnAbsentBroker(BusSettings("127.0.0.1:1"), "executor-3", Lease("job", needed=False))
+    lender = Grants(BusSettings("127.0.0.1:1"), "executor-3", Lease("job", needed=False))
     waiting = Thread(target=lender.known, args=(stop,))
     waiting.start()
     until(lambda: "waits for its grants" in of_process.standing.sentence)

@@ -7,48 +7,37 @@ Keeps true
 """
 
 import time
-from threading import Event, Thread
+from threading import Event
 
 import structlog
-from confluent_kafka import OFFSET_BEGINNING
 
 from schemas.capacity import CapacityGrant, key_by_hand
-from schemas.errors import RoseError
 from topics.catalog import GRANTS
+from topics.following import Following
 from topics.health import HEALTH
-from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope
+from topics.records import Envelope
 from topics.settings import BusSettings
 from workers.executor.gate import Leave
 from workers.lender.lease import Lease
 
-READ_SECONDS = 0.2
-"""Longest wait for a grant between two looks at whether to stop."""
-
-AGAIN_SECONDS = 1.0
-"""Before it reads anew after a failure of the bus."""
-
-BATCH = 256
-"""Grants taken at once."""
+LOOK_SECONDS = 0.2
+"""Between two looks at whether to stop."""
 
 log = structlog.get_logger("lender")
 
 
 class Grants:
-    """Start it, ask for `leave`, stop it."""
+    """Ask for `leave`, stop it."""
 
     def __init__(self, settings: BusSettings, worker: str, lease: Lease) -> None:
         self._lease = lease
-        self._settings = settings
         self._worker = worker
-        self._known = Event()
-        self._stopping = Event()
-        self._thread = Thread(target=self._run, name=f"{worker}-grants", daemon=True)
-        self._thread.start()
+        self._keys = worker, key_by_hand(worker)
+        self._following = Following(settings, GRANTS, f"{worker}-grants", self._take)
 
     def known(self, stop: Event) -> None:
         """Wait until those that were there have been read, or `stop` is set."""
-        while not self._known.wait(READ_SECONDS) and not stop.is_set():
+        while not self._following.known.wait(LOOK_SECONDS) and not stop.is_set():
             HEALTH.says("waits for its grants: the broker has not told them yet", ready=False)
 
     def leave(self) -> Leave:
@@ -57,33 +46,11 @@ class Grants:
 
     def stop(self) -> None:
         """End the thread and wait for it."""
-        self._stopping.set()
-        self._thread.join()
+        self._following.stop()
 
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                self._follow()
-            except RoseError as error:
-                log.warning("reading grants anew", worker=self._worker, reason=str(error))
-                self._stopping.wait(AGAIN_SECONDS)
-
-    def _follow(self) -> None:
-        reader = Reader(self._settings, f"{self._worker}-grants", ends=True)
-        seen = False
-        try:
-            reader.assign({(GRANTS, 0): OFFSET_BEGINNING})
-            while not self._stopping.is_set():
-                for item in reader.read(BATCH, READ_SECONDS):
-                    if isinstance(item, EndOfPartition):
-                        seen = True
-                        self._known.set()
-                    elif isinstance(item, Envelope) and item.key in (self._worker, key_by_hand(self._worker)):
-                        self._take(item, seen=seen)
-        finally:
-            reader.close()
-
-    def _take(self, item: Envelope, *, seen: bool) -> None:
+    def _take(self, item: Envelope, seen: bool) -> None:
+        if item.key not in self._keys:
+            return
         grant = item.record if isinstance(item.record, CapacityGrant) else None
         if self._lease.take(grant, time.monotonic(), by_hand=item.key != self._worker, seen=seen):
             said = "none" if grant is None else "lend" if grant.lend else "park"

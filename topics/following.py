@@ -1,0 +1,78 @@
+"""A topic of one partition of which the newest record of a key counts, followed on a thread.
+
+Keeps true
+- It is read from its beginning, and again after trouble with the bus: what was said before this began counts like what
+  is said now. Which of both it was is told with each record.
+- A broker that is away changes nothing.
+"""
+
+from collections.abc import Callable
+from threading import Event, Thread
+
+import structlog
+from confluent_kafka import OFFSET_BEGINNING
+
+from schemas.errors import RoseError
+from topics.catalog import Topic
+from topics.errors import lasting
+from topics.reader import Reader
+from topics.records import EndOfPartition, Envelope
+from topics.settings import BusSettings
+
+READ_SECONDS = 0.2
+"""Longest wait for a record between two looks at whether to stop."""
+
+AGAIN_SECONDS = 1.0
+"""Before it is read anew after trouble."""
+
+BATCH = 1_000
+"""Records taken at once."""
+
+
+class Following:
+    """It begins at once; stop it."""
+
+    def __init__(self, settings: BusSettings, topic: Topic, name: str, take: Callable[[Envelope, bool], None]) -> None:
+        """`take` is called on the thread, with each record and whether it came since the end was met."""
+        self.known = Event()
+        """What was there has been read."""
+        self.failure: RoseError | None = None
+        """What time does not mend, while it is so."""
+        self._settings = settings
+        self._topic = topic
+        self._name = name
+        self._take = take
+        self._stopping = Event()
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and wait for it."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._follow()
+            except RoseError as error:
+                self.failure = error if lasting(error) else None
+                structlog.get_logger("bus").warning(
+                    "reading anew", topic=self._topic.name, client=self._name, reason=str(error)
+                )
+                self._stopping.wait(AGAIN_SECONDS)
+
+    def _follow(self) -> None:
+        reader = Reader(self._settings, self._name, ends=True)
+        seen = False
+        try:
+            reader.assign({(self._topic, 0): OFFSET_BEGINNING})
+            while not self._stopping.is_set():
+                for item in reader.read(BATCH, READ_SECONDS):
+                    if isinstance(item, EndOfPartition):
+                        seen, self.failure = True, None
+                        self.known.set()
+                    elif isinstance(item, Envelope):
+                        self._take(item, seen)
+        finally:
+            reader.close()
