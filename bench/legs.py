@@ -89,7 +89,7 @@ def floor(settings: BusSettings) -> dict[str, dict[str, float]]:
         while reader.poll(1.0) is None:
             pass
         hops.append(time.perf_counter() - began)
-        time.sleep(FLOOR_PAUSE_SECONDS)
+        time.sleep(FLOOR_PAUSE_SECONDS)  # or the next transaction would wait for the end of this one
     reader.close()
     return {"transaction": told(transactions[FLOOR_COLD:]), "hop": told(hops[FLOOR_COLD:])}
 
