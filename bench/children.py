@@ -12,8 +12,8 @@ import threading
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from pipeline.routing.config import RouterConfig
+from pipeline.routing.loop import IDLE_SECONDS, READ_LIMIT
 from pipeline.routing.main import run_router
-from pipeline.routing.reign import IDLE_SECONDS, READ_LIMIT
 from topics.catalog import DISPATCHED, LOG_GROUP, REQUESTED
 from topics.reader import Reader
 from topics.settings import BusSettings

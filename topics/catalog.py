@@ -5,6 +5,8 @@ Keeps true
 - The topics of the sample path (prompts, requests, results, groups, progress, snapshots) have equally many *home*
   partitions: whoever owns home partition p sees all of a trajectory's records, in order.
 - Time alone deletes nothing that is needed: what may be needed for long is deleted by its writers or readers.
+- Cell c of C has the homes, inboxes and the partition of the heartbeats whose numbers are c modulo C; there are as many
+  cells as the heartbeats have partitions.
 - `rose.turns.dispatched.v1` has one partition per inbox slot; an executor reads its own by hand.
 """
 
@@ -40,6 +42,7 @@ class Spread(Enum):
     SLOTS = "inbox_slots"
     SAMPLES = "sample_partitions"
     CHUNKS = "chunk_partitions"
+    CELLS = "cells"
     ONE = "one"
 
 
@@ -51,6 +54,7 @@ class Partitions:
     slots: int = 32
     samples: int = 4
     chunks: int = 4
+    cells: int = 1
 
     def of(self, spread: Spread) -> int:
         return {
@@ -58,6 +62,7 @@ class Partitions:
             Spread.SLOTS: self.slots,
             Spread.SAMPLES: self.samples,
             Spread.CHUNKS: self.chunks,
+            Spread.CELLS: self.cells,
             Spread.ONE: 1,
         }[spread]
 
@@ -103,6 +108,12 @@ _UNTIL_DELETED = {
 }
 """Kept until whoever knows that it is not needed any more deletes it (`topics/retention.py`)."""
 
+
+def of_cell(cell: int, cells: int, partitions: int) -> range:
+    """Which of so many homes, or inboxes, are this cell's."""
+    return range(cell, partitions, cells)
+
+
 _COMPACTED = {"cleanup.policy": "compact", "segment.ms": str(10 * MINUTE), "min.cleanable.dirty.ratio": "0.2"}
 
 _LETTERS = {**_kept(30 * DAY), "cleanup.policy": "compact,delete"}
@@ -112,7 +123,7 @@ PROMPTS = Topic("rose.prompts.submitted.v1", Prompt, "group_id", Spread.HOME, _U
 REQUESTED = Topic("rose.turns.requested.v1", TurnRequest, "trajectory_id", Spread.HOME, _UNTIL_DELETED)
 DISPATCHED = Topic("rose.turns.dispatched.v1", TurnDispatch, "trajectory_id", Spread.SLOTS, _kept(HOUR))
 COMPLETED = Topic("rose.turns.completed.v1", TurnResult, "trajectory_id", Spread.HOME, _UNTIL_DELETED)
-HEARTBEATS = Topic("rose.slack.heartbeats.v1", SlackHeartbeat, "worker_id", Spread.ONE, _kept(10 * MINUTE))
+HEARTBEATS = Topic("rose.slack.heartbeats.v1", SlackHeartbeat, "worker_id", Spread.CELLS, _kept(10 * MINUTE))
 SUMMARIES = Topic("rose.cells.summaries.v1", CellSummary, "cell", Spread.ONE, _kept(10 * MINUTE))
 GRANTS = Topic("rose.capacity.grants.v1", CapacityGrant, "worker_id", Spread.ONE, _COMPACTED)
 SAMPLES = Topic("rose.samples.completed.v1", Sample, "group_id", Spread.SAMPLES, _UNTIL_DELETED)

@@ -140,7 +140,13 @@ class Config:
     @property
     def partitions(self) -> Partitions:
         topics = self.settings.topics
-        return Partitions(topics.home_partitions, topics.inbox_slots, topics.sample_partitions, topics.chunk_partitions)
+        return Partitions(
+            home=topics.home_partitions,
+            slots=topics.inbox_slots,
+            samples=topics.sample_partitions,
+            chunks=topics.chunk_partitions,
+            cells=topics.cells,
+        )
 
     @property
     def environments(self) -> tuple[str, ...]:
@@ -313,6 +319,10 @@ def _check_together(settings: Settings) -> None:
         f"run.environment_workers ({run.environment_workers}) is more than topics.home_partitions "
         f"({topics.home_partitions}): some would have nothing to do": (
             run.environment_workers <= topics.home_partitions
+        ),
+        f"topics.cells ({topics.cells}) is more than topics.home_partitions or topics.inbox_slots "
+        f"({topics.home_partitions} and {topics.inbox_slots}): each cell has some of both": (
+            topics.cells <= min(topics.home_partitions, topics.inbox_slots)
         ),
         f"environment.max_context_tokens ({environment.max_context_tokens}) is more than executor.max_model_len "
         f"({executor.max_model_len})": environment.max_context_tokens <= executor.max_model_len,

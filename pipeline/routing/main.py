@@ -9,10 +9,10 @@ from topics.settings import BusSettings
 
 
 def run_router(settings: BusSettings, config: RouterConfig, stop: Event, name: str = "router-0") -> None:
-    """Route turns until `stop` is set, then flush and commit. Of several routers, by name, one serves.
+    """Route turns until `stop` is set, then flush and commit. Several routers, by name, share the cells.
 
     Raises RoseError: an unreachable broker, a missing topic.
     """
     loop = RouterLoop(settings, config, name=name)
-    with exported(lambda: loop.reign):
+    with exported(loop):
         loop.run(stop)

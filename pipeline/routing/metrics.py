@@ -1,7 +1,7 @@
 """What the router exports to Prometheus. Counts are read from the core when they are asked for, not kept twice."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Protocol
@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from pipeline.routing.liveness import Standing
 from pipeline.routing.router import Counters, Router
+from pipeline.routing.seat import Seat
 from pipeline.routing.skew import Skews
 from topics.metrics import export
 
@@ -45,8 +46,8 @@ COUNTS = {
 """Of each of the core's counts, what it is called here and what it means."""
 
 
-class Serving(Protocol):
-    """What a router has while it serves."""
+class Reigning(Protocol):
+    """What a router has for each cell that it serves."""
 
     router: Router
     skews: Skews
@@ -56,51 +57,77 @@ class Serving(Protocol):
         """The router's own: what has waited is measured by it."""
 
 
-class RouterCollector(Collector):
-    """Reads a router's counts at the moment of a scrape; while another router serves there are none."""
+class Serving(Protocol):
+    """A router."""
 
-    def __init__(self, serving: Callable[[], Serving | None]) -> None:
+    @property
+    def cells(self) -> int:
+        """How many there are."""
+
+    @property
+    def reigns(self) -> Mapping[Seat, Reigning]:
+        """Of the cells that it serves now."""
+
+
+class RouterCollector(Collector):
+    """Reads a router's counts at the moment of a scrape; of cells that another router serves there are none."""
+
+    def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
     def collect(self) -> Iterable[Metric]:
-        serves, *others = self.describe()
-        serving = self._serving()
-        serves.add_metric([], serving is not None)
-        yield serves
-        if serving is None:
-            return
+        serves, cells, *others = self.describe()
+        reigns = self._serving.reigns
+        serves.add_metric([], len(reigns))
+        cells.add_metric([], self._serving.cells)
+        yield from (serves, cells)
         families = {family.name: family for family in others}
-        router = serving.router
-        for counter in fields(Counters):
-            families[f"rose_router_{COUNTS[counter.name][0]}"].add_metric([], getattr(router.counters, counter.name))
-        families["rose_router_waiting_turns"].add_metric([], len(router.waiting))
-        families["rose_router_oldest_waiting_seconds"].add_metric([], _oldest_seconds(router, serving.clock()))
-        families["rose_router_outstanding_turns"].add_metric([], router.outstanding)
-        executors = list(router.liveness.executors.values())
-        found = Counter(executor.standing for executor in executors)
-        for standing in Standing:
-            families["rose_router_executors"].add_metric([standing.value], found[standing])
-        families["rose_router_policy_version"].add_metric([], router.liveness.current_version)
-        behind = dict(serving.skews.seconds)
-        for executor in executors:
-            if executor.standing is not Standing.GONE and executor.worker in behind:
-                families["rose_router_clock_behind_seconds"].add_metric([executor.worker], behind[executor.worker])
+        for seat, reign in reigns.items():
+            self._collect(families, str(seat.cell), reign)
         yield from others
 
     @staticmethod
+    def _collect(families: Mapping[str, CounterMetricFamily | GaugeMetricFamily], cell: str, reign: Reigning) -> None:
+        router = reign.router
+        for counter in fields(Counters):
+            families[f"rose_router_{COUNTS[counter.name][0]}"].add_metric(
+                [cell], getattr(router.counters, counter.name)
+            )
+        families["rose_router_waiting_turns"].add_metric([cell], len(router.waiting))
+        families["rose_router_oldest_waiting_seconds"].add_metric([cell], _oldest_seconds(router, reign.clock()))
+        families["rose_router_outstanding_turns"].add_metric([cell], router.outstanding)
+        executors = list(router.liveness.executors.values())
+        found = Counter(executor.standing for executor in executors)
+        for standing in Standing:
+            families["rose_router_executors"].add_metric([cell, standing.value], found[standing])
+        families["rose_router_policy_version"].add_metric([cell], router.liveness.current_version)
+        behind = dict(reign.skews.seconds)
+        for executor in executors:
+            if executor.standing is not Standing.GONE and executor.worker in behind:
+                families["rose_router_clock_behind_seconds"].add_metric(
+                    [cell, executor.worker], behind[executor.worker]
+                )
+
+    @staticmethod
     def describe() -> list[CounterMetricFamily | GaugeMetricFamily]:
-        """What `collect` fills in; the first of them is there whether it serves or not."""
+        """What `collect` fills in; the first two of them are there whether it serves or not."""
+        counters = (
+            CounterMetricFamily(f"rose_router_{name}", meaning, labels=["cell"]) for name, meaning in COUNTS.values()
+        )
+
+        def gauge(name: str, meaning: str, *labels: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"rose_router_{name}", meaning, labels=["cell", *labels])
+
         return [
-            GaugeMetricFamily("rose_router_serves", "Whether this router has the seat; of several one does."),
-            *(CounterMetricFamily(f"rose_router_{name}", meaning) for name, meaning in COUNTS.values()),
-            GaugeMetricFamily("rose_router_waiting_turns", "Turns that wait for room."),
-            GaugeMetricFamily("rose_router_oldest_waiting_seconds", "How long the one that waits longest has waited."),
-            GaugeMetricFamily("rose_router_outstanding_turns", "Turns that executors hold."),
-            GaugeMetricFamily("rose_router_executors", "Executors by standing.", labels=["standing"]),
-            GaugeMetricFamily("rose_router_policy_version", "The newest that is served; -1 for none."),
-            GaugeMetricFamily(
-                "rose_router_clock_behind_seconds", "How far the clock of an executor is behind.", labels=["worker"]
-            ),
+            GaugeMetricFamily("rose_router_serves", "Cells that this router serves; 0 while it waits for one."),
+            GaugeMetricFamily("rose_router_cells", "Cells that there are, whoever serves them."),
+            *counters,
+            gauge("waiting_turns", "Turns that wait for room."),
+            gauge("oldest_waiting_seconds", "How long the one that waits longest has waited."),
+            gauge("outstanding_turns", "Turns that executors hold."),
+            gauge("executors", "Executors by standing.", "standing"),
+            gauge("policy_version", "The newest that is served; -1 for none."),
+            gauge("clock_behind_seconds", "How far the clock of an executor is behind.", "worker"),
         ]
 
 
@@ -110,8 +137,8 @@ def _oldest_seconds(router: Router, now: float) -> float:
 
 
 @contextmanager
-def exported(serving: Callable[[], Serving | None]) -> Iterator[None]:
-    """Export the counts of the router that serves at the moment, for as long as this runs."""
+def exported(serving: Serving) -> Iterator[None]:
+    """Export what this router counts, for as long as this runs."""
     export(ROUTER)
     collector = RouterCollector(serving)
     REGISTRY.register(collector)

@@ -1,20 +1,19 @@
-"""A reign: from taking the seat to losing it, a router's records in and decisions out.
+"""A reign: from taking a cell's seat to losing it, the cell's records in and decisions out.
 
 Keeps true
-- Before it decides anything it has claimed every inbox, so that executors drop what a router before it still sends, and
-  has then read back every unfinished turn: from the low water on, requests, then dispatches, then results.
+- Before it decides anything it has claimed every inbox of the cell, so that executors drop what one before it sends
+  yet, and has then read back every unfinished turn: from the low water on, requests, then dispatches, then results.
 - Of what was read together, heartbeats come first, then results, then requests: who is alive, the freed room and the
   warm cache are known when it decides. The time is taken after the records are.
-- Little is fetched ahead, so that behind a backlog of turns heartbeats are still read well within their TTL.
 - It is at-least-once: a dispatch, a FAILED result or a dead letter may be written twice around a restart, none is left
   out. The low water stays where it is until they are on the broker.
 
-It decides nothing: the core does. Nothing of it outlives it: a router that takes the seat again begins anew.
+It decides nothing: the core does. Nothing of it outlives it: who takes the seat again begins anew.
 """
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -24,38 +23,29 @@ from pipeline.routing import metrics
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.low_water import LowWater, Offsets
 from pipeline.routing.router import Decision, Router
-from pipeline.routing.seat import Seat
+from pipeline.routing.seat import Seat, Seats
 from pipeline.routing.skew import Skews
 from pipeline.routing.summary import summary_of
 from pipeline.routing.waiting import Asked
 from schemas.slack import SlackHeartbeat
 from schemas.turns import CLAIM_KEY, TurnDispatch, TurnRequest, TurnResult
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, SUMMARIES, Topic
+from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, SUMMARIES, Topic, of_cell
 from topics.errors import BusError
 from topics.letters import buried
 from topics.log import read_back
 from topics.reader import Reader
-from topics.records import Envelope, Place, Spoiled
+from topics.records import Envelope, Item, Place, Spoiled
 from topics.settings import BusSettings
 from topics.writer import Writer
 
-READ_LIMIT = 500
-"""Records taken at once."""
-
 MISPLACED = 100
 """Executors without an inbox that are told of, each once."""
-
-IDLE_SECONDS = 0.02
-"""How long to wait for records before looking at the time."""
 
 SUMMARY_SECONDS = 1.0
 """Between two summaries of the cell."""
 
 INBOXES_SECONDS = 5.0
 """Between two looks for inboxes that were added, while an executor says that it has one which is not known."""
-
-FETCH_AHEAD = {"fetch.message.max.bytes": "1048576", "fetch.max.bytes": "8388608", "queued.max.messages.kbytes": "8192"}
-"""8 MiB fetched ahead are about 9,000 turns of 150 tokens, which take about a second to decide on."""
 
 
 def valid(envelopes: Iterable[Envelope]) -> Iterator[TurnDispatch]:
@@ -70,27 +60,48 @@ def valid(envelopes: Iterable[Envelope]) -> Iterator[TurnDispatch]:
             yield record
 
 
-class Reign:
-    """Moves records between the bus and a core of its own."""
+@dataclass(frozen=True, slots=True)
+class Station:
+    """What all reigns of one router share: how it reaches the bus, and as whom."""
 
-    def __init__(self, settings: BusSettings, config: RouterConfig, seat: Seat, name: str) -> None:
+    settings: BusSettings
+    config: RouterConfig
+    name: str
+    seats: Seats
+    reader: Reader
+    """It reads what the reigns say, at the places that they say."""
+    writer: Writer
+
+    def close(self) -> None:
+        """Leave the broker as it is: what it has not stored yet is not written any more."""
+        self.writer.close()
+        self.reader.close()
+
+
+class Reign:
+    """Moves the records of one cell between the bus and a core of its own."""
+
+    def __init__(self, station: Station, seat: Seat) -> None:
         """Raises TopicMissing or BusError."""
-        self.router = Router(config)
+        seats, reader = station.seats, station.reader
+        self.router = Router(station.config)
         self.skews = Skews()
-        self._settings = settings
-        self._config = config
-        self._seat = seat
+        self.seat = seat
+        self._settings = station.settings
+        self._config = station.config
+        self._seats = seats
         self.clock = steady_clock()
-        self._log = structlog.get_logger("router").bind(router=name)
-        ahead = replace(settings, properties={**FETCH_AHEAD, **settings.properties})
-        self._reader = Reader(ahead, name)
-        self._writer = Writer(settings, name)
+        self._log = structlog.get_logger("router").bind(router=station.name, cell=seat.cell)
+        self._reader = reader
+        self._writer = station.writer
         self._places: dict[Topic, list[Place]] = {
-            topic: [(topic, partition) for partition in range(self._reader.partitions(topic))]
+            topic: [(topic, each) for each in of_cell(seat.cell, seats.cells, reader.partitions(topic))]
             for topic in (REQUESTED, DISPATCHED, COMPLETED)
         }
         self._next: dict[Place, int] = {}
         """Next offsets: to be read of requests and results, to be written of dispatches."""
+        self._beats = reader.watermarks((HEARTBEATS, seat.cell))[1]
+        """The offset of the next heartbeat: those before this reign tell of what has been."""
         self._low_water = LowWater({})
         self.committed: Offsets = {}
         """The low water as it was last given to be committed."""
@@ -100,31 +111,31 @@ class Reign:
         """What is a dead letter already, of the topics in which something was spoiled."""
         self._next_mark = 0.0
         self._next_summary = 0.0
-        self._name = name
+        self._name = station.name
         self._paused = False
         self._reclaimed = 0
         self._next_inboxes = 0.0
         self._misplaced: set[str] = set()
 
-    def close(self) -> None:
-        """Leave the broker as it is: what it has not stored yet is not written any more."""
-        self._writer.close()
-        self._reader.close()
+    @property
+    def reads_from(self) -> dict[Place, int]:
+        """What must be read for it, and from where."""
+        inputs = self._places[REQUESTED] + self._places[COMPLETED]
+        return {(HEARTBEATS, self.seat.cell): self._beats, **{place: self._next[place] for place in inputs}}
 
     def finish(self) -> None:
-        """See to it that all decisions are on the broker, and commit. Raises BusError."""
-        self._writer.flush()
+        """Commit, once all decisions are on the broker. Raises BusError."""
         self._mark()
         self._log.info("stopped", unfinished=len(self.router.turns))
 
     def begin(self) -> None:
-        """Claim the inboxes, read back what the core must know, and read on from there. Raises SeatLost or BusError."""
+        """Claim the inboxes and read back what the core must know. Raises SeatLost or BusError."""
         began = time.monotonic()
         self._claim(self._places[DISPATCHED])
         places = [place for topic in (REQUESTED, DISPATCHED, COMPLETED) for place in self._places[topic]]
-        committed = self._seat.committed(places)
+        committed = self._seats.committed(places)
         for place in places:
-            self._seat.hold()
+            self._hold()
             low, high = self._reader.watermarks(place)
             self._next[place] = min(max(low, committed[place] or 0), high)
         self._low_water = LowWater(self._next)
@@ -138,10 +149,7 @@ class Reign:
             (each.record for each in self._read_on(COMPLETED) if isinstance(each.record, TurnResult)),
             self.clock,
         )
-        turns = {place: self._next[place] for place in self._places[REQUESTED] + self._places[COMPLETED]}
-        beats = (HEARTBEATS, 0)
-        self._reader.assign({**turns, beats: self._reader.watermarks(beats)[1]})
-        self._seat.hold()
+        self._hold()
         self._carry_out(decisions)
         self._log.info(
             "started",
@@ -150,13 +158,15 @@ class Reign:
             seconds=round(time.monotonic() - began, 3),
         )
 
-    def turn_over(self) -> None:
-        """Take in what there is, waiting a moment for it, and write what the core decides.
+    def reads_anew(self) -> None:
+        """All that `reads_from` names is read, whatever was paused."""
+        self._paused = False
+
+    def turn_over(self, found: Sequence[Item]) -> None:
+        """Take in what was read of this cell, in any order, and write what the core decides.
 
         Raises SeatLost, TopicMissing or BusError.
         """
-        found = self._reader.read(READ_LIMIT, IDLE_SECONDS)
-        self._seat.hold()
         began = time.monotonic()
         for item in found:
             if isinstance(item, Spoiled) and item.topic is not COMPLETED:  # whoever waits for the results buries those
@@ -172,21 +182,31 @@ class Reign:
             if isinstance(envelope.record, TurnRequest) and self._sound(envelope):
                 self._carry_out(self.router.requested(self._asked(envelope), self.clock()))
         for item in found:
-            if isinstance(item, Envelope | Spoiled) and item.topic is not HEARTBEATS:
-                self._next[item.topic, item.partition] = item.offset + 1
+            if isinstance(item, Envelope | Spoiled):
+                self._pass(item)
         self._carry_out(self.router.tick(self.clock()))
-        self._writer.poll()
         if records:
             metrics.BATCH_SECONDS.observe(time.monotonic() - began)
         if began >= self._next_mark:
             self._mark()
         if began >= self._next_summary:
             self._next_summary = began + SUMMARY_SECONDS
-            summary = summary_of(self.router, name=self._name, now=self.clock())
+            summary = summary_of(
+                self.router, name=self._name, now=self.clock(), cell=self.seat.cell, cells=self._seats.cells
+            )
             self._writer.write(SUMMARIES, summary, key=str(summary.cell), partition=0)
         self._hold_back()
         if self.router.counters.lost > self._reclaimed:
             self._claim(self._places[DISPATCHED])
+
+    def _pass(self, item: Envelope | Spoiled) -> None:
+        if item.topic is HEARTBEATS:
+            self._beats = item.offset + 1
+        else:
+            self._next[item.topic, item.partition] = item.offset + 1
+
+    def _hold(self) -> None:
+        self._seats.hold(self.seat)
 
     def _claim(self, inboxes: Sequence[Place]) -> None:
         """Make this router's the newest claim in these inboxes.
@@ -200,7 +220,7 @@ class Reign:
         def claimed(slot: int, offset: int) -> None:
             claims[slot] = max(offset, claims.get(slot, 0))
 
-        self._seat.hold()
+        self._hold()
         for _, slot in inboxes:
             self._writer.tombstone(DISPATCHED, key=CLAIM_KEY, partition=slot, on_delivery=claimed)
         self._writer.flush()
@@ -209,26 +229,29 @@ class Reign:
         skew = self.skews.heard(beat.worker, beat.sent_at, time.time())
         if skew is not None:
             self._log.warning("clock is wrong", worker=beat.worker, seconds_behind=round(skew, 1))
-        slots = len(self._places[DISPATCHED])
-        if beat.slot >= slots and time.monotonic() >= self._next_inboxes:
-            slots = self._look_for_inboxes()
-        if beat.slot < slots:
+        if not self._has(beat.slot) and time.monotonic() >= self._next_inboxes:
+            self._look_for_inboxes()
+        if self._has(beat.slot):
             self._carry_out(self.router.heard(beat, self.clock()))
         elif beat.worker not in self._misplaced and len(self._misplaced) < MISPLACED:
             self._misplaced.add(beat.worker)
-            self._log.error("executor ignored: no such inbox", worker=beat.worker, slot=beat.slot, slots=slots)
+            self._log.error("executor ignored: no such inbox in this cell", worker=beat.worker, slot=beat.slot)
 
-    def _look_for_inboxes(self) -> int:
-        """Claim the inboxes that were added since this reign began; how many there are. Raises SeatLost or BusError."""
+    def _has(self, slot: int) -> bool:
+        inboxes = self._places[DISPATCHED]
+        return slot % self._seats.cells == self.seat.cell and bool(inboxes) and slot <= inboxes[-1][1]
+
+    def _look_for_inboxes(self) -> None:
+        """Claim the inboxes of this cell that were added since this reign began. Raises SeatLost or BusError."""
         self._next_inboxes = time.monotonic() + INBOXES_SECONDS
         known, there = self._places[DISPATCHED], self._writer.partitions(DISPATCHED)
-        added: list[Place] = [(DISPATCHED, slot) for slot in range(len(known), there)]
+        slots = of_cell(self.seat.cell, self._seats.cells, there)[len(known) :]
+        added: list[Place] = [(DISPATCHED, slot) for slot in slots]
         if added:
             known += added
             self._next |= dict.fromkeys(added, 0)
             self._claim(added)
             self._log.info("inboxes added", slots=there)
-        return len(known)
 
     def _sound(self, envelope: Envelope) -> bool:
         """Whether the request makes sense; one that contradicts itself is buried."""
@@ -309,7 +332,7 @@ class Reign:
         if not risen:
             return
         try:
-            self._seat.commit(risen)
+            self._seats.commit(risen)
             self.committed = dict(lowest)
         except BusError as error:  # a restart reads a little more: no reason to stop routing
             self._log.warning("low water not committed", error=str(error))
@@ -319,7 +342,7 @@ class Reign:
         begins = {place: self._next[place] for place in self._places[topic]}
         spoiled = (lambda found: self._bury(found, found.reason)) if topic is REQUESTED else lambda found: None
         found = read_back(
-            self._settings, begins, client_id="rose-router-restore", spoiled=spoiled, meanwhile=self._seat.hold
+            self._settings, begins, client_id="rose-router-restore", spoiled=spoiled, meanwhile=self._hold
         )
         for envelope in found:
             self._next[envelope.topic, envelope.partition] = envelope.offset + 1

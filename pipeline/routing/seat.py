@@ -1,18 +1,21 @@
-"""The seat: which router serves. One does; any others wait for its place.
+"""Seats: which router serves which cell.
 
 Keeps true
-- Whoever is assigned the one partition of the heartbeats in the routers' group has the seat. Nothing is fetched by it.
+- Whoever is assigned partition c of the heartbeats in the routers' group serves cell c. Nothing is fetched by it.
+- A seat is one unbroken time of serving a cell: who has lost a cell and comes by it again has another seat.
+- While the group decides anew who serves what, nobody decides anything. Who is given again what it had, without having
+  been given up meanwhile, goes on: nobody else can have had it.
 - The low water is committed as a member of the group, so the broker refuses it from a router that was replaced.
-- A router that did not look at its seat for LET_GO_SECONDS (it was stopped, or the machine was) gives it up: the broker
-  may have given it to another, which it would learn too late. So does one that the broker says has lost it.
+- A router that did not look for LET_GO_SECONDS (it was stopped, or the machine was) gives its seats up: the broker may
+  have given them to another, which it would learn too late. So does one that the broker says has lost them.
 
-On Apache Kafka a router that dies is replaced within SESSION_SECONDS. The embedded broker never evicts: there the seat
-waits for the router of the same name to come back, and who was away still has it.
+On Apache Kafka a router that dies is replaced within SESSION_SECONDS. The embedded broker never evicts: there its cells
+wait for the router of the same name to come back, and who was away still has them.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from schemas.errors import RoseError
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, ROUTER_GROUP
@@ -22,50 +25,77 @@ from topics.records import Place
 from topics.settings import BusSettings
 
 SESSION_SECONDS = 6.0
-"""After so much silence the broker gives the seat to another; the least that Apache Kafka allows by default."""
+"""After so much silence the broker gives the cells to another; the least that Apache Kafka allows by default."""
 
 LET_GO_SECONDS = SESSION_SECONDS / 2
 """Half a session: the client's own heartbeats are a second apart, so until then the broker has surely not given up."""
+
+LOOK_SECONDS = 0.2
+"""How long one look lasts while the group decides."""
 
 SESSION: dict[str, Any] = {"session.timeout.ms": int(SESSION_SECONDS * 1000), "heartbeat.interval.ms": 1000}
 
 
 class SeatLost(RoseError):
-    """This router must not go on as it was; the message says why."""
+    """A cell must not be served on as it was; the message says why."""
 
 
-class Seat:
-    """One router's membership of the group."""
+class Seat(NamedTuple):
+    """One unbroken time in which a router serves a cell."""
+
+    cell: int
+    term: int
+
+
+class Seats:
+    """One router's membership of the group, and the seats that it has by it."""
 
     def __init__(self, settings: BusSettings, name: str) -> None:
         """Raises TopicMissing or BusError."""
         self._settings = settings
         self._name = name
-        self._taken = False
-        self._looked_at = 0.0
-        self._reader = self._join()
-        for topic in (REQUESTED, DISPATCHED, COMPLETED, HEARTBEATS):
-            self._reader.partitions(topic)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the seat for so long; whether this router has it now."""
-        self._reader.read(1, 0.0 if self._taken else seconds)
+        self.held: frozenset[Seat] = frozenset()
+        self._terms = 0
+        self._undecided = False
+        """The group decides anew who serves what."""
         self._looked_at = time.monotonic()
-        return self._taken
+        self._reader = self._join()
+        for topic in (REQUESTED, DISPATCHED, COMPLETED):
+            self._reader.partitions(topic)
+        self.cells = self._reader.partitions(HEARTBEATS)
 
-    def hold(self) -> None:
-        """Look whether this router still has the seat: call it before each decision. Raises SeatLost."""
+    def wait(self, seconds: float) -> frozenset[Seat]:
+        """Wait for news for so long; the seats that this router has now. None can be used while the group decides."""
+        self._reader.read(1, seconds)
+        self._looked_at = time.monotonic()
+        return frozenset() if self._undecided else self.held
+
+    def hold(self, seat: Seat | None = None) -> None:
+        """Look whether this router still has its seats, this one among them: call it before each decision.
+
+        Waits while the group decides anew. Raises SeatLost.
+        """
         HEALTH.turned_over()
         absent = time.monotonic() - self._looked_at
         if absent > LET_GO_SECONDS:
-            if not self._settings.embedded:
+            if self._settings.embedded:
+                self._take([each.cell for each in self.held], anew=True)
+                self._looked_at = time.monotonic()
+            else:
                 self.leave()
             raise SeatLost(f"away for {absent:.1f} s: another router may have taken over")
-        if not self.wait(0.0):
-            raise SeatLost("another router takes over")
+        self.wait(0.0)
+        undecided_until = self._looked_at + LET_GO_SECONDS
+        while self._undecided:
+            self.wait(LOOK_SECONDS)
+            if self._looked_at > undecided_until:
+                self._take([], anew=True)
+                raise SeatLost(f"the group has not decided within {LET_GO_SECONDS:g} s who serves what")
+        if seat is not None and seat not in self.held:
+            raise SeatLost(f"another router serves cell {seat.cell}")
 
     def leave(self) -> None:
-        """Give the seat up and stand in line again."""
+        """Give all seats up and stand in line again."""
         self.close()
         self._reader = self._join()
 
@@ -74,23 +104,34 @@ class Seat:
         return self._reader.committed(places)
 
     def commit(self, offsets: Mapping[Place, int]) -> None:
-        """Commit the low water, if this router still has the seat. Raises BusError."""
+        """Commit the low water, if this router is still a member. Raises BusError."""
         self._reader.commit(offsets)
 
     def close(self) -> None:
         """Leave the group."""
-        self._taken = False
+        self._lost([])
         self._reader.close()
 
     def _join(self) -> Reader:
         # librdkafka's own heartbeats keep the membership up while the loop is busy.
         reader = Reader(self._settings, self._name, group=ROUTER_GROUP, member=self._name, **SESSION)
-        reader.subscribe([HEARTBEATS], assigned=self._assigned, revoked=self._revoked)
+        reader.subscribe([HEARTBEATS], assigned=self._assigned, revoked=self._revoked, lost=self._lost)
         return reader
 
     def _assigned(self, places: list[Place]) -> dict[Place, int]:
-        self._taken = bool(places)
+        self._undecided = False
+        self._take([cell for _, cell in places])
         return {}
 
-    def _revoked(self, places: list[Place]) -> None:
-        self._taken = False
+    def _revoked(self, _places: list[Place]) -> None:
+        self._undecided = bool(self.held)
+
+    def _lost(self, _places: list[Place]) -> None:
+        self._undecided = False
+        self._take([])
+
+    def _take(self, cells: Sequence[int], *, anew: bool = False) -> None:
+        """Have seats in these cells and no others, those that it has already unless it is to begin `anew`."""
+        self._terms += 1
+        kept = {} if anew else {seat.cell: seat for seat in self.held}
+        self.held = frozenset(kept.get(cell, Seat(cell, self._terms)) for cell in cells)

@@ -39,16 +39,19 @@ class Fleet:
 class Bus:
     """The other side of the topics."""
 
-    def __init__(self, settings: BusSettings) -> None:
+    def __init__(self, settings: BusSettings, partitions: Partitions = PARTITIONS) -> None:
         self.settings = settings
+        self.homes, self.cells = partitions.home, partitions.cells
         self.writer = Writer(settings, "test")
         self.reader = Reader(settings, "test", group="test")
-        self.reader.assign({(DISPATCHED, slot): OFFSET_BEGINNING for slot in range(PARTITIONS.slots)})
+        self.reader.assign({(DISPATCHED, slot): OFFSET_BEGINNING for slot in range(partitions.slots)})
         self.inboxes: list[TurnDispatch] = []
         """All dispatches that executors take for valid, in the order in which they were found."""
         self.zombies: list[TurnDispatch] = []
         """Those of a claim that was not the newest."""
         self.fleet = Fleet()
+        self.most_held = 0
+        """Turns that one executor held at once."""
         self.asked = 0
         self._next_beat = 0.0
 
@@ -67,7 +70,7 @@ class Bus:
         self.fleet.alive[worker] = fields
         holds = packed(self.fleet.held.get(worker, []))
         said = heartbeat(worker, **{"holds": holds, "sent_at": time.time(), **fields})
-        self.writer.write(HEARTBEATS, said, key=f"w{worker}")
+        self.writer.write(HEARTBEATS, said, key=f"w{worker}", partition=worker % self.cells)
         self.writer.flush()
 
     def answer(self, dispatch: TurnDispatch, outcome: TurnOutcome = TurnOutcome.COMPLETED) -> None:
@@ -88,7 +91,9 @@ class Bus:
             else:
                 self.fleet.claims[item.partition] = item.record.claim
                 self.inboxes.append(item.record)
-                self.fleet.held.setdefault(item.partition, []).append(item.record)
+                held = self.fleet.held.setdefault(item.partition, [])
+                held.append(item.record)
+                self.most_held = max(self.most_held, len(held))
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_SECONDS
             for worker, fields in self.fleet.alive.items():
@@ -111,6 +116,29 @@ class Bus:
         """Let so much time pass."""
         end = time.monotonic() + seconds
         self.until(lambda: time.monotonic() >= end)
+
+    def keep_turns_moving(self, seconds: float, turns: int = 6) -> None:
+        """Executors answer, and so many trajectories are begun, all the while."""
+        for _ in range(turns):
+            self.ask(f"g:{self.asked}", home=self.asked % self.homes)
+            for held in self.fleet.held.values():
+                if held:
+                    self.answer(held[0])
+            self.go_on(seconds / turns)
+
+    def finish(self) -> None:
+        """Answer until every turn has a result; none has two, and none was lost or failed."""
+
+        def answer_next() -> None:
+            for held in self.fleet.held.values():
+                if held:
+                    self.answer(held[0])
+
+        self.until(lambda: len({each.request.trajectory_id for each in self.inboxes}) == self.asked, answer_next)
+        self.until(lambda: not any(self.fleet.held.values()), answer_next)
+        results = self.results()
+        assert len(results) == len({each.trajectory_id for each in results}) == self.asked
+        assert {each.attempt for each in self.inboxes} == {0}
 
     def results(self) -> list[TurnResult]:
         found = read_topics(self.settings, [COMPLETED])

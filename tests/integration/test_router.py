@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -10,8 +11,6 @@ from confluent_kafka import Producer
 from pipeline.clock import steady_clock
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.loop import RouterLoop
-from pipeline.routing.reign import Reign
-from pipeline.routing.seat import Seat
 from schemas.turns import Refusal, TurnOutcome
 from tests.brokers import AnyBroker
 from tests.integration.router_kit import PARTITIONS, Bus, router_process, with_properties
@@ -215,42 +214,41 @@ def test_an_executor_of_an_inbox_that_does_not_exist_gets_nothing(bus: Bus) -> N
     assert {each.worker for each in bus.inboxes} == {"w1"} and len(bus.inboxes) == 4
 
 
-def test_requests_are_left_on_their_topic_while_too_many_turns_wait(bus: Bus) -> None:
-    seat = Seat(bus.settings, "router-0")
-    bus.until(lambda: seat.wait(0.1))
-    reign = Reign(bus.settings, RouterConfig(max_waiting_turns=2, low_water_seconds=0.0), seat, "router-0")
-    reign.begin()
+@pytest.fixture
+def short_of_room(bus: Bus) -> Iterator[RouterLoop]:
+    """A router of this process that serves, and leaves requests on their topic while more than two turns wait."""
+    config = RouterConfig(max_waiting_turns=2, low_water_seconds=0.0)
+    with closing(RouterLoop(bus.settings, config, name="router-0")) as loop:
+        bus.until(lambda: bool(loop.reigns), loop.turn_over)
+        yield loop
+
+
+def test_requests_are_left_on_their_topic_while_too_many_turns_wait(bus: Bus, short_of_room: RouterLoop) -> None:
+    (reign,) = short_of_room.reigns.values()
     for group in ("g0", "g1", "g2"):
         waiting = len(reign.router.waiting)
         bus.ask(f"{group}:0")
-        bus.until(lambda: len(reign.router.waiting) > waiting, reign.turn_over)  # noqa: B023
+        bus.until(lambda: len(reign.router.waiting) > waiting, short_of_room.turn_over)  # noqa: B023
     bus.ask("g3:0")
     for _ in range(5):
-        reign.turn_over()
+        short_of_room.turn_over()
     assert len(reign.router.waiting) == 3
     bus.beat(0)
-    bus.until(lambda: len(bus.inboxes) == 4, reign.turn_over)
-    reign.close()
-    seat.close()
+    bus.until(lambda: len(bus.inboxes) == 4, short_of_room.turn_over)
 
 
-def test_torn_contexts_do_not_keep_the_requests_back_that_mend_them(bus: Bus) -> None:
-    seat = Seat(bus.settings, "router-0")
-    bus.until(lambda: seat.wait(0.1))
-    reign = Reign(bus.settings, RouterConfig(max_waiting_turns=2, low_water_seconds=0.0), seat, "router-0")
-    reign.begin()
+def test_torn_contexts_do_not_keep_the_requests_back_that_mend_them(bus: Bus, short_of_room: RouterLoop) -> None:
+    (reign,) = short_of_room.reigns.values()
     bus.beat(0)
     for number in range(3):
         bus.ask(f"g{number}:0", 1)
-        bus.until(lambda: len(bus.inboxes) > number, reign.turn_over)  # noqa: B023
+        bus.until(lambda: len(bus.inboxes) > number, short_of_room.turn_over)  # noqa: B023
         torn = bus.fleet.held[0].pop()
         bus.say(COMPLETED, result(torn, TurnOutcome.REFUSED, refusal=Refusal.CONTEXT), "", torn.home)
-        bus.until(lambda: reign.router.counters.torn > number, reign.turn_over)  # noqa: B023
+        bus.until(lambda: reign.router.counters.torn > number, short_of_room.turn_over)  # noqa: B023
     for number in range(3):
         bus.ask(f"g{number}:0", 1, anchors=True)
-    bus.until(lambda: len(bus.inboxes) == 6, reign.turn_over)
-    reign.close()
-    seat.close()
+    bus.until(lambda: len(bus.inboxes) == 6, short_of_room.turn_over)
 
 
 def test_the_program_stops_cleanly_when_asked(bus: Bus) -> None:

@@ -14,8 +14,6 @@ from tests.integration.router_kit import PARTITIONS, Bus, router_process
 from tests.roles import freeze, kill, thaw
 from topics.admin import create_topics
 
-TURNS = 6
-
 pytestmark = pytest.mark.slow
 
 
@@ -28,30 +26,6 @@ def bus(broker: AnyBroker, namespace: str) -> Iterator[Bus]:
     bus.close()
 
 
-def keep_turns_moving(bus: Bus, seconds: float) -> None:
-    """Executors answer, and trajectories are begun, all the while."""
-    for _ in range(TURNS):
-        bus.ask(f"g:{bus.asked}")
-        if bus.fleet.held.get(0):
-            bus.answer(bus.fleet.held[0][0])
-        bus.go_on(seconds / TURNS)
-
-
-def finish(bus: Bus) -> None:
-    """Answer until every turn has a result; none has two, and none was lost or failed."""
-
-    def answer_next() -> None:
-        for held in bus.fleet.held.values():
-            if held:
-                bus.answer(held[0])
-
-    bus.until(lambda: len({each.request.trajectory_id for each in bus.inboxes}) == bus.asked, answer_next)
-    bus.until(lambda: not any(bus.fleet.held.values()), answer_next)
-    results = bus.results()
-    assert len(results) == len({each.trajectory_id for each in results}) == bus.asked
-    assert {each.attempt for each in bus.inboxes} == {0}
-
-
 def test_a_router_that_was_frozen_does_no_harm_when_it_goes_on(bus: Bus, broker_kind: str) -> None:
     with router_process(bus.settings, 0) as first:
         bus.beat(0, max_turns=3)
@@ -59,15 +33,15 @@ def test_a_router_that_was_frozen_does_no_harm_when_it_goes_on(bus: Bus, broker_
         bus.until_dispatched(1)
         with router_process(bus.settings, 1):
             bus.go_on(6.0)
-            keep_turns_moving(bus, 3.0)
+            bus.keep_turns_moving(3.0)
             freeze(first)
             dispatched = len(bus.inboxes)
-            keep_turns_moving(bus, 15.0)
+            bus.keep_turns_moving(15.0)
             if broker_kind != EMBEDDED:  # the embedded broker never gives the seat of a member to another
                 assert len(bus.inboxes) > dispatched, "the other router serves meanwhile"
             thaw(first)
-            keep_turns_moving(bus, 3.0)
-            finish(bus)
+            bus.keep_turns_moving(3.0)
+            bus.finish()
             assert not repeated(bus.zombies), bus.zombies
 
 
@@ -85,8 +59,8 @@ def test_a_freeze_shorter_than_the_session_is_over_when_it_is_over(bus: Bus) -> 
             freeze(router)
             bus.go_on(seconds)
             thaw(router)
-            keep_turns_moving(bus, 2.0)
-        finish(bus)
+            bus.keep_turns_moving(2.0)
+        bus.finish()
 
 
 def test_a_router_that_is_killed_is_replaced_within_its_session(bus: Bus, broker_kind: str) -> None:
@@ -105,12 +79,12 @@ def test_a_router_that_is_killed_is_replaced_within_its_session(bus: Bus, broker
             served = len(bus.inboxes)
             if broker_kind == EMBEDDED:
                 begin(number)
-            keep_turns_moving(bus, SESSION_SECONDS)
+            bus.keep_turns_moving(SESSION_SECONDS)
             bus.until(lambda: len(bus.inboxes) > served)  # noqa: B023
             if broker_kind != EMBEDDED:
                 begin(number)
-            keep_turns_moving(bus, 3.0)
-        finish(bus)
+            bus.keep_turns_moving(3.0)
+        bus.finish()
 
 
 def test_a_router_goes_on_when_its_broker_is_back(broker_kind: str, tmp_path: Path, namespace: str) -> None:
@@ -128,7 +102,7 @@ def test_a_router_goes_on_when_its_broker_is_back(broker_kind: str, tmp_path: Pa
             freeze(router)
             thaw(router)
             broker.restart()
-            keep_turns_moving(bus, 5.0)
-            finish(bus)
+            bus.keep_turns_moving(5.0)
+            bus.finish()
             assert router.poll() is None, "by itself"
         bus.close()

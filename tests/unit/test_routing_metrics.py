@@ -1,22 +1,33 @@
 """What the router exports is what its core counts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import REGISTRY
 
 from pipeline.routing.metrics import exported
 from pipeline.routing.router import Router
+from pipeline.routing.seat import Seat
 from pipeline.routing.skew import Skews
 from schemas.slack import ExecutorState
 from tests.unit.routing_world import World, request
 
 
 @dataclass
-class Serving:
+class Reigning:
     router: Router
     skews: Skews
     clock: Callable[[], float]
+
+
+@dataclass
+class Serving:
+    cells: int
+    reigns: dict[Seat, Reigning] = field(default_factory=dict)
+
+
+def sample(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"rose_router_{name}", labels)
 
 
 def test_the_exported_counts_are_the_cores() -> None:
@@ -26,21 +37,27 @@ def test_the_exported_counts_are_the_cores() -> None:
     skews = Skews()
     for second in range(12):
         skews.heard("w0", second - 7.0, float(second))
-    with exported(lambda: Serving(world.router, skews, lambda: world.now + 30.0)):
+    with exported(Serving(6, {Seat(4, 1): Reigning(world.router, skews, lambda: world.now + 30.0)})):
         for index in range(3):
             world.ask(request(f"g0:{index}"))
-        found = {
-            name: REGISTRY.get_sample_value(f"rose_router_{name}")
-            for name in ("turns_requested_total", "waiting_turns")
-        }
-        assert found == {"turns_requested_total": 3, "waiting_turns": 2}
-        assert REGISTRY.get_sample_value("rose_router_oldest_waiting_seconds") == 30.0
-        assert REGISTRY.get_sample_value("rose_router_outstanding_turns") == 1
-        assert REGISTRY.get_sample_value("rose_router_executors", {"standing": "live"}) == 1
-        assert REGISTRY.get_sample_value("rose_router_policy_version") == 4
-        assert REGISTRY.get_sample_value("rose_router_clock_behind_seconds", {"worker": "w0"}) == 7
-        assert REGISTRY.get_sample_value("rose_router_serves") == 1
-    assert REGISTRY.get_sample_value("rose_router_turns_requested_total") is None
+        assert sample("turns_requested_total", cell="4") == 3
+        assert sample("waiting_turns", cell="4") == 2
+        assert sample("oldest_waiting_seconds", cell="4") == 30.0
+        assert sample("outstanding_turns", cell="4") == 1
+        assert sample("executors", cell="4", standing="live") == 1
+        assert sample("policy_version", cell="4") == 4
+        assert sample("clock_behind_seconds", cell="4", worker="w0") == 7
+        assert (sample("serves"), sample("cells")) == (1, 6)
+    assert sample("turns_requested_total", cell="4") is None
+
+
+def test_each_cell_has_counts_of_its_own() -> None:
+    one, other = World(), World()
+    other.ask(request("g0:0"))
+    reigns = {Seat(cell, 1): Reigning(world.router, Skews(), lambda: 0.0) for cell, world in ((0, one), (2, other))}
+    with exported(Serving(3, reigns)):
+        assert [sample("turns_requested_total", cell=str(cell)) for cell in range(3)] == [0, None, 1]
+        assert sample("serves") == 2
 
 
 def test_of_a_clock_whose_executor_is_gone_or_was_never_there_nothing_is_said() -> None:
@@ -50,15 +67,14 @@ def test_of_a_clock_whose_executor_is_gone_or_was_never_there_nothing_is_said() 
     for second in range(12):
         for worker in ("w0", "nobody"):
             skews.heard(worker, second - 7.0, float(second))
-    with exported(lambda: Serving(world.router, skews, lambda: world.now)):
-        behind = "rose_router_clock_behind_seconds"
-        assert REGISTRY.get_sample_value(behind, {"worker": "w0"}) == 7
-        assert REGISTRY.get_sample_value(behind, {"worker": "nobody"}) is None
+    with exported(Serving(1, {Seat(0, 1): Reigning(world.router, skews, lambda: world.now)})):
+        assert sample("clock_behind_seconds", cell="0", worker="w0") == 7
+        assert sample("clock_behind_seconds", cell="0", worker="nobody") is None
         world.beat(0, state=ExecutorState.STOPPING)
-        assert REGISTRY.get_sample_value(behind, {"worker": "w0"}) is None
+        assert sample("clock_behind_seconds", cell="0", worker="w0") is None
 
 
 def test_a_router_that_waits_exports_that_it_does() -> None:
-    with exported(lambda: None):
-        assert REGISTRY.get_sample_value("rose_router_serves") == 0
-        assert REGISTRY.get_sample_value("rose_router_turns_requested_total") is None
+    with exported(Serving(1)):
+        assert (sample("serves"), sample("cells")) == (0, 1)
+        assert sample("turns_requested_total", cell="0") is None

@@ -136,6 +136,8 @@ class Executor:
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name)
         self._homes = self._reader.partitions(COMPLETED)
+        self._cell = config.slot % self._reader.partitions(HEARTBEATS)
+        """Whose router it is heard by."""
         self._start = Start(name, worker_class, self._begin())
         self._beats = Heartbeats(self._start, config.slot, by_grant=self._gate.lends)
         self._inbox = Inbox(self._start.incarnation, max_turns=self._most_turns, token_budget=0)
@@ -397,4 +399,4 @@ class Executor:
             now=time.time(),
             turns=turns,
         )
-        self._writer.write(HEARTBEATS, beat, key=self._name)
+        self._writer.write(HEARTBEATS, beat, key=self._name, partition=self._cell)

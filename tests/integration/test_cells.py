@@ -1,0 +1,112 @@
+"""Three routers over six cells, each a process: they share them, and nothing is lost when one goes or comes."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from pipeline.command.nursery import Forked
+from pipeline.routing.seat import SESSION_SECONDS
+from schemas.cells import CellSummary
+from tests.brokers import EMBEDDED, AnyBroker
+from tests.integration.router_kit import Bus, router_process
+from tests.roles import freeze, kill, stop, thaw
+from topics.admin import create_topics
+from topics.catalog import SUMMARIES, Partitions
+from topics.log import read_topics
+
+CELLS = 6
+PARTITIONS = Partitions(home=CELLS, slots=2 * CELLS, samples=1, chunks=1, cells=CELLS)
+MAX_TURNS = 3
+
+pytestmark = pytest.mark.slow
+
+
+class Routers:
+    """Routers by number, and what they say of the cells."""
+
+    def __init__(self, bus: Bus, processes: ExitStack) -> None:
+        self._bus = bus
+        self._processes = processes
+        self.running: dict[int, Forked] = {}
+
+    def begin(self, *numbers: int) -> None:
+        for number in numbers:
+            self.running[number] = self._processes.enter_context(router_process(self._bus.settings, number))
+
+    def by_cell(self) -> dict[int, str]:
+        """Of each cell, who summed it up last."""
+        found = read_topics(self._bus.settings, [SUMMARIES])
+        return {each.record.cell: each.record.router for each in found if isinstance(each.record, CellSummary)}
+
+    def until_shared_by(self, *numbers: int) -> None:
+        """Wait until every cell is served, each of these routers serves some, and nobody else does."""
+        names = {f"router-{number}" for number in numbers}
+        self._bus.until(lambda: len(said := self.by_cell()) == CELLS and set(said.values()) == names)
+
+
+@pytest.fixture
+def bus(broker: AnyBroker, namespace: str) -> Iterator[Bus]:
+    settings = broker.settings(namespace)
+    create_topics(settings, PARTITIONS)
+    bus = Bus(settings, PARTITIONS)
+    for worker in range(PARTITIONS.slots):
+        bus.beat(worker, max_turns=MAX_TURNS)
+    yield bus
+    bus.close()
+
+
+@pytest.fixture
+def routers(bus: Bus) -> Iterator[Routers]:
+    with ExitStack() as processes:
+        yield Routers(bus, processes)
+
+
+def whole(bus: Bus) -> None:
+    """Every turn is answered once, by an executor of its own cell, and none ever held more than it offers."""
+    bus.finish()
+    assert all(each.slot % CELLS == each.home % CELLS for each in bus.inboxes)
+    assert bus.most_held <= MAX_TURNS
+
+
+def test_they_share_the_cells_and_who_joins_or_leaves_takes_only_some(bus: Bus, routers: Routers) -> None:
+    routers.begin(0)
+    routers.until_shared_by(0)
+    bus.keep_turns_moving(1.0, 2 * CELLS)
+    routers.begin(1, 2)
+    routers.until_shared_by(0, 1, 2)
+    bus.keep_turns_moving(2.0, 4 * CELLS)
+    if bus.settings.embedded:
+        whole(bus)  # there a leaver's cells wait for it
+        return
+    stop(routers.running[1])
+    routers.until_shared_by(0, 2)
+    bus.keep_turns_moving(1.0, 2 * CELLS)
+    whole(bus)
+
+
+def test_cells_of_one_that_is_killed_go_on_elsewhere(bus: Bus, routers: Routers, broker_kind: str) -> None:
+    routers.begin(0, 1, 2)
+    routers.until_shared_by(0, 1, 2)
+    bus.keep_turns_moving(1.0, 2 * CELLS)
+    kill(routers.running[1])
+    if broker_kind == EMBEDDED:
+        routers.begin(1)
+    bus.keep_turns_moving(SESSION_SECONDS, 4 * CELLS)
+    if broker_kind != EMBEDDED:
+        routers.until_shared_by(0, 2)
+        routers.begin(1)
+    routers.until_shared_by(0, 1, 2)
+    bus.keep_turns_moving(1.0, 2 * CELLS)
+    whole(bus)
+
+
+def test_one_that_was_frozen_does_no_harm_in_any_cell(bus: Bus, routers: Routers) -> None:
+    routers.begin(0, 1, 2)
+    routers.until_shared_by(0, 1, 2)
+    freeze(routers.running[2])
+    bus.keep_turns_moving(2 * SESSION_SECONDS, 4 * CELLS)
+    thaw(routers.running[2])
+    routers.until_shared_by(0, 1, 2)
+    bus.keep_turns_moving(1.0, 2 * CELLS)
+    whole(bus)
