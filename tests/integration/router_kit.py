@@ -32,6 +32,7 @@ class Fleet:
     alive: dict[int, dict[str, object]] = field(default_factory=dict)
     """Those that send heartbeats, and what they say."""
     held: dict[int, list[TurnDispatch]] = field(default_factory=dict)
+    """By executor: the first and the third have one inbox."""
     claims: dict[int, int] = field(default_factory=dict)
     """The newest claim seen in each inbox."""
 
@@ -71,8 +72,9 @@ class Bus:
         self.writer.flush()
 
     def answer(self, dispatch: TurnDispatch, outcome: TurnOutcome = TurnOutcome.COMPLETED) -> None:
-        if dispatch in self.fleet.held.get(dispatch.slot, []):
-            self.fleet.held[dispatch.slot].remove(dispatch)
+        held = self.fleet.held.get(_number(dispatch), [])
+        if dispatch in held:
+            held.remove(dispatch)
         self.say(COMPLETED, result(dispatch, outcome), dispatch.request.trajectory_id, dispatch.home)
 
     def look(self) -> list[TurnDispatch]:
@@ -88,7 +90,7 @@ class Bus:
             else:
                 self.fleet.claims[item.partition] = item.record.claim
                 self.inboxes.append(item.record)
-                self.fleet.held.setdefault(item.partition, []).append(item.record)
+                self.fleet.held.setdefault(_number(item.record), []).append(item.record)
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_SECONDS
             for worker, fields in self.fleet.alive.items():
@@ -118,6 +120,10 @@ class Bus:
 
     def close(self) -> None:
         self.reader.close()
+
+
+def _number(dispatch: TurnDispatch) -> int:
+    return int(dispatch.worker.removeprefix("w"))
 
 
 def router_process(settings: BusSettings, number: int = 0, **config: object) -> AbstractContextManager[Forked]:

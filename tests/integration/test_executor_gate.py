@@ -1,130 +1,33 @@
 """An executor whose engine the test plays: what it does when a grant, a guest or a server says that it may not run."""
 
-import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 import pytest
-import torch
 from prometheus_client import REGISTRY
 
 from pipeline.command.granting import send_grant
 from pipeline.command.options import Common
-from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.errors import UsageError
-from schemas.slack import ExecutorState, WorkerClass
-from schemas.turns import Refusal, TurnOutcome, VersionSpan, held_hash
+from schemas.slack import ExecutorState
+from schemas.turns import Refusal, TurnOutcome, held_hash
 from tests.brokers import AnyBroker
-from tests.integration.executor_kit import SLOT, Router
+from tests.integration.played_engine import NAME, TICK, running
 from tests.waiting import until
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.fetch import Fetch
 from topics.records import Envelope
 from topics.settings import BusSettings
-from workers.executor.config import ExecutorConfig
-from workers.executor.gate import FREELY, Granted
-from workers.executor.line import Line
-from workers.executor.link import EngineLink
-from workers.executor.loop import Executor
-from workers.executor.wires import Wires
-from workers.executor.words import (
-    ABORTED,
-    ORDERS,
-    Done,
-    GiveUp,
-    Lent,
-    NotTaken,
-    Order,
-    Outbox,
-    Park,
-    Prepare,
-    Prepared,
-    Serve,
-    Serving,
-    Take,
-    Tick,
-    Wake,
-)
+from workers.executor.gate import FREELY
+from workers.executor.words import GiveUp, Lent, NotTaken, Park, Prepare, Take, Wake
 from workers.lender.grants import Grants
 from workers.lender.lease import Lease
-from workers.weights.receive import StagedVersion
 from workers.weights.trust import run_id
 
-NAME = f"executor-{SLOT}"
 FIGURES = ("rose_executor_policy_version", "rose_lender_budget_bytes")
-TICK = Tick(-1, "cpu", 0, 0, 10_000, 10_000, 1, 1.0, 1.0, 0, 0.0)
-Wanted = TypeVar("Wanted", bound=Order)
-
-
-class OneVersion:
-    """A receiver to which version 3 came."""
-
-    newest, refused_newest = 3, None
-
-    def __init__(self) -> None:
-        self._staged: StagedVersion | None = StagedVersion(3, {"w": torch.zeros(4)}, 16, None, 0.0)  # type: ignore[arg-type]
-
-    def staged(self) -> StagedVersion | None:
-        staged, self._staged = self._staged, None
-        return staged
-
-    def refuse(self, version: int, reason: str) -> None:
-        """The engine does not take it."""
-
-
-@dataclass
-class Engine:
-    """The other end of an executor's wires. What it says of itself is `tick`."""
-
-    wires: Wires
-    tick: Tick = TICK
-    heard: list[Order] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.reports = Outbox(Line(self.wires.reports))
-        self._orders = Line(self.wires.orders)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def say(self, **changes: Any) -> None:
-        self.tick = msgspec.structs.replace(self.tick, **changes)
-
-    def hear(self, kind: type[Wanted]) -> Wanted:
-        """Wait for an order of a kind, and forget it."""
-        until(lambda: any(isinstance(order, kind) for order in self.heard))
-        found = next(order for order in self.heard if isinstance(order, kind))
-        self.heard.remove(found)
-        return found
-
-    def serve(self) -> None:
-        """Take a version up, as it is told to."""
-        version = self.hear(Prepare).version
-        self.reports.say(Prepared(version))
-        self.hear(Serve)
-        self.reports.say(Serving(version, 0.0))
-        self.say(version=version)
-
-    def give_up(self, name: str, tokens: list[int]) -> None:
-        spans = (VersionSpan(0, len(tokens), 3),) if tokens else ()
-        logprobs = pack_logprobs([-1.0] * len(tokens))
-        self.reports.say(Done(name, pack_tokens(tokens), logprobs, ABORTED, spans, 3, 0, 1.0, 2.0, 3.0, 0.5))
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.02):
-            self.heard += map(ORDERS.decode, self._orders.read())
-            self.reports.say(self.tick)
 
 
 @pytest.fixture
@@ -154,36 +57,6 @@ def common_of(settings: BusSettings) -> Common:
 
 def grant(settings: BusSettings, *, lend: bool, worker: str = NAME, token_budget: int = 0) -> None:
     send_grant(common_of(settings), worker, lend=lend, kv_bytes=0, token_budget=token_budget, reason="night")
-
-
-@contextmanager
-def running(
-    settings: BusSettings, granted: Granted | None, *, kind: type[Engine] = Engine
-) -> Iterator[tuple[Engine, Router]]:
-    """An executor, its engine of this kind, and the router that it talks to."""
-    wires, stop = Wires.new(), threading.Event()
-    engine = kind(wires)
-    life = os.pidfd_open(os.getpid())
-    executor = Executor(
-        settings,
-        ExecutorConfig(model_folder=Path(), slot=SLOT),
-        NAME,
-        WorkerClass.SERVING,
-        EngineLink(wires, life),
-        TICK,
-        OneVersion(),  # type: ignore[arg-type]
-        granted,
-    )
-    thread = threading.Thread(target=executor.run, args=(stop,))
-    thread.start()
-    try:
-        yield engine, Router(settings)
-    finally:
-        stop.set()
-        thread.join()
-        engine.close()
-        wires.close()
-        os.close(life)
 
 
 def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings: BusSettings, grants: Grants) -> None:
@@ -291,7 +164,7 @@ def test_a_server_that_is_never_idle_gives_its_turns_back_until_it_was(settings:
 
 
 def test_a_goodbye_lists_what_was_answered_just_before(settings: BusSettings) -> None:
-    with running(settings, None) as (engine, router):
+    with running(settings) as (engine, router):
         engine.serve()
         router.until(lambda: router.serves(3))
         keys = [router.dispatch(name, [3, 4, 5]) for name in ("before", "with")]

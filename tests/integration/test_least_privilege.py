@@ -144,7 +144,7 @@ class Run:
 
     def lend(self) -> Forked:
         """A vLLM server that lends."""
-        model, [port] = ("lend", "--model", str(MODEL), "--slot", "1"), free_ports(1)
+        model, [port] = ("lend", "--model", str(MODEL), "--name", "executor-1"), free_ports(1)
         command = (*model, *self.common(LENDER), "--", *server_flags(port))
         return self._nursery.start(command, name=LENDER.name, log=self.folder / f"{LENDER.name}.log")
 
@@ -212,7 +212,7 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     processes[ENVIRONMENT] = run.start(ENVIRONMENT)
     processes[TRAINER] = run.start(TRAINER)
     until(lambda: has_answered(everything, "executor-1"))
-    processes[EXECUTOR] = run.start(EXECUTOR, "--slot", "0")
+    processes[EXECUTOR] = run.start(EXECUTOR, "--name", "executor-0")
     until(lambda: "event=serving" in run.log(EXECUTOR))
     until(lambda: "event=lend" in run.log(CONTROL))
     litter(everything, (HEARTBEATS, 0), (SUMMARIES, 0), (DISPATCHED, 0), (DISPATCHED, 1))

@@ -187,7 +187,7 @@ class House:
     def dispatch(self, dispatch: TurnDispatch) -> None:
         if flaw_of(dispatch, homes=8):
             return
-        own = Inbox(dispatch.incarnation, max_turns=4, token_budget=200_000)
+        own = Inbox(dispatch.worker, dispatch.incarnation, max_turns=4, token_budget=200_000)
         answer = own.offer(dispatch, 3, offset=9)
         start = Start("executor-0", WorkerClass.SERVING, dispatch.incarnation)
         if answer.verdict is InboxVerdict.REFUSE:

@@ -14,7 +14,6 @@ from workers.weights.config import WeightsConfig
 def run_executor(
     settings: BusSettings,
     config: ExecutorConfig,
-    name: str,
     link: EngineLink,
     shapes: Mapping[str, Sequence[int]],
     stop: Event,
@@ -23,18 +22,18 @@ def run_executor(
     weights: WeightsConfig | None = None,
     granted: Granted | None = None,
 ) -> None:
-    """Run turns of the inbox `config.slot` on the engine at the link until `stop` is set.
+    """Run turns for `config.worker` on the engine at the link until `stop` is set.
 
     `granted`: of a lender, what it may do now.
     `shapes`: of the tensors of its model. Raises RoseError: a setting that no engine can be made from, an engine that
-    broke or is gone, a broken key file or store, an unreachable broker, a missing topic.
+    broke or is gone, a broken key file or store, an unreachable broker, a missing topic, another of the same name.
     """
     from workers.executor.loop import Executor
     from workers.weights.anchor_store import store_of
     from workers.weights.receive import WeightReceiver
     from workers.weights.signing import trust_of
 
-    weights = weights or WeightsConfig()
+    name, weights = config.worker, weights or WeightsConfig()
     trust = trust_of(settings, config.model_id, weights)
     store = store_of(weights)
     receiver = WeightReceiver(
@@ -44,6 +43,6 @@ def run_executor(
     try:
         tick = link.first_tick(stop)
         if tick is not None:
-            Executor(settings, config, name, worker_class, link, tick, receiver, granted).run(stop)
+            Executor(settings, config, worker_class, link, tick, receiver, granted).run(stop)
     finally:
         receiver.stop()

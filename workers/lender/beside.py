@@ -65,10 +65,6 @@ class Plan:
     exporting: Callable[[], AbstractContextManager[None]]
     """What each process beside exports, for as long as it runs. May raise UsageError."""
 
-    @property
-    def slot(self) -> int:
-        return self.executor.slot
-
 
 def lend(plan: Plan, serving: Path, flags: Sequence[str]) -> NoReturn:
     """Become a vLLM server of the model folder `serving`, with these flags of vLLM's, and lend as planned.
@@ -134,7 +130,7 @@ def _until_asked() -> Event:
 def _keep(plan: Plan, shapes: Mapping[str, tuple[int, ...]], folder: Path, pulse: Pulse) -> None:
     """The keeper's program."""
     stop = _until_asked()
-    show_as(f"keeper-{plan.slot}")
+    show_as(f"keeper-{plan.executor.short_name}")
     try:
         begin = lambda: _fork(lambda: _stay_beside(plan, shapes, folder / "socket"))  # noqa: E731
         Keeper(pulse, plan.stop_file, begin, hang_seconds=plan.lender.hang_seconds).keep(stop)
@@ -144,8 +140,8 @@ def _keep(plan: Plan, shapes: Mapping[str, tuple[int, ...]], folder: Path, pulse
 
 def _stay_beside(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
     """The program of the process beside."""
-    name, stop = f"executor-{plan.slot}", _until_asked()
-    show_as(f"beside-{plan.slot}")
+    name, stop = plan.executor.worker, _until_asked()
+    show_as(f"beside-{plan.executor.short_name}")
     log = structlog.get_logger("lender").bind(worker=name)
     try:
         with plan.exporting():
@@ -185,7 +181,6 @@ def _link(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path, name: s
             run_executor(
                 settings,
                 plan.executor,
-                name,
                 link,
                 shapes,
                 stop,
