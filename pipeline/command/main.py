@@ -237,6 +237,30 @@ def grant(
         raise UsageError("--release takes a grant back, and says nothing else: give it alone")
 
 
+@app.command(rich_help_panel=RUNNING)
+@with_common
+def drain(
+    common: Common,
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `rose status` names it.")],
+    within: Annotated[
+        float | None,
+        typer.Option("--within", metavar="SECONDS", min=0, help="What it holds may end for so long; default 60."),
+    ] = None,
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
+    release: Annotated[bool, typer.Option("--release", help="Take the drain back: it takes turns again.")] = False,
+) -> None:
+    """Have an executor or a lending server take no more turns, and wait until it holds none: its node can go then."""
+    from pipeline.command.granting import WITHIN_SECONDS, release_drain
+    from pipeline.command.granting import drain as drain_worker
+
+    if not release:
+        drain_worker(common, worker, within_seconds=WITHIN_SECONDS if within is None else within, reason=reason)
+    elif within is None and not reason:
+        release_drain(common, worker)
+    else:
+        raise UsageError("--release takes a drain back, and says nothing else: give it alone")
+
+
 @app.command(rich_help_panel=LOOKING)
 @with_common
 def watch(common: Common) -> None:

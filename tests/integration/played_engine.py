@@ -25,7 +25,9 @@ from tests.waiting import until
 from topics.settings import BusSettings
 from workers.executor import metrics
 from workers.executor.config import ExecutorConfig
-from workers.executor.gate import Granted
+from workers.executor.gate import FREELY, Gate, Granted
+from workers.executor.grants import Grants
+from workers.executor.lease import Lease
 from workers.executor.line import Line
 from workers.executor.link import EngineLink
 from workers.executor.loop import Executor
@@ -122,7 +124,7 @@ class Engine:
 
 @contextmanager
 def running(
-    settings: BusSettings, granted: Granted | None = None, *, kind: type[Engine] = Engine
+    settings: BusSettings, granted: Granted | None = None, *, kind: type[Engine] = Engine, lends: bool = True
 ) -> Iterator[tuple[Engine, Router]]:
     """An executor, its engine of this kind, and the router that it talks to."""
     wires, stop = Wires.new(), threading.Event()
@@ -135,7 +137,7 @@ def running(
         EngineLink(wires, life),
         TICK,
         OneVersion(),  # type: ignore[arg-type]
-        granted,
+        Gate(granted or (lambda: FREELY), lends=lends and granted is not None),
     )
     thread = threading.Thread(target=executor.run, args=(stop,))
     thread.start()
@@ -193,13 +195,17 @@ def played_executor(settings: BusSettings, config: ExecutorConfig, said: Path) -
     stop, wires = threading.Event(), Wires.new()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     engine, link = Answering(wires), EngineLink(wires, os.pidfd_open(os.getpid()))
-    executor = Executor(settings, config, WorkerClass.DEDICATED, link, TICK, OneVersion(), None)  # type: ignore[arg-type]
+    grants = Grants(settings, config.worker, Lease())
+    grants.known(stop)
+    gate = Gate(grants.leave, lends=False)
+    executor = Executor(settings, config, WorkerClass.DEDICATED, link, TICK, OneVersion(), gate)  # type: ignore[arg-type]
     try:
         executor.run(stop)
     except RoseError as error:
         said.write_text(str(error))
         raise SystemExit(error.exit_status) from None
     finally:
+        grants.stop()
         engine.close()
     samples = [each for family in metrics.TURNS.collect() for each in family.samples if each.name.endswith("_total")]
     said.write_bytes(msgspec.json.encode({each.labels["outcome"]: each.value for each in samples if each.value}))

@@ -29,9 +29,9 @@ from topics.letters import read_letters
 from topics.log import read_topics
 from topics.settings import BusSettings
 from topics.writer import Writer
+from workers.executor.grants import Grants
+from workers.executor.lease import Lease
 from workers.executor.words import ORDERS, Done, GiveUp, Park, Prepare, Prepared, Serve, Serving, Take, Wake
-from workers.lender.grants import Grants
-from workers.lender.lease import Lease
 from workers.weights.trust import run_id
 
 pytestmark = pytest.mark.slow

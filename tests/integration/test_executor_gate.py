@@ -3,12 +3,14 @@
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from pipeline.command.granting import send_grant
+from pipeline.command.granting import NotDrained, drain, release_drain, send_grant
 from pipeline.command.options import Common
 from schemas.errors import UsageError
 from schemas.slack import ExecutorState
@@ -22,9 +24,9 @@ from topics.fetch import Fetch
 from topics.records import Envelope
 from topics.settings import BusSettings
 from workers.executor.gate import FREELY
+from workers.executor.grants import Grants
+from workers.executor.lease import Lease
 from workers.executor.words import GiveUp, Lent, NotTaken, Park, Prepare, Take, Wake
-from workers.lender.grants import Grants
-from workers.lender.lease import Lease
 from workers.weights.trust import run_id
 
 FIGURES = ("rose_executor_policy_version", "rose_lender_budget_bytes")
@@ -40,6 +42,15 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 @pytest.fixture
 def grants(settings: BusSettings) -> Iterator[Grants]:
     grants = Grants(settings, NAME, Lease(run_id(settings.namespace, "demo"), needed=False))
+    grants.known(threading.Event())
+    yield grants
+    grants.stop()
+
+
+@contextmanager
+def drains(settings: BusSettings) -> Iterator[Grants]:
+    """What an executor that is no lender follows."""
+    grants = Grants(settings, NAME, Lease())
     grants.known(threading.Event())
     yield grants
     grants.stop()
@@ -175,6 +186,78 @@ def test_a_goodbye_lists_what_was_answered_just_before(settings: BusSettings) ->
     # the last one is never answered: its engine hangs, and the router issues it again
     router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
     assert router.beats[-1].holds == held_hash(keys[0]).to_bytes(8, "little")
+
+
+def test_who_is_drained_ends_what_runs_in_its_time_and_takes_nothing_until_that_is_taken_back(
+    settings: BusSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = common_of(settings)
+
+    def drained(within: float) -> None:
+        drain(common, NAME, within_seconds=within, reason="a new disk")
+
+    with (
+        ThreadPoolExecutor(2) as operator,
+        drains(settings) as told,
+        running(settings, told.leave, lends=False) as (engine, router),
+    ):
+        engine.serve()
+        router.until(lambda: router.serves(3))
+        keys = [router.dispatch(name, [3, 4, 5]) for name in ("ends", "stays")]
+        taken = [engine.hear(Take).name for _ in keys]
+        asked = operator.submit(drained, 600.0)
+        router.until(lambda: router.beats[-1].paused_reason == "it is drained: a new disk")
+        assert router.beats[-1].state is ExecutorState.PAUSED
+        router.dispatch("late", [3, 4, 5])
+        assert router.result("late").refusal is Refusal.ROOM
+        engine.complete(taken[0], [7])
+        assert router.result("ends").outcome is TurnOutcome.COMPLETED
+        router.until(lambda: router.beats[-1].holds == held_hash(keys[1]).to_bytes(8, "little"))
+        assert not asked.done() and not any(isinstance(order, GiveUp | Park) for order in engine.heard)
+
+        sooner = operator.submit(drained, 0.0)
+        assert engine.hear(GiveUp).name == taken[1]
+        engine.give_up(taken[1], [7, 8])
+        back = router.result("stays")
+        assert (back.outcome, back.reason) == (TurnOutcome.PREEMPTED, "it is drained: a new disk")
+        assert asked.result() is sooner.result() is None
+        assert "it holds nothing" in capsys.readouterr().out
+
+    with drains(settings) as told, running(settings, told.leave, lends=False) as (engine, router):
+        router.until(lambda: bool(router.beats) and "new disk" in router.beats[-1].paused_reason)
+        now = [beat.state for beat in router.beats if beat.incarnation == router.beats[-1].incarnation]
+        assert ExecutorState.READY not in now, "it outlives a start"
+        engine.serve()
+        release_drain(common, NAME)
+        router.until(lambda: router.beats[-1].state is ExecutorState.READY)
+
+
+def test_a_lender_that_is_drained_parks_once_nothing_runs_and_goes_back_to_what_was_granted_before(
+    settings: BusSettings, grants: Grants
+) -> None:
+    grant(settings, lend=True, token_budget=500)
+    until(lambda: grants.leave().token_budget == 500)
+    with ThreadPoolExecutor(1) as operator, running(settings, grants.leave) as (engine, router):
+        engine.hear(Wake)
+        engine.serve()
+        router.until(lambda: router.serves(3))
+        router.dispatch("ends", [3, 4, 5])
+        name = engine.hear(Take).name
+        asked = operator.submit(drain, common_of(settings), NAME, within_seconds=600.0, reason="")
+        router.until(lambda: router.beats[-1].state is ExecutorState.PAUSED)
+        assert not any(isinstance(order, Park | Wake) for order in engine.heard), "while something runs"
+        engine.complete(name, [7])
+        engine.hear(Park)
+        asked.result()
+        release_drain(common_of(settings), NAME)
+        engine.hear(Wake)
+        router.until(lambda: router.beats[-1].state is ExecutorState.READY)
+        assert router.beats[-1].token_budget == 500
+
+
+def test_who_is_not_there_cannot_be_drained_and_that_is_told(settings: BusSettings) -> None:
+    with pytest.raises(NotDrained, match="no executor is heard by the name of executor-77"):
+        drain(common_of(settings), "executor-77", within_seconds=0.0, reason="")
 
 
 def test_a_grant_that_cannot_be_is_one_sentence(settings: BusSettings) -> None:

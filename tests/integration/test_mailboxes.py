@@ -5,6 +5,7 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import pytest
 from schemas.record import Record
 from schemas.slack import ExecutorState, SlackHeartbeat
 from schemas.turns import TurnDispatch, TurnOutcome, TurnResult
-from tests.brokers import AnyBroker
+from tests.brokers import AnyBroker, flags
 from tests.integration.played_engine import Played, played
 from tests.integration.router_kit import router_process
+from tests.roles import rose
 from tests.unit.routing_world import request
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, REQUESTED, Partitions
@@ -175,3 +177,30 @@ def test_one_that_begins_under_the_name_of_another_takes_its_place_and_that_one_
         asker.until(lambda: len(asker.ended) == asker.asked, asks=False)
         assert [second.stop(), other.stop()] == [0, 0]
     assert all(sent[0].worker == "twin" for sent in lost(settings))
+
+
+def test_one_that_is_drained_leaves_no_turn_behind_and_comes_back_drained_until_that_is_taken_back(
+    settings: BusSettings, asker: Asker, start: Callable[[str], Played]
+) -> None:
+    with router_process(settings), ThreadPoolExecutor(1) as operator:
+        other, first = start("other"), start("leaves")
+        asker.until(asker.ready("other", "leaves"))
+        asker.until(asker.works(asker.start_of("leaves")))
+        left = asker.start_of("leaves")
+        told = operator.submit(rose, "drain", "leaves", "--within", "0", "--reason", "a new disk", *flags(settings))
+        asker.until(told.done)
+        assert (told.result().returncode, "it holds nothing" in told.result().stdout) == (0, True), told.result()
+        first.send(signal.SIGKILL)
+
+        again = start("leaves")
+        asker.until(lambda: asker.start_of("leaves") != left)
+        before = len(asker.ended)
+        asker.until(lambda: len(asker.ended) >= before + 2 * FLIGHT)
+        assert asker.beats["leaves"].paused_reason == "it is drained: a new disk"
+        assert rose("drain", "leaves", "--release", *flags(settings)).returncode == 0
+        asker.until(asker.works(asker.start_of("leaves")))
+        asker.until(lambda: len(asker.ended) == asker.asked, asks=False)
+        assert [other.stop(), again.stop()] == [0, 0]
+    for sent in attempts(settings).values():
+        assert all((each.worker, each.incarnation) == left for each in sent[:-1]), "only a leaver's leases move"
+        assert sent[-1].failures == 0, "to leave is nobody's fault"

@@ -8,7 +8,8 @@ Keeps true
 - No turn is taken on before a version from the log has been applied. A turn is handed to the engine with the version
   that serves; while the engine changes to another one, turns that come wait here, as do those whose context is read
   back from the log.
-- While its gate is closed (a grant, a stop, a server that is never idle) it holds nothing: what it held goes back.
+- While its gate is closed (a grant, a stop, a server that is never idle) it holds nothing: what it held goes back. To
+  one that is drained time is left to end what runs.
 - What it says to others holds without a clock: its incarnation is a place in the log, its turns are named.
 - Others may share its inbox, which changes nothing for it. One that begins under its own name takes its place: it ends,
   with a sentence, and answers nothing more.
@@ -44,7 +45,7 @@ from workers.executor.answers import Start, ended, refused
 from workers.executor.change import Versions
 from workers.executor.config import ExecutorConfig
 from workers.executor.contexts import Contexts
-from workers.executor.gate import Gate, Granted
+from workers.executor.gate import Gate
 from workers.executor.heartbeats import Heartbeats, in_short
 from workers.executor.inbox import Inbox, Verdict
 from workers.executor.link import EngineLink
@@ -117,9 +118,9 @@ class Executor:
         link: EngineLink,
         tick: Tick,
         receiver: WeightReceiver,
-        granted: Granted | None,
+        gate: Gate,
     ) -> None:
-        """`tick`: the first of the engine at the link. `granted`: of a lender. Raises TopicMissing or BusError."""
+        """`tick`: the first of the engine at the link. Raises TopicMissing or BusError."""
         self._config = config
         self._name = name = config.worker
         self._link = link
@@ -127,7 +128,7 @@ class Executor:
         self._log = structlog.get_logger("executor").bind(worker=name)
         self._tick = tick
         """The engine's newest."""
-        self._gate = Gate(granted)
+        self._gate = gate
         self._running: dict[str, Running] = {}
         self._answered: deque[int] = deque(maxlen=HELD)
         """By `held_hash`, the turns that it answered last."""
@@ -271,13 +272,16 @@ class Executor:
         return ExecutorState.READY if self._version >= 0 else ExecutorState.STARTING
 
     def _open_or_close(self) -> None:
-        """Follow what the grant and the engine say of lending."""
-        before, order = self._gate.reason, self._gate.follow(self._tick)
+        """Follow what grants and the engine say of taking turns."""
+        before, was_shut = self._gate.reason, self._gate.shut
+        order = self._gate.follow(self._tick, busy=bool(self._running))
         self._inbox.token_budget, reason = self._gate.budget_tokens, self._gate.reason
         if order is not None:
             self._link.order(order)
-        if reason and not before:
+        if self._gate.shut and not was_shut:
             self._give_up()
+        elif reason and not before:
+            self._refuse_waiting(reason, Refusal.ROOM)
         if reason != before:
             self._log.info("takes no turns" if reason else "takes turns", reason=reason)
             self._beat(self._state)

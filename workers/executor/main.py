@@ -6,7 +6,7 @@ from threading import Event
 from schemas.slack import WorkerClass
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
-from workers.executor.gate import Granted
+from workers.executor.lease import Lease
 from workers.executor.link import EngineLink
 from workers.weights.config import WeightsConfig
 
@@ -20,14 +20,16 @@ def run_executor(
     worker_class: WorkerClass = WorkerClass.DEDICATED,
     *,
     weights: WeightsConfig | None = None,
-    granted: Granted | None = None,
+    lease: Lease | None = None,
 ) -> None:
     """Run turns for `config.worker` on the engine at the link until `stop` is set.
 
-    `granted`: of a lender, what it may do now.
+    `lease`: of a lender; any other executor follows drains alone.
     `shapes`: of the tensors of its model. Raises RoseError: a setting that no engine can be made from, an engine that
     broke or is gone, a broken key file or store, an unreachable broker, a missing topic, another of the same name.
     """
+    from workers.executor.gate import Gate
+    from workers.executor.grants import Grants
     from workers.executor.loop import Executor
     from workers.weights.anchor_store import store_of
     from workers.weights.receive import WeightReceiver
@@ -40,9 +42,14 @@ def run_executor(
         settings, trust, shapes=shapes, store=store, engine_dtype=config.dtype, client_id=f"{name}-weights"
     )
     receiver.start()
+    lease = lease or Lease()
+    grants = Grants(settings, name, lease)
     try:
+        grants.known(stop)
         tick = link.first_tick(stop)
         if tick is not None:
-            Executor(settings, config, worker_class, link, tick, receiver, granted).run(stop)
+            gate = Gate(grants.leave, lends=lease.lends)
+            Executor(settings, config, worker_class, link, tick, receiver, gate).run(stop)
     finally:
+        grants.stop()
         receiver.stop()

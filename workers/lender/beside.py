@@ -24,19 +24,18 @@ import structlog
 
 from schemas.errors import RoseError, UsageError
 from schemas.slack import WorkerClass
-from topics.access import LENDER
+from topics.access import EXECUTOR
 from topics.health import HEALTH
 from topics.permission import reach_as
 from topics.processes import end_with, show_as
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
+from workers.executor.lease import Lease
 from workers.executor.link import EngineLink
 from workers.executor.main import run_executor
 from workers.executor.vllm.folder import check_folder
 from workers.lender.config import LendConfig, LenderConfig
-from workers.lender.grants import Grants
 from workers.lender.keeper import Keeper
-from workers.lender.lease import Lease
 from workers.lender.link import End, knock
 from workers.lender.observed import observe
 from workers.lender.pulse import Pulse
@@ -147,7 +146,7 @@ def _stay_beside(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path) 
         with plan.exporting():
             while not stop.is_set():
                 try:
-                    _link(plan, shapes, path, name, stop)
+                    _link(plan, shapes, path, stop)
                 except UsageError:
                     raise
                 except RoseError as error:
@@ -161,11 +160,11 @@ def _stay_beside(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path) 
         log.error("lends nothing, serving goes on", reason=str(error))
 
 
-def _link(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path, name: str, stop: Event) -> None:
+def _link(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path, stop: Event) -> None:
     """One link with the server, from its beginning to its end."""
     settings = plan.settings
     if settings is not None:
-        reach_as(settings, LENDER)
+        reach_as(settings, EXECUTOR)
     end = _knock(path, stop)
     if end is None:
         return
@@ -175,21 +174,10 @@ def _link(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path, name: s
             observe(link, stop)
             return
         job = run_id(settings.namespace, plan.weights.run)
-        grants = Grants(settings, name, Lease(job, needed=plan.lender.needs_grant))
-        try:
-            grants.known(stop)
-            run_executor(
-                settings,
-                plan.executor,
-                link,
-                shapes,
-                stop,
-                WorkerClass.SERVING,
-                weights=plan.weights,
-                granted=grants.leave,
-            )
-        finally:
-            grants.stop()
+        lease = Lease(job, needed=plan.lender.needs_grant)
+        run_executor(
+            settings, plan.executor, link, shapes, stop, WorkerClass.SERVING, weights=plan.weights, lease=lease
+        )
 
 
 def _knock(path: Path, stop: Event) -> End | None:
