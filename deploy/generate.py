@@ -38,6 +38,7 @@ OF_THE_CHART = {
     "run.executors",
     "run.lenders",
     "topics.replication_factor",
+    "executor.name",
     "executor.slot",
     "control.page_host",
     "control.page_port",
@@ -159,7 +160,6 @@ def values_schema() -> Schema:
         trainer=role(enabled=FLAG, image=TEXT, storage=closed(size=TEXT, className=TEXT)),
         lenders=role(
             replicas=at_least(0),
-            firstSlot=at_least(0),
             image=TEXT,
             python=TEXT,
             model=TEXT,

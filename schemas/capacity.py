@@ -1,11 +1,20 @@
-"""How much a serving worker may lend, for how long, and to whom.
+"""How much a serving worker may lend, for how long, and to whom; and which worker takes nothing at all.
 
 Keeps true
+- Who speaks is in the key, and of each the newest counts. So no renewal can override an operator, and who takes a drain
+  back brings back what was granted by hand before.
 - A grant with a lease holds for so long after its lender has read it, by the lender's own clock, unless it is renewed.
-  One without a lease is by hand: it has a key of its own, and overrides the leased ones until it is deleted.
+  One by hand overrides it, until it is deleted.
+- A drain overrides both, and is for every executor, also for one that lends nothing.
 - A grant names the RL job that the worker lends to: at most one on a serving worker.
+
+Example
+    rl-executor-0            lend, for 30 s
+    rl-executor-0/by-hand    park                             -> it is parked
+    rl-executor-0/drain      take nothing, end in 60 s        -> it is drained, until this is deleted
 """
 
+from enum import Enum
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
@@ -15,15 +24,26 @@ from schemas.record import Record
 
 LONGEST_LEASE_SECONDS = 3600.0
 
-BY_HAND = "/by-hand"
-"""What the key of a grant by hand has behind the worker's name."""
+LONGEST_FINISH_SECONDS = 3600.0
+
+
+class Voice(Enum):
+    """Who speaks in a grant, by what its key has behind the worker's name."""
+
+    LEASED = ""
+    """The control app."""
+    BY_HAND = "/by-hand"
+    """An operator, of how much a lender lends."""
+    DRAIN = "/drain"
+    """An operator, who wants to take the worker away: no turns, whatever the others say."""
+
 
 Job = Annotated[str, Meta(pattern=r"^([A-Za-z0-9._:-]{1,128})?\Z")]
 """`namespace:run`; empty: whichever reads this."""
 
 
 class CapacityGrant(Record, frozen=True, kw_only=True):
-    SCHEMA: ClassVar[str] = "capacity-grant/2"
+    SCHEMA: ClassVar[str] = "capacity-grant/3"
 
     worker: Id
     lend: bool
@@ -39,8 +59,16 @@ class CapacityGrant(Record, frozen=True, kw_only=True):
     """For which it holds, from when its lender reads it; 0: until it is replaced or deleted."""
     job: Job = ""
     """The RL job that the worker may lend to."""
+    finish_seconds: Annotated[float, Meta(ge=0, le=LONGEST_FINISH_SECONDS)] = 0.0
+    """Of a drain: for which turns that the worker holds may go on, from when it reads this. Others go back at once."""
 
 
-def key_by_hand(worker: str) -> str:
-    """The key of a grant by hand; leased ones have the worker's name alone."""
-    return f"{worker}{BY_HAND}"
+def key_of(worker: str, voice: Voice) -> str:
+    """The key of what is said so of a worker."""
+    return f"{worker}{voice.value}"
+
+
+def spoken_in(key: str) -> tuple[str, Voice | None]:
+    """The worker, and who speaks, by the key; None where that is nobody who is known."""
+    worker, slash, rest = key.partition("/")
+    return worker, next((voice for voice in Voice if voice.value == slash + rest), None)

@@ -1,6 +1,7 @@
-"""The home of a group: a function of its id alone, whoever produced its prompt and wherever that landed.
+"""Which partition follows from a name: the home of a group, the inbox slot of an executor.
 
-Keeps true: it is the partition into which Kafka's default partitioner puts a record with the group id as its key.
+Keeps true: it is a function of the name alone, whoever asks: the partition into which Kafka's default partitioner puts
+a record with the name as its key.
 """
 
 _M = 0x5BD1E995
@@ -10,7 +11,12 @@ _WORD = 0xFFFFFFFF
 
 def home_of(group_id: str, partitions: int) -> int:
     """The home of this group among so many home partitions."""
-    return (murmur2(group_id.encode()) & 0x7FFFFFFF) % partitions
+    return _partition_of(group_id, partitions)
+
+
+def slot_of(worker: str, slots: int) -> int:
+    """The inbox slot of this executor among so many, unless it is told another; several may have the same."""
+    return _partition_of(worker, slots)
 
 
 def murmur2(data: bytes) -> int:
@@ -25,3 +31,7 @@ def murmur2(data: bytes) -> int:
         digest = (digest ^ int.from_bytes(tail, "little")) * _M & _WORD
     digest = (digest ^ digest >> 13) * _M & _WORD
     return digest ^ digest >> 15
+
+
+def _partition_of(key: str, partitions: int) -> int:
+    return (murmur2(key.encode()) & 0x7FFFFFFF) % partitions

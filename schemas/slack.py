@@ -17,6 +17,10 @@ Rate = Annotated[float, Meta(ge=1e-3, le=1e12)]
 """Tokens a second: what divides by it stays finite."""
 
 
+DRAINED = "it is drained"
+"""What an executor that an operator drained says first of why it takes no turns."""
+
+
 class WorkerClass(Enum):
     DEDICATED = "dedicated"
     SERVING = "serving"
@@ -27,7 +31,7 @@ class ExecutorState(Enum):
     """Has proven no policy version yet: may be sent weights, not turns."""
     READY = "ready"
     PAUSED = "paused"
-    """Takes no new turns, and gives back those that it holds."""
+    """Takes no new turns, and gives back those that it holds; of one that is drained, those that do not end in time."""
     STOPPING = "stopping"
 
 

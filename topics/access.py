@@ -161,20 +161,12 @@ CONTROL = Role(
 
 EXECUTOR = Role(
     name="executor",
-    reads=(REQUESTED, DISPATCHED, MANIFESTS, CHUNKS),
+    reads=(REQUESTED, DISPATCHED, MANIFESTS, CHUNKS, GRANTS),
     writes=(DISPATCHED, COMPLETED, HEARTBEATS),
     buries=(DISPATCHED,),
     groups=_BY_HAND,
 )
-"""Also one whose engine is an endpoint elsewhere."""
-
-LENDER = Role(
-    name="lender",
-    reads=(*EXECUTOR.reads, GRANTS),
-    writes=EXECUTOR.writes,
-    buries=EXECUTOR.buries,
-    groups=EXECUTOR.groups,
-)
+"""Also one that lends, whose engine is a guest or an endpoint elsewhere."""
 
 TRAINER = Role(
     name="trainer",
@@ -220,21 +212,20 @@ BURIED = tuple({topic: None for role in (ENVIRONMENT, ROUTER, CONTROL, EXECUTOR,
 
 OPERATOR = Role(
     name="operator",
-    reads=(PROMPTS, GROUPS),
+    reads=(PROMPTS, GROUPS, HEARTBEATS),
     writes=(*BURIED, GRANTS),
     buries=BURIED,
     digs=BURIED,
     groups=_BY_HAND,
     writer=LETTERS_WRITER,
 )
-"""Steps in: grants, and dead letters that are sent back to their topics."""
+"""Steps in: grants, drains, and dead letters that are sent back to their topics."""
 
 ADMIN = Role(name="admin", manages=True)
 """`rose topics create`, `check` and `describe`."""
 
 ROLES: Mapping[str, Role] = {
-    role.name: role
-    for role in (ENVIRONMENT, ROUTER, CONTROL, EXECUTOR, LENDER, TRAINER, PRODUCER, VIEW, OPERATOR, ADMIN)
+    role.name: role for role in (ENVIRONMENT, ROUTER, CONTROL, EXECUTOR, TRAINER, PRODUCER, VIEW, OPERATOR, ADMIN)
 }
 
 _LETTERS_OF = dict(zip(RECORD_TOPICS, DEAD_LETTERS, strict=True))

@@ -7,6 +7,7 @@ Keeps true
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Event, Thread
 
 import structlog
@@ -28,6 +29,9 @@ AGAIN_SECONDS = 1.0
 BATCH = 1_000
 """Records taken at once."""
 
+PATIENT = {"fetch.wait.max.ms": "500"}
+"""Whoever follows waits for records that are seldom: a broker wakes it for each, and is asked less often meanwhile."""
+
 
 class Following:
     """It begins at once; stop it."""
@@ -38,7 +42,8 @@ class Following:
         """What was there has been read."""
         self.failure: RoseError | None = None
         """What time does not mend, while it is so."""
-        self._settings = settings
+        patient = {} if settings.embedded else PATIENT
+        self._settings = replace(settings, properties={**patient, **settings.properties})
         self._topic = topic
         self._name = name
         self._take = take

@@ -314,8 +314,6 @@ def _check_together(settings: Settings) -> None:
             environment.window_groups >= trainer.groups_per_step  # of each: homes may all fall to one worker
         ),
         f"run.name ({run.name!r}) names a folder of its own in run.folder": run.name not in ("", ".", ".."),
-        f"run.executors and run.lenders ({run.executors} and {run.lenders}) are more than topics.inbox_slots "
-        f"({topics.inbox_slots})": run.executors + run.lenders <= topics.inbox_slots,
         f"run.environment_workers ({run.environment_workers}) is more than topics.home_partitions "
         f"({topics.home_partitions}): some would have nothing to do": (
             run.environment_workers <= topics.home_partitions

@@ -75,6 +75,8 @@ class ExecutorFacts:
     """Times that serving took room back from rollouts."""
     frozen: bool = False
     """It was cut, and grows no more for now."""
+    rivals: bool = False
+    """Two run under its name."""
 
     @property
     def silent(self) -> bool:
@@ -187,6 +189,9 @@ def _executors(facts: Facts) -> Iterator[Finding]:
             times = "once" if each.cuts == 1 else f"{each.cuts} times"
             sentence = f"{each.worker} lends no more than it does now: serving took room back {times} since it started"
             yield Finding(Severity.NOTE, "executors", sentence)
+        if each.rivals:
+            sentence = f"two executors run as {each.worker}, and one of them gets no turns: no two have the same name"
+            yield Finding(Severity.UNWELL, "executors", sentence)
         if abs(each.clock_off_seconds) > CLOCK_SECONDS:
             off = f"{abs(each.clock_off_seconds):.0f} s {'ahead of' if each.clock_off_seconds > 0 else 'behind'}"
             yield Finding(Severity.NOTE, "executors", f"the clock of {each.worker} is {off} ours")

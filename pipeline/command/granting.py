@@ -1,4 +1,7 @@
-"""`rose grant`: one lender is told to lend, or to park, whatever the control app says; and to follow that again."""
+"""`rose grant` and `rose drain`: what an operator says to one executor, and takes back.
+
+Keeps true: who was drained is waited for until it holds nothing, or that is told: what follows takes its node away.
+"""
 
 import sys
 import time
@@ -8,48 +11,119 @@ import msgspec
 
 from pipeline.command.config import load
 from pipeline.command.options import Common
-from schemas.capacity import CapacityGrant, key_by_hand
-from schemas.errors import UsageError
+from schemas.capacity import CapacityGrant, Voice, key_of
+from schemas.errors import RoseError, UsageError
 from schemas.limits import Id
+from schemas.slack import DRAINED, ExecutorState, SlackHeartbeat
 from topics.access import OPERATOR
-from topics.catalog import GRANTS
+from topics.catalog import GRANTS, HEARTBEATS
 from topics.permission import reach_as
+from topics.reader import Reader
+from topics.records import Envelope
+from topics.settings import BusSettings
 from topics.writer import Writer
+
+WITHIN_SECONDS = 60.0
+"""For which what a drained executor holds may go on, unless it is said."""
+
+HEARD_SECONDS = 5.0
+"""An executor that is there is heard within so long: it beats many times a second, and is silent after two."""
+
+LATE_SECONDS = 10.0
+"""So much later than it was told may one hold nothing: its engine gives turns back between two steps."""
+
+
+class NotDrained(RoseError):
+    """Whoever was to be drained is not, yet."""
 
 
 def send_grant(common: Common, worker: str, *, lend: bool, kv_bytes: int, token_budget: int, reason: str) -> None:
     """Write the worker's newest grant by hand. Raises UsageError, BrokerUnreachable, TopicMissing or BusError."""
-    said = {
-        "worker": worker,
-        "lend": lend,
-        "kv_bytes": kv_bytes,
-        "token_budget": token_budget,
-        "granted_at": time.time(),
-        "reason": reason,
-    }
-    try:
-        grant = msgspec.convert(said, CapacityGrant)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"no such grant can be made: {error}") from None
-    with _writer(common) as writer:
-        writer.write(GRANTS, grant, key=key_by_hand(worker))
-        writer.flush()
+    grant = _made(worker, lend=lend, kv_bytes=kv_bytes, token_budget=token_budget, reason=reason)
+    _say(_reached(common), worker, grant, Voice.BY_HAND)
     sys.stdout.write(f"{worker} is to {'lend' if lend else 'park'}\n")
 
 
 def release_grant(common: Common, worker: str) -> None:
     """Delete the worker's grant by hand. Raises as `send_grant`."""
+    _take_back(common, worker, Voice.BY_HAND)
+    sys.stdout.write(f"{worker} follows the control app, where there is one\n")
+
+
+def drain(common: Common, worker: str, *, within_seconds: float, reason: str) -> None:
+    """Have an executor take no more turns, and wait until it holds none.
+
+    What it has not ended after `within_seconds` goes on elsewhere. Raises NotDrained where it is not heard, or still
+    holds some; and as `send_grant`.
+    """
+    grant = _made(worker, lend=False, reason=reason, finish_seconds=within_seconds)
+    settings = _reached(common)
+    with closing(Reader(settings, "rose-drain")) as reader:
+        reader.assign({(HEARTBEATS, 0): reader.watermarks((HEARTBEATS, 0))[1]})
+        _say(settings, worker, grant, Voice.DRAIN)
+        _await_empty(reader, worker, within_seconds)
+    sys.stdout.write(
+        f"{worker} is drained: it holds nothing, and takes nothing until `rose drain {worker} --release`\n"
+    )
+
+
+def release_drain(common: Common, worker: str) -> None:
+    """Have it take turns again, as its grants say. Raises as `send_grant`."""
+    _take_back(common, worker, Voice.DRAIN)
+    sys.stdout.write(f"{worker} is drained no more\n")
+
+
+def _await_empty(reader: Reader, worker: str, within_seconds: float) -> None:
+    """Listen until the worker says that it holds nothing. Raises NotDrained or BusError."""
+    began = time.monotonic()
+    newest: SlackHeartbeat | None = None
+    while time.monotonic() < began + (HEARD_SECONDS if newest is None else within_seconds + LATE_SECONDS):
+        for item in reader.read(500, 0.1):
+            if isinstance(item, Envelope) and isinstance(item.record, SlackHeartbeat) and item.record.worker == worker:
+                newest = item.record
+        if newest is not None and _is_empty(newest):
+            return
+    if newest is None:
+        raise NotDrained(
+            f"no executor is heard by the name of {worker}: it will be drained when one comes; "
+            f"`rose drain {worker} --release` takes that back"
+        )
+    raise NotDrained(f"{worker} still holds {len(newest.holds) // 8} turns: its engine does not give them back")
+
+
+def _is_empty(beat: SlackHeartbeat) -> bool:
+    if beat.state is ExecutorState.STOPPING:  # what it lists then is answered
+        return True
+    return beat.paused_reason.startswith(DRAINED) and not beat.holds
+
+
+def _made(worker: str, *, lend: bool, kv_bytes: int = 0, token_budget: int = 0, **said: object) -> CapacityGrant:
+    """Raises UsageError."""
+    fields = {"worker": worker, "lend": lend, "kv_bytes": kv_bytes, "token_budget": token_budget, **said}
+    try:
+        return msgspec.convert({**fields, "granted_at": time.time()}, CapacityGrant)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"no such grant can be made: {error}") from None
+
+
+def _take_back(common: Common, worker: str, voice: Voice) -> None:
     try:
         msgspec.convert(worker, Id)
     except msgspec.ValidationError as error:
         raise UsageError(f"that is no worker: {error}") from None
-    with _writer(common) as writer:
-        writer.tombstone(GRANTS, key=key_by_hand(worker), partition=0)
-        writer.flush()
-    sys.stdout.write(f"{worker} follows the control app, where there is one\n")
+    _say(_reached(common), worker, None, voice)
 
 
-def _writer(common: Common) -> closing[Writer]:
+def _reached(common: Common) -> BusSettings:
     settings = load(common).bus()
     reach_as(settings, OPERATOR)
-    return closing(Writer(settings, "rose-grant"))
+    return settings
+
+
+def _say(settings: BusSettings, worker: str, grant: CapacityGrant | None, voice: Voice) -> None:
+    with closing(Writer(settings, "rose-grant")) as writer:
+        if grant is None:
+            writer.tombstone(GRANTS, key=key_of(worker, voice), partition=0)
+        else:
+            writer.write(GRANTS, grant, key=key_of(worker, voice))
+        writer.flush()

@@ -41,6 +41,7 @@ def begin() -> None:
     configure_logging()
 
 
+Worker = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Its own on the bus; left out, the host's.")]
 Name = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Name of the run.")]
 Without = Annotated[
     Path | None,
@@ -117,16 +118,11 @@ def environment(
 
 @app.command(rich_help_panel=ROLES)
 @with_common
-def executor(
-    common: Common,
-    slot: Annotated[
-        int | None, typer.Option("--slot", metavar="N", help="Its inbox; no two executors share one.")
-    ] = None,
-) -> None:
+def executor(common: Common, name: Worker = None) -> None:
     """A rollout executor: runs turns on vLLM and takes up new policy versions."""
     from pipeline.command.roles import run_executor_role
 
-    run_executor_role(common.saying(slot=("executor.slot", slot)))
+    run_executor_role(common.saying(name=("executor.name", name)))
 
 
 @app.command(rich_help_panel=ROLES)
@@ -138,9 +134,7 @@ def lend(
         str | None, typer.Option("--endpoint", metavar="URL", help="A server of the policy that is there already.")
     ] = None,
     flags: Annotated[list[str] | None, typer.Argument(metavar="-- FLAGS", help="vLLM's own, after two dashes.")] = None,
-    slot: Annotated[
-        int | None, typer.Option("--slot", metavar="N", help="Its inbox; no two executors share one.")
-    ] = None,
+    name: Worker = None,
     observe: Annotated[
         bool, typer.Option("--observe", help="Lend nothing: log and export what could be lent. Needs no broker.")
     ] = False,
@@ -148,7 +142,7 @@ def lend(
     """A vLLM server that runs rollout turns while it has nothing to serve; or turns by request, from one elsewhere."""
     from pipeline.command.roles import run_endpoint_role, run_lender_role
 
-    common = common.saying(slot=("executor.slot", slot), endpoint=("endpoint.url", endpoint))
+    common = common.saying(name=("executor.name", name), endpoint=("endpoint.url", endpoint))
     if (model is None) == (endpoint is None) or (endpoint and (flags or observe)):
         raise UsageError("give --model FOLDER, with vLLM's flags after two dashes, or --endpoint URL alone")
     if model is not None:
@@ -241,6 +235,30 @@ def grant(
         release_grant(common, worker)
     else:
         raise UsageError("--release takes a grant back, and says nothing else: give it alone")
+
+
+@app.command(rich_help_panel=RUNNING)
+@with_common
+def drain(
+    common: Common,
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `rose status` names it.")],
+    within: Annotated[
+        float | None,
+        typer.Option("--within", metavar="SECONDS", min=0, help="What it holds may end for so long; default 60."),
+    ] = None,
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
+    release: Annotated[bool, typer.Option("--release", help="Take the drain back: it takes turns again.")] = False,
+) -> None:
+    """Have an executor or a lending server take no more turns, and wait until it holds none: its node can go then."""
+    from pipeline.command.granting import WITHIN_SECONDS, release_drain
+    from pipeline.command.granting import drain as drain_worker
+
+    if not release:
+        drain_worker(common, worker, within_seconds=WITHIN_SECONDS if within is None else within, reason=reason)
+    elif within is None and not reason:
+        release_drain(common, worker)
+    else:
+        raise UsageError("--release takes a drain back, and says nothing else: give it alone")
 
 
 @app.command(rich_help_panel=LOOKING)

@@ -28,46 +28,50 @@ def run_environment(common: Common, number: int) -> None:
 
 
 def run_executor_role(common: Common) -> None:
-    """The executor of inbox `executor.slot`, until it is asked to stop."""
+    """An executor, until it is asked to stop."""
     from workers.executor.engine_process import EngineProcess
     from workers.executor.main import run_executor
 
     config = load(common)
     _take_signed_alone(config)
-    wanted, slot = config.settings.executor, config.settings.executor.slot
-    port, name = config.settings.metrics.executor, f"executor-{slot}"
-    with EngineProcess(wanted) as engine, _begun(config, EXECUTOR, port, slot, name=name) as (settings, stop):
-        run_executor(settings, wanted, name, engine.link, engine.shapes, stop, weights=config.weights)
+    wanted, port = config.settings.executor, config.settings.metrics.executor
+    name = wanted.worker
+    with (
+        EngineProcess(wanted) as engine,
+        _begun(config, EXECUTOR, port, number_of(name), name=name) as (settings, stop),
+    ):
+        run_executor(settings, wanted, engine.link, engine.shapes, stop, weights=config.weights)
 
 
 def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, observe: bool) -> None:
-    """A vLLM server that lends to inbox `executor.slot`, or is observed; it takes the place of this process."""
+    """A vLLM server that lends, or is observed; it takes the place of this process."""
     from workers.lender.beside import Plan, lend
 
     config = load(common)
     if not observe:
         _take_signed_alone(config)
-    settings, slot = config.settings, config.settings.executor.slot
+    settings, name = config.settings, config.settings.executor.worker
     os.environ.update(settings.serving.environment)
     plan = Plan(
         settings=None if observe else config.bus(),
         executor=settings.executor,
         lender=settings.lender,
         weights=config.weights,
-        stop_file=(settings.lender.stop_file or config.run_folder / f"executor-{slot}.stop").absolute(),
-        exporting=lambda: _exporting(config, config.settings.metrics.executor, slot, name=f"executor-{slot}"),
+        stop_file=(settings.lender.stop_file or config.run_folder / f"{name}.stop").absolute(),
+        exporting=lambda: _exporting(config, config.settings.metrics.executor, number_of(name), name=name),
     )
     lend(plan, serving, flags)
 
 
 def run_endpoint_role(common: Common) -> None:
-    """An executor of inbox `executor.slot` whose engine is the endpoint `endpoint.url`, until it is asked to stop."""
+    """An executor whose engine is the endpoint `endpoint.url`, until it is asked to stop."""
     from workers.lender.endpoint.main import lend_endpoint
 
     config = load(common)
     _take_signed_alone(config)
     executor, port = config.settings.executor, config.settings.metrics.executor
-    with _begun(config, EXECUTOR, port, executor.slot, name=f"executor-{executor.slot}") as (settings, stop):
+    name = executor.worker
+    with _begun(config, EXECUTOR, port, number_of(name), name=name) as (settings, stop):
         lend_endpoint(settings, executor, config.settings.endpoint, config.weights, stop)
 
 
@@ -105,6 +109,12 @@ def run_trainer_role(common: Common) -> None:
     refuse_unsigned(config.bus(), config.weights.signing_key, "signing_key")  # before it fences another
     with _begun(config, TRAINER, config.settings.metrics.trainer, name="trainer") as (settings, stop):
         run_trainer(settings, config.settings.trainer, stop, weights=config.weights)
+
+
+def number_of(worker: str) -> int:
+    """N of executor-N, by which the executors of one machine have ports of their own; 0 of another name."""
+    number = worker.removeprefix("executor-")
+    return int(number) if number != worker and number.isdecimal() and number.isascii() else 0
 
 
 @contextmanager

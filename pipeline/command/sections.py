@@ -35,7 +35,8 @@ class TopicsSection:
     home_partitions: int = 8
     """Partitions of prompts, requests, results and snapshots; at least one for each environment worker."""
     inbox_slots: int = 32
-    """Partitions of the executors' inboxes; at least one for each executor."""
+    """Partitions of the executors' inboxes. Who shares one reads what is for the others too: as many as there are
+    executors, or more, cost least."""
     sample_partitions: int = 4
     """Partitions of finished samples."""
     chunk_partitions: int = 4
@@ -104,7 +105,7 @@ class MetricsSection:
     environment: int = 0
     """Port of the first environment worker's metrics; worker n has this plus n."""
     executor: int = 0
-    """Port of the first executor's metrics; executor n has this plus n."""
+    """Port of an executor's metrics; the one of the name executor-N has this plus N."""
 
     def port_of(self, first: int, number: int) -> int:
         """Of the process with this number, of a kind whose first has the port `first`."""

@@ -74,7 +74,7 @@ def roles_of(config: Config, configuration: Path) -> list[Role]:
     """The processes of a run, those first that import least: they work while a nursery imports for the others."""
     common = ("--config", str(configuration))
     run = config.settings.run
-    executors = [Role(f"executor-{n}", ("executor", "--slot", str(n), *common)) for n in range(run.executors)]
+    executors = [Role(f"executor-{n}", ("executor", "--name", f"executor-{n}", *common)) for n in range(run.executors)]
     workers = [
         Role(f"environment-{n}", ("environment", "--number", str(n), *common)) for n in range(run.environment_workers)
     ]
@@ -87,16 +87,16 @@ def roles_of(config: Config, configuration: Path) -> list[Role]:
 
 
 def serving_roles(config: Config, configuration: Path) -> list[Role]:
-    """The servers that lend, each with its users: the inboxes after those of the dedicated executors are theirs."""
+    """The servers that lend, each with its users. As executors they are numbered on from the dedicated ones."""
     common = ("--config", str(configuration))
     run, serving = config.settings.run, config.settings.serving
     roles = []
-    for slot, port in enumerate(free_ports(run.lenders), run.executors):
-        model = ("--model", str(serving.folder), "--slot", str(slot))
+    for number, port in enumerate(free_ports(run.lenders), run.executors):
+        model = ("--model", str(serving.folder), "--name", f"executor-{number}")
         where = ("--host", LOOPBACK, "--port", str(port))
         roles += [
-            Role(f"lender-{slot}", ("lend", *model, *common, "--", *serving.flags, *where)),
-            Role(f"users-{slot}", ("users", f"http://{LOOPBACK}:{port}", *common), leaves_first=True),
+            Role(f"lender-{number}", ("lend", *model, *common, "--", *serving.flags, *where)),
+            Role(f"users-{number}", ("users", f"http://{LOOPBACK}:{port}", *common), leaves_first=True),
         ]
     return roles
 

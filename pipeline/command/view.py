@@ -9,10 +9,11 @@ Keeps true
 - A policy version is one whose manifest is believed; whoever feeds the view judges that, as every reader does.
 """
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from pipeline.command.diagnosis import ExecutorFacts
+from pipeline.command.diagnosis import SILENT_SECONDS, ExecutorFacts
 from pipeline.routing.liveness import FORGET_SECONDS
 from schemas.environments import Group, GroupState
 from schemas.prompts import trajectory_id
@@ -41,6 +42,10 @@ class Heard:
     """When it came; for one from before, when the looking began."""
     clock_off_seconds: float
     """The sender's clock against ours."""
+    before: tuple[int, int] | None = None
+    """Slot and incarnation of the start that was heard before this one under its name."""
+    rival_at: float = -math.inf
+    """When a start was heard again behind another of its name: both run."""
 
 
 @dataclass(slots=True)
@@ -83,7 +88,8 @@ class View:
         match record:
             case SlackHeartbeat():
                 off = record.sent_at - wall if wall is not None and fresh else 0.0
-                self.executors[record.worker] = Heard(record, now if fresh else self.began, off)
+                heard = Heard(record, now if fresh else self.began, off)
+                self.executors[record.worker] = _following(self.executors.get(record.worker), heard)
             case TurnResult():
                 self.turns[record.outcome] += 1
                 if record.outcome is TurnOutcome.COMPLETED and fresh:
@@ -197,6 +203,22 @@ class View:
                 self.curve.append(self.solved)
 
 
+def _following(known: Heard | None, heard: Heard) -> Heard:
+    """What is heard now, with what is known of others under its name."""
+    if known is None:
+        return heard
+    heard.before, heard.rival_at = known.before, known.rival_at
+    if _start(heard) != _start(known):
+        heard.before = _start(known)
+        if _start(heard) == known.before:
+            heard.rival_at = heard.at
+    return heard
+
+
+def _start(heard: Heard) -> tuple[int, int]:
+    return heard.beat.slot, heard.beat.incarnation
+
+
 def _facts(heard: Heard, now: float) -> ExecutorFacts:
     beat = heard.beat
     return ExecutorFacts(
@@ -216,4 +238,5 @@ def _facts(heard: Heard, now: float) -> ExecutorFacts:
         tokens_per_second=beat.hardware.decode_tokens_per_second,
         swap_seconds=beat.swap_seconds,
         paused_reason=beat.paused_reason,
+        rivals=now - heard.rival_at < SILENT_SECONDS,
     )

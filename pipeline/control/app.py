@@ -162,7 +162,7 @@ class ControlApp:
     def _decide(self) -> None:
         now = self._clock()
         for told in self._grants.take():
-            self._control.granted(told.worker, told.grant, now, by_hand=told.by_hand)
+            self._control.granted(told.worker, told.grant, now, voice=told.voice)
         if self._grants.known:
             for grant in self._control.tick(now):
                 self._write(grant)

@@ -3,7 +3,7 @@
 Keeps true
 - At most `most_lenders` have a grant to lend that has not run out, and each grant says why.
 - A worker lends to one RL job: who has a grant of another one that has not run out is left alone, and so is who was
-  told by hand.
+  told by hand, or is drained.
 - A lender is woken when it would be at work for more than the margin before what waits is done, its wake and the
   catching up of its weights counted; the one whose users ask least first. It is parked once, for a while, the others
   had room for what it holds and would have been done with that, and with what waits, within half of the margin.
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from pipeline.control.config import ControlConfig
 from pipeline.control.forecast import Flow, Learned, Share, finish_seconds
-from schemas.capacity import CapacityGrant
+from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.slack import ExecutorState
 
@@ -155,6 +155,7 @@ class Control:
         self.leased: dict[str, Told] = {}
         """By worker, the newest leased grant on the log."""
         self.by_hand: dict[str, CapacityGrant] = {}
+        self.drained: dict[str, CapacityGrant] = {}
         self.woken = self.parked = 0
         """Times that one was, since the start."""
         self._began: float | None = None
@@ -171,12 +172,13 @@ class Control:
             if line.serving and line.by_grant:
                 self._heard(line, summary.cell, now)
 
-    def granted(self, worker: str, grant: CapacityGrant | None, now: float, *, by_hand: bool = False) -> None:
+    def granted(self, worker: str, grant: CapacityGrant | None, now: float, *, voice: Voice = Voice.LEASED) -> None:
         """The newest grant of a worker on the log; None once it was deleted. One without a lease is by hand."""
-        if by_hand or (grant is not None and not grant.lease_seconds):
-            self.by_hand.pop(worker, None)
+        if voice is not Voice.LEASED or (grant is not None and not grant.lease_seconds):
+            said = self.drained if voice is Voice.DRAIN else self.by_hand
+            said.pop(worker, None)
             if grant is not None:
-                self.by_hand[worker] = grant
+                said[worker] = grant
         elif grant is None:
             self.leased.pop(worker, None)
         elif worker not in self.leased or self.leased[worker].grant != grant:  # what was written here is known
@@ -203,9 +205,11 @@ class Control:
         return [cell.summary for _, cell in known if now - cell.heard_at < STALE_SECONDS]
 
     def mine(self, name: str, now: float) -> bool:
-        """Whether this decides about a worker now: it is heard of, and has no grant by hand or of another job."""
+        """Whether this decides about a worker now: it is heard of, not drained, and has no grant by hand or of another
+        job.
+        """
         lender, told = self.lenders[name], self.leased.get(name)
-        if name in self.by_hand or now - lender.heard_at >= STALE_SECONDS:
+        if name in self.by_hand or name in self.drained or now - lender.heard_at >= STALE_SECONDS:
             return False
         return told is None or told.grant.job == self.job or not told.grant.lend or now >= told.runs_out()
 
@@ -214,6 +218,8 @@ class Control:
         return [name for name, lender in self.lenders.items() if self._counts(name, lender, now)]
 
     def _counts(self, name: str, lender: Lender, now: float) -> bool:
+        if name in self.drained:
+            return False
         told = self.leased.get(name)
         out = told is not None and told.grant.lend and told.grant.job == self.job and now < told.runs_out()
         if name in self.by_hand:

@@ -6,7 +6,7 @@ Keeps true: everybody who asks sees the whole topic, from its beginning; no cons
 import queue
 from typing import NamedTuple
 
-from schemas.capacity import BY_HAND, CapacityGrant
+from schemas.capacity import CapacityGrant, Voice, spoken_in
 from schemas.errors import RoseError
 from topics.catalog import GRANTS
 from topics.following import Following
@@ -15,11 +15,11 @@ from topics.settings import BusSettings
 
 
 class Told(NamedTuple):
-    """The newest of a worker, under one of its two keys."""
+    """The newest of a worker, under one of its keys."""
 
     worker: str
     grant: CapacityGrant | None
-    by_hand: bool
+    voice: Voice
 
 
 class GrantLog:
@@ -49,4 +49,6 @@ class GrantLog:
 
     def _take(self, item: Envelope, _seen: bool) -> None:
         grant = item.record if isinstance(item.record, CapacityGrant) else None
-        self._came.put(Told(item.key.removesuffix(BY_HAND), grant, item.key.endswith(BY_HAND)))
+        worker, voice = spoken_in(item.key)
+        if voice is not None:
+            self._came.put(Told(worker, grant, voice))

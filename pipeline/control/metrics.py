@@ -29,6 +29,7 @@ class ControlCollector(Collector):
             lenders.add_metric(["lends"], len(lending))
             lenders.add_metric(["parked"], sum(lender.lends is False for _, lender in known))
             lenders.add_metric(["by hand"], sum(name in control.by_hand for name, _ in known))
+            lenders.add_metric(["drained"], sum(name in control.drained for name, _ in known))
             work.add_metric([], max(each.waiting_seconds for each in fresh))
         woken.add_metric([], control.woken)
         parked.add_metric([], control.parked)
@@ -48,7 +49,7 @@ class ControlCollector(Collector):
             GaugeMetricFamily("rose_control_decides", "Whether this control app hears a cell; of several one does."),
             GaugeMetricFamily("rose_control_cells", "Cells whose routers are heard."),
             GaugeMetricFamily(
-                "rose_control_lenders", "Lenders by what was decided, and of them those told by hand.", labels=["told"]
+                "rose_control_lenders", "Lenders by what was decided; told by hand; drained.", labels=["told"]
             ),
             CounterMetricFamily("rose_control_woken", "Times that a lender was told to lend."),
             CounterMetricFamily("rose_control_parked", "Times that a lender was told to park."),

@@ -54,7 +54,9 @@ def _lender(control: Control, name: str, lender: Lender, now: float) -> State:
     told_by, by_hand = control.leased.get(name), control.by_hand.get(name)
     line = lender.line
     said, reason = {True: "lends", False: "parked", None: "undecided"}[lender.lends], lender.reason
-    if by_hand is not None:
+    if name in control.drained:
+        said, reason = "drained", control.drained[name].reason
+    elif by_hand is not None:
         said, reason = f"by hand: {'lends' if by_hand.lend else 'parked'}", by_hand.reason
     elif not control.mine(name, now):
         said, reason = "left alone", "not heard of" if told_by is None else f"granted to {told_by.grant.job}"

@@ -134,20 +134,22 @@ class Custody:
         run. No attempt is numbered twice, and no failure is forgotten.
         """
         of_turn: dict[str, dict[bytes, TurnDispatch]] = {}
-        incarnations: dict[str, int] = {}
+        newest_of: dict[str, TurnDispatch] = {}
+        """By worker, the newest to its newest start."""
         for dispatch in dispatches:
-            incarnations[dispatch.worker] = max(dispatch.incarnation, incarnations.get(dispatch.worker, 0))
+            if _is_newer(dispatch, newest_of.get(dispatch.worker)):
+                newest_of[dispatch.worker] = dispatch
             turn = self._turns.get(dispatch.request.trajectory_id)
             if turn is not None and turn.turn == dispatch.request.turn:
                 of_turn.setdefault(dispatch.request.trajectory_id, {})[listed_as(dispatch.key)] = dispatch
-        for worker, incarnation in incarnations.items():
-            self._liveness.remembered(worker, incarnation)
+        for worker, dispatch in newest_of.items():
+            self._liveness.remembered(worker, dispatch.slot, dispatch.incarnation)
         orphans: list[Turn] = []
         for trajectory_id, found in of_turn.items():
             turn = self._turns[trajectory_id]
             newest = max(found.values(), key=lambda dispatch: dispatch.attempt)
             for execution, dispatch in found.items():
-                if dispatch is not newest and dispatch.incarnation == incarnations[dispatch.worker]:
+                if dispatch is not newest and _same_start(dispatch, newest_of[dispatch.worker]):
                     self._liveness.executors[dispatch.worker].ghosts[execution] = Execution(
                         *dispatch.key, turn.room_tokens, 0.0, charged=False
                     )
@@ -157,7 +159,7 @@ class Custody:
                 turn.keep(newest.begun)
             self._waiting.remove(turn)
             self.give(turn, newest.worker, now)
-            if newest.incarnation != incarnations[newest.worker]:
+            if not _same_start(newest, newest_of[newest.worker]):
                 orphans.append(turn)
         return orphans
 
@@ -187,3 +189,17 @@ class Custody:
         ghost = executor.ghosts.pop(execution, None)
         if ghost is not None:
             self._placement.release(executor.worker, ghost.room_tokens, ghost.new_tokens)
+
+
+def _same_start(one: TurnDispatch, other: TurnDispatch) -> bool:
+    """Whether both are meant for the same start of a worker."""
+    return (one.slot, one.incarnation) == (other.slot, other.incarnation)
+
+
+def _is_newer(one: TurnDispatch, known: TurnDispatch | None) -> bool:
+    """Of two to one worker. Within an inbox incarnations grow; between two, routers' clocks are all that there is."""
+    if known is None:
+        return True
+    if one.slot == known.slot:
+        return (one.incarnation, one.dispatched_at) > (known.incarnation, known.dispatched_at)
+    return one.dispatched_at > known.dispatched_at

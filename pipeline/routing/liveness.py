@@ -8,8 +8,10 @@ Keeps true
   between two heartbeats, whoever sent them, at most `HEARING_SECONDS` of it pass. So an executor is GONE only once
   another was heard after its TTL, and a gap in which nobody was heard takes nothing from anybody.
 - The turns held by an executor that leaves, or starts anew, are handed back once.
+- Workers are told apart by name: several may have one inbox, and none of it is another's.
 - Incarnations are compared within one inbox, where they grow. An older one is ignored until the newer is GONE; one in
-  another inbox replaces what was known, as what was heard later.
+  another inbox replaces what was known, as what was heard later, and what it replaced is ignored likewise. So two that
+  run under one name take nothing from each other time and again.
 
 Example, TTL 2 s, w1 and w2 heard five times a second
     w1's last heartbeat at 10, w2 goes on     -> at 12 w1 is GONE, its turns are handed back
@@ -32,6 +34,9 @@ UNHEARD_TTL_SECONDS = 2.0
 
 HEARING_SECONDS = 0.5
 """Most time that passes between two heartbeats; the rest of a gap is the listener's. Executors beat every 0.2 s."""
+
+BEFORE = 8
+"""Starts in other inboxes that are remembered of an executor: who moves is started again."""
 
 FORGET_SECONDS = 600.0
 """An executor that was GONE this long is forgotten; until then it may come back to what it held."""
@@ -66,6 +71,7 @@ class Executor:
     """One executor under its newest incarnation."""
 
     worker: str
+    slot: int
     incarnation: int
     expires: float
     """On the clock of `Liveness`; from this moment on silence means GONE."""
@@ -89,6 +95,8 @@ class Executor:
     to hold them no more."""
     counted: int | None = None
     """The policy version that it is counted under."""
+    before: tuple[tuple[int, int], ...] = ()
+    """Slots and incarnations of the last starts before it in other inboxes."""
 
     @property
     def open(self) -> bool:
@@ -134,8 +142,11 @@ class Liveness:
         if known is None or not self._same_start(known, beat):
             if known is not None and self._outlives(known, beat):
                 return UNCHANGED
-            known, replaced = Executor(beat.worker, beat.incarnation, 0.0), known
+            known, replaced = Executor(beat.worker, beat.slot, beat.incarnation, 0.0), known
             self.executors[beat.worker] = known
+            if replaced is not None:
+                moved = ((replaced.slot, replaced.incarnation),) if replaced.slot != known.slot else ()
+                known.before = (*replaced.before, *moved)[-BEFORE:]
         back = known.standing is GONE and beat.state is not STOPPING
         if back:
             known.standing = STALE
@@ -152,9 +163,9 @@ class Liveness:
         self._judge(known)
         return Heard(replaced, back) if replaced is not None or back else UNCHANGED
 
-    def remembered(self, worker: str, incarnation: int) -> Executor:
+    def remembered(self, worker: str, slot: int, incarnation: int) -> Executor:
         """An executor is known from the log alone: it may be heard from for as long as a silence may last."""
-        known = self.executors[worker] = Executor(worker, incarnation, self.clock + UNHEARD_TTL_SECONDS)
+        known = self.executors[worker] = Executor(worker, slot, incarnation, self.clock + UNHEARD_TTL_SECONDS)
         return known
 
     def lag(self, executor: Executor) -> int:
@@ -189,12 +200,15 @@ class Liveness:
         return names
 
     def _same_start(self, known: Executor, beat: SlackHeartbeat) -> bool:
-        return known.incarnation == beat.incarnation and (known.beat is None or known.beat.slot == beat.slot)
+        return known.incarnation == beat.incarnation and known.slot == beat.slot
 
     def _outlives(self, known: Executor, beat: SlackHeartbeat) -> bool:
         """Whether what is known is newer than this heartbeat's start."""
-        elsewhere = known.beat is not None and known.beat.slot != beat.slot
-        return not elsewhere and known.standing is not GONE and beat.incarnation < known.incarnation
+        if known.standing is GONE:
+            return False
+        if known.slot == beat.slot:
+            return beat.incarnation < known.incarnation
+        return (beat.slot, beat.incarnation) in known.before
 
     def _count(self, executor: Executor) -> None:
         """It may serve another version now; who is too far behind the newest becomes STALE."""

@@ -175,12 +175,12 @@ class Run:
             [self.port] = free_ports(1)
             scheduler = ("--scheduler-cls", "tests.chaos.failing_guest.Failing")
             vllm = [*server_flags(self.port), "--uvicorn-log-level", "warning", *scheduler]
-            return ["lend", "--model", str(MODEL), "--slot", str(LENDER), *self._common, "--", *vllm]
+            return ["lend", "--model", str(MODEL), "--name", LENDER_NAME, *self._common, "--", *vllm]
         if name == "users":
             return ["users", f"http://127.0.0.1:{self.port}", *self._common]
         role, _, number = name.partition("-")
-        option = {"executor": "--slot", "environment": "--number"}.get(role)
-        return [role, *((option, number) if option else ()), *self._common]
+        said = {"executor": ("--name", name), "environment": ("--number", number)}.get(role, ())
+        return [role, *said, *self._common]
 
     def _command(self, program: str) -> list[str]:
         return [sys.executable, "-m", program]

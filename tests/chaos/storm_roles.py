@@ -73,15 +73,15 @@ class Roles:
         folder: Path,
         arguments: tuple[str, ...],
         broker: Cluster | Broker,
-        slots: int,
+        most: int,
         sites: Sequence[Path] = (),
     ) -> None:
-        """`arguments` follow the role's own on the command line; the last of the `slots` inboxes are the lenders'.
+        """`arguments` follow the role's own on the command line; of `most` executors lenders have the last names.
 
         `sites`: installations whose roles these are, see `Sites`; with none they are this one's.
         """
         self._folder = folder
-        self._slots = slots
+        self._most = most
         self._arguments = arguments
         self._broker = broker
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
@@ -210,13 +210,13 @@ class Roles:
         """Of `rose`."""
         if worker.role is Role.LENDER:
             flags = (*server_flags(*free_ports(1)), "--uvicorn-log-level", "warning")
-            model = ("--model", str(MODEL), "--slot", str(self._slot(worker)))
+            model = ("--model", str(MODEL), "--name", self._name(worker))
             return ("lend", *model, *self._arguments, "--", *flags)
-        option = {Role.EXECUTOR: "--slot", Role.TRAINER: ""}.get(worker.role, "--number")
-        return (worker.role.value, *((option, str(worker.number)) if option else ()), *self._arguments)
+        own = {Role.EXECUTOR: ("--name", str(worker)), Role.TRAINER: ()}
+        return (worker.role.value, *own.get(worker.role, ("--number", str(worker.number))), *self._arguments)
 
-    def _slot(self, lender: Worker) -> int:
-        return self._slots - 1 - lender.number
+    def _name(self, lender: Worker) -> str:
+        return f"executor-{self._most - 1 - lender.number}"
 
     def _do_to_role(self, deed: Deed, present: _Process) -> None:
         worker, number = present.worker, present.number
@@ -248,7 +248,7 @@ class Roles:
 
     def _grant(self, act: Act, lender: Worker) -> None:
         said = "--lend" if act is Act.WAKE else "--no-lend"
-        command = ("grant", f"executor-{self._slot(lender)}", said, "--reason", "storm", *self._arguments)
+        command = ("grant", self._name(lender), said, "--reason", "storm", *self._arguments)
         self._nursery.start(command, name="grant", log=self._folder / "grants.log")
         self._write(act.value, lender, 0)
         if act is Act.PARK:

@@ -20,7 +20,7 @@ from tests.deploy.chart_kit import (
     values_of,
 )
 from tests.deploy.command_lines import configured, parsed
-from topics.catalog import CATALOG, Partitions
+from topics.catalog import CATALOG
 
 pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: pip install 'rose-rollouts[chart]'")
 kubernetes_validate = pytest.importorskip(
@@ -39,6 +39,8 @@ OF_OTHERS = {
     "PodMonitor": ("monitoring.coreos.com/v1", {"selector", "podMetricsEndpoints"}),
 }
 """Resources whose schemas Kubernetes does not have: their versions and the fields of `spec`, by their documentation."""
+
+POD = "rl-executor-5d9c-x7k2p"
 
 NAMES = [path.stem for path in VALUES]
 EVERY = [pytest.param(name, marks=[] if name == "minimal" else pytest.mark.long) for name in NAMES]
@@ -74,7 +76,7 @@ def test_every_command_line_and_every_setting_is_one_that_rose_knows(name: str, 
     lines = [one for one in containers(found) if one["name"] != "rose"]
     assert lines
     for one in lines:
-        said = {each["name"]: str(each.get("value", 3)) for each in one["env"]}
+        said = {each["name"]: said_by(each) for each in one["env"]}
         arguments = [word.replace("$(ORDINAL)", "3") for word in one["args"]]
         arguments = [tmp_path.as_posix() if word == "/etc/rose/kafka/client.properties" else word for word in arguments]
         config = configured(arguments, said, toml, tmp_path)
@@ -84,9 +86,16 @@ def test_every_command_line_and_every_setting_is_one_that_rose_knows(name: str, 
         if one["name"] == "control":
             assert config.settings.control.page_port == one["ports"][0]["containerPort"]
         if one["name"] in ("executor", "server"):
-            assert config.settings.executor.slot == 3
+            assert (config.settings.executor.name, config.settings.executor.slot) == (POD, None)
         if one["name"] == "server":
             assert outlives_its_container(config.run_folder, one)
+
+
+def said_by(variable: Resource) -> str:
+    """What a variable of a pod's says, of the fourth pod."""
+    path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+    named = {"metadata.name": POD, "metadata.labels['apps.kubernetes.io/pod-index']": "3"}
+    return named[path] if path else str(variable["value"])
 
 
 def outlives_its_container(folder: Path, one: Resource) -> bool:
@@ -157,7 +166,7 @@ apiVersion: apps/v1
 kind: Deployment
 metadata: {name: vllm}
 spec:
-  replicas: 1
+  replicas: 8
   strategy: {type: RollingUpdate, rollingUpdate: {maxSurge: 1}}
   selector: {matchLabels: {app: vllm}}
   template:
@@ -180,14 +189,15 @@ def test_the_patch_makes_a_lender_of_a_vllm_deployment_and_leaves_its_flags_as_t
     for kubernetes in (OLDEST, NEWEST):
         kubernetes_validate.validate(lender, kubernetes, strict=True)
     pod = lender["spec"]["template"]["spec"]
+    assert lender["spec"]["replicas"] == 8 and lender["spec"]["strategy"] == server["spec"]["strategy"]
     (one,) = pod["containers"]
     assert one["image"] == "vllm/vllm-openai:v0.32.0"
     assert {each["name"] for each in pod["volumes"]} >= {each["name"] for each in one["volumeMounts"]}
     line = one["command"][3:] + one["args"]
     command, given = parsed(line)
     assert command == "lend" and given["flags"] == ["--port", "8000", "--max-num-seqs", "256"]
-    config = configured(line, {each["name"]: each["value"] for each in one["env"]}, "", tmp_path)
-    assert given["slot"] == 8 < config.partitions.slots
+    config = configured(line, {each["name"]: said_by(each) for each in one["env"]}, "", tmp_path)
+    assert (config.settings.executor.name, config.settings.executor.slot) == (POD, None)
     assert outlives_its_container(config.run_folder, one), "the stop file is there, when a guest has hung"
 
 
@@ -198,14 +208,11 @@ def of_kind(kind: str, values: Values, role: str = "") -> Resource:
     return one
 
 
-def test_no_lender_moves_when_an_executor_comes_and_all_have_a_slot() -> None:
+def test_no_lender_is_started_again_when_executors_come_and_there_may_be_more_than_inboxes() -> None:
     fleets = [
-        of_kind("StatefulSet", changed(values_of("lenders"), "executor.replicas", many), "lender") for many in (0, 3)
+        of_kind("StatefulSet", changed(values_of("lenders"), "executor.replicas", many), "lender") for many in (0, 99)
     ]
-    slots = [each["spec"]["ordinals"]["start"] + each["spec"]["replicas"] for each in fleets]
-    assert slots == [Partitions().slots] * 2
-    chosen = changed(values_of("lenders"), "lenders.firstSlot", 0)
-    assert of_kind("StatefulSet", chosen, "lender")["spec"]["ordinals"]["start"] == 0
+    assert fleets[0] == fleets[1]
 
 
 def test_servers_that_lend_are_scraped_and_may_be(tmp_path: Path) -> None:
@@ -262,6 +269,7 @@ def changed(values: Values, path: str, value: Any) -> Values:
         ("config.trainer.lerning_rate", 1, "lerning_rate"),
         ("config.trainer.groups_per_step", "many", "groups_per_step"),
         ("config.metrics", {"port": 1}, "metrics"),
+        ("config.executor.name", "executor-1", "name"),
         ("config.executor.slot", 1, "slot"),
         ("config.control.page_port", 1, "page_port"),
         ("control.replicas", 2, "replicas"),
@@ -270,12 +278,9 @@ def changed(values: Values, path: str, value: Any) -> Values:
         ("router.resources.limit", {}, "limit"),
         ("topics.create", "always", "create"),
         ("topics.create", "strimzi", "topics.strimziCluster"),
-        ("executor.replicas", 33, "config.topics.inbox_slots: 32"),
         ("environment.replicas", 9, "config.topics.home_partitions: 8"),
         ("autoscaling.enabled", True, "autoscaling.prometheus"),
         ("lenders.replicas", 1, "lenders.image"),
-        ("lenders", {"replicas": 2, "firstSlot": 0, "image": "i", "model": "/m"}, "lenders.firstSlot (0)"),
-        ("lenders", {"replicas": 2, "firstSlot": 31, "image": "i", "model": "/m"}, "config.topics.inbox_slots: 32"),
         ("kafka.properties", {"sasl.password": "hidden"}, "sasl.password"),
         ("lenders.flags", ["--api-key", "hidden"], "lenders/flags"),
     ],

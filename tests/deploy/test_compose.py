@@ -65,7 +65,7 @@ def test_there_is_every_role_and_each_image_is_one_that_is_built_or_pinned() -> 
 
 
 def test_every_command_line_is_one_that_rose_knows_and_fits_its_configuration(tmp_path: Path) -> None:
-    toml = compose()["configs"]["rose.toml"]["content"]
+    toml, names = compose()["configs"]["rose.toml"]["content"], []
     for name, each in roles().items():
         line = each["command"]
         if name == "prompts":
@@ -75,14 +75,11 @@ def test_every_command_line_is_one_that_rose_knows_and_fits_its_configuration(tm
         if line[0] == "lend":  # its stop file has to outlive it
             assert any(config.run_folder.is_relative_to(volume.split(":")[1]) for volume in each["volumes"])
         assert config.bus().bootstrap == "kafka:9092"
-        assert config.settings.topics.inbox_slots > config.settings.executor.slot
         if not each["healthcheck"].get("disable"):
             kind, *words = each["healthcheck"]["test"]
             assert (kind, words[0]) == ("CMD", "rose") and parsed(words[1:])[0] == "health"
-    slots = [
-        each["command"][each["command"].index("--slot") + 1] for each in roles().values() if "--slot" in each["command"]
-    ]
-    assert sorted(slots) == sorted(set(slots)), "no two share an inbox"
+        names.append(config.settings.executor.name)
+    assert names.count("lender") == 1 and set(names) == {"", "lender"}, "the others have their containers' names"
 
 
 def test_the_prompts_that_its_shell_makes_are_prompts(tmp_path: Path) -> None:

@@ -167,6 +167,7 @@ EXAMPLES: tuple[Record, ...] = (
         reason="least loaded",
         lease_seconds=30.0,
         job="team.:demo",
+        finish_seconds=60.0,
     ),
     CellSummary(
         cell=0,

@@ -211,7 +211,12 @@ class Lending:
         self._stop = Event()
         self._status: int | None = None
         config = ExecutorConfig(
-            model_folder=policy, slot=SLOT, max_turns=8, max_model_len=MOST_TOKENS, kv_cache_bytes=16 << 20
+            model_folder=policy,
+            name=f"executor-{SLOT}",
+            slot=SLOT,
+            max_turns=8,
+            max_model_len=MOST_TOKENS,
+            kv_cache_bytes=16 << 20,
         )
         self._thread = Thread(target=self._run, args=(settings, config, endpoint))
         self._thread.start()

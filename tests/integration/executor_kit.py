@@ -191,9 +191,10 @@ def start_executor(
     kv_cache_bytes: int,
     metrics_port: int = 0,
 ) -> Forked:
-    """`rose executor`, with a policy of its own, and its log, in the folder; `most_tokens` of one turn."""
+    """`rose executor` of this inbox: its policy and its log are in the folder; `most_tokens` of one turn."""
     wanted = {
         "run.name": DEFAULT_RUN,
+        "executor.slot": slot,
         "model.folder": save_policy(folder / f"model-{slot}", new_policy(0, tied=True)),
         "executor.max_model_len": most_tokens,
         "environment.max_context_tokens": most_tokens,
@@ -201,7 +202,7 @@ def start_executor(
         "metrics.port": metrics_port,
     }
     said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
-    arguments = ("executor", f"--slot={slot}", *flags(settings), *said)
+    arguments = ("executor", f"--name=executor-{slot}", *flags(settings), *said)
     return nursery.start(arguments, name=f"executor-{slot}", log=folder / f"executor-{slot}.log")
 
 

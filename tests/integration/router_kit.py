@@ -32,6 +32,7 @@ class Fleet:
     alive: dict[int, dict[str, object]] = field(default_factory=dict)
     """Those that send heartbeats, and what they say."""
     held: dict[int, list[TurnDispatch]] = field(default_factory=dict)
+    """By executor: the first and the third have one inbox."""
     claims: dict[int, int] = field(default_factory=dict)
     """The newest claim seen in each inbox."""
 
@@ -70,12 +71,13 @@ class Bus:
         self.fleet.alive[worker] = fields
         holds = packed(self.fleet.held.get(worker, []))
         said = heartbeat(worker, **{"holds": holds, "sent_at": time.time(), **fields})
-        self.writer.write(HEARTBEATS, said, key=f"w{worker}", partition=worker % self.cells)
+        self.writer.write(HEARTBEATS, said, key=f"w{worker}", partition=said.slot % self.cells)
         self.writer.flush()
 
     def answer(self, dispatch: TurnDispatch, outcome: TurnOutcome = TurnOutcome.COMPLETED) -> None:
-        if dispatch in self.fleet.held.get(dispatch.slot, []):
-            self.fleet.held[dispatch.slot].remove(dispatch)
+        held = self.fleet.held.get(_number(dispatch), [])
+        if dispatch in held:
+            held.remove(dispatch)
         self.say(COMPLETED, result(dispatch, outcome), dispatch.request.trajectory_id, dispatch.home)
 
     def look(self) -> list[TurnDispatch]:
@@ -91,7 +93,7 @@ class Bus:
             else:
                 self.fleet.claims[item.partition] = item.record.claim
                 self.inboxes.append(item.record)
-                held = self.fleet.held.setdefault(item.partition, [])
+                held = self.fleet.held.setdefault(_number(item.record), [])
                 held.append(item.record)
                 self.most_held = max(self.most_held, len(held))
         if time.monotonic() >= self._next_beat:
@@ -146,6 +148,10 @@ class Bus:
 
     def close(self) -> None:
         self.reader.close()
+
+
+def _number(dispatch: TurnDispatch) -> int:
+    return int(dispatch.worker.removeprefix("w"))
 
 
 def router_process(settings: BusSettings, number: int = 0, **config: object) -> AbstractContextManager[Forked]:

@@ -51,7 +51,7 @@ def bus(broker: AnyBroker, namespace: str) -> Iterator[Bus]:
     create_topics(settings, PARTITIONS)
     bus = Bus(settings, PARTITIONS)
     for worker in range(PARTITIONS.slots):
-        bus.beat(worker, max_turns=MAX_TURNS)
+        bus.beat(worker, slot=worker, max_turns=MAX_TURNS)
     yield bus
     bus.close()
 

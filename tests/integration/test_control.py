@@ -17,8 +17,9 @@ from schemas.slack import ExecutorState
 from schemas.turns import TurnOutcome, VersionSpan
 from tests.brokers import AnyBroker, flags
 from tests.integration.executor_kit import Router
+from tests.integration.played_engine import NAME, Engine, running
 from tests.integration.router_kit import router_process
-from tests.integration.test_executor_gate import NAME, Engine, common_of, grant, running
+from tests.integration.test_executor_gate import common_of, grant
 from tests.roles import freeze, kill, role_process, rose, stop, thaw
 from tests.unit.routing_world import request
 from topics.admin import create_topics
@@ -28,9 +29,9 @@ from topics.letters import read_letters
 from topics.log import read_topics
 from topics.settings import BusSettings
 from topics.writer import Writer
+from workers.executor.grants import Grants
+from workers.executor.lease import Lease
 from workers.executor.words import ORDERS, Done, GiveUp, Park, Prepare, Prepared, Serve, Serving, Take, Wake
-from workers.lender.grants import Grants
-from workers.lender.lease import Lease
 from workers.weights.trust import run_id
 
 pytestmark = pytest.mark.slow

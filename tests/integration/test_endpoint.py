@@ -13,7 +13,7 @@ from schemas.slack import ExecutorState, WorkerClass
 from schemas.turns import Refusal, TurnOutcome, TurnResult
 from tests.brokers import AnyBroker, any_broker
 from tests.integration.endpoint_kit import MOST_TOKENS, Lending, ScriptedEndpoint, lending
-from tests.integration.executor_kit import SLOT, Router
+from tests.integration.executor_kit import Router
 from tests.integration.policies import logprobs_of, new_policy, save_policy
 from tests.waiting import until
 from topics.admin import create_topics
@@ -197,7 +197,7 @@ def test_a_lender_that_ends_amid_a_load_leaves_an_endpoint_that_answers_its_user
 def test_an_endpoint_whose_lender_was_killed_amid_a_load_goes_on_with_the_next(
     settings: BusSettings, endpoint: ScriptedEndpoint, policy: Path, config: EndpointConfig
 ) -> None:
-    mark = config.folder / f"slot-{SLOT}" / PAUSED
+    mark = config.folder / config.place / PAUSED
     mark.parent.mkdir(parents=True)
     mark.touch()
     endpoint.pause()

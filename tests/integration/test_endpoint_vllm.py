@@ -91,7 +91,15 @@ def lender(settings: BusSettings, server: Server, tmp_path: Path) -> Iterator["s
         "endpoint.tpot_seconds": 5,
     }
     said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-m", "pipeline.command.main", "lend", "--endpoint", server.url, f"--slot={SLOT}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline.command.main",
+        "lend",
+        "--endpoint",
+        server.url,
+        f"--name=executor-{SLOT}",
+    ]
     log = tmp_path / "lender.log"
     with log.open("wb") as output:
         lender = subprocess.Popen([*command, *flags(settings), *said], stdout=output, stderr=output)

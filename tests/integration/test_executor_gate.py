@@ -1,130 +1,35 @@
 """An executor whose engine the test plays: what it does when a grant, a guest or a server says that it may not run."""
 
-import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 import pytest
-import torch
 from prometheus_client import REGISTRY
 
-from pipeline.command.granting import send_grant
+from pipeline.command.granting import NotDrained, drain, release_drain, send_grant
 from pipeline.command.options import Common
-from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.errors import UsageError
-from schemas.slack import ExecutorState, WorkerClass
-from schemas.turns import Refusal, TurnOutcome, VersionSpan, held_hash
+from schemas.slack import ExecutorState
+from schemas.turns import Refusal, TurnOutcome, held_hash
 from tests.brokers import AnyBroker
-from tests.integration.executor_kit import SLOT, Router
+from tests.integration.played_engine import NAME, TICK, running
 from tests.waiting import until
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.fetch import Fetch
 from topics.records import Envelope
 from topics.settings import BusSettings
-from workers.executor.config import ExecutorConfig
-from workers.executor.gate import FREELY, Granted
-from workers.executor.line import Line
-from workers.executor.link import EngineLink
-from workers.executor.loop import Executor
-from workers.executor.wires import Wires
-from workers.executor.words import (
-    ABORTED,
-    ORDERS,
-    Done,
-    GiveUp,
-    Lent,
-    NotTaken,
-    Order,
-    Outbox,
-    Park,
-    Prepare,
-    Prepared,
-    Serve,
-    Serving,
-    Take,
-    Tick,
-    Wake,
-)
-from workers.lender.grants import Grants
-from workers.lender.lease import Lease
-from workers.weights.receive import StagedVersion
+from workers.executor.gate import FREELY
+from workers.executor.grants import Grants
+from workers.executor.lease import Lease
+from workers.executor.words import GiveUp, Lent, NotTaken, Park, Prepare, Take, Wake
 from workers.weights.trust import run_id
 
-NAME = f"executor-{SLOT}"
 FIGURES = ("rose_executor_policy_version", "rose_lender_budget_bytes")
-TICK = Tick(-1, "cpu", 0, 0, 10_000, 10_000, 1, 1.0, 1.0, 0, 0.0)
-Wanted = TypeVar("Wanted", bound=Order)
-
-
-class OneVersion:
-    """A receiver to which version 3 came."""
-
-    newest, refused_newest = 3, None
-
-    def __init__(self) -> None:
-        self._staged: StagedVersion | None = StagedVersion(3, {"w": torch.zeros(4)}, 16, None, 0.0)  # type: ignore[arg-type]
-
-    def staged(self) -> StagedVersion | None:
-        staged, self._staged = self._staged, None
-        return staged
-
-    def refuse(self, version: int, reason: str) -> None:
-        """The engine does not take it."""
-
-
-@dataclass
-class Engine:
-    """The other end of an executor's wires. What it says of itself is `tick`."""
-
-    wires: Wires
-    tick: Tick = TICK
-    heard: list[Order] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.reports = Outbox(Line(self.wires.reports))
-        self._orders = Line(self.wires.orders)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def say(self, **changes: Any) -> None:
-        self.tick = msgspec.structs.replace(self.tick, **changes)
-
-    def hear(self, kind: type[Wanted]) -> Wanted:
-        """Wait for an order of a kind, and forget it."""
-        until(lambda: any(isinstance(order, kind) for order in self.heard))
-        found = next(order for order in self.heard if isinstance(order, kind))
-        self.heard.remove(found)
-        return found
-
-    def serve(self) -> None:
-        """Take a version up, as it is told to."""
-        version = self.hear(Prepare).version
-        self.reports.say(Prepared(version))
-        self.hear(Serve)
-        self.reports.say(Serving(version, 0.0))
-        self.say(version=version)
-
-    def give_up(self, name: str, tokens: list[int]) -> None:
-        spans = (VersionSpan(0, len(tokens), 3),) if tokens else ()
-        logprobs = pack_logprobs([-1.0] * len(tokens))
-        self.reports.say(Done(name, pack_tokens(tokens), logprobs, ABORTED, spans, 3, 0, 1.0, 2.0, 3.0, 0.5))
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.02):
-            self.heard += map(ORDERS.decode, self._orders.read())
-            self.reports.say(self.tick)
 
 
 @pytest.fixture
@@ -142,6 +47,15 @@ def grants(settings: BusSettings) -> Iterator[Grants]:
     grants.stop()
 
 
+@contextmanager
+def drains(settings: BusSettings) -> Iterator[Grants]:
+    """What an executor that is no lender follows."""
+    grants = Grants(settings, NAME, Lease())
+    grants.known(threading.Event())
+    yield grants
+    grants.stop()
+
+
 def exported(name: str) -> float | None:
     return REGISTRY.get_sample_value(name)
 
@@ -154,36 +68,6 @@ def common_of(settings: BusSettings) -> Common:
 
 def grant(settings: BusSettings, *, lend: bool, worker: str = NAME, token_budget: int = 0) -> None:
     send_grant(common_of(settings), worker, lend=lend, kv_bytes=0, token_budget=token_budget, reason="night")
-
-
-@contextmanager
-def running(
-    settings: BusSettings, granted: Granted | None, *, kind: type[Engine] = Engine
-) -> Iterator[tuple[Engine, Router]]:
-    """An executor, its engine of this kind, and the router that it talks to."""
-    wires, stop = Wires.new(), threading.Event()
-    engine = kind(wires)
-    life = os.pidfd_open(os.getpid())
-    executor = Executor(
-        settings,
-        ExecutorConfig(model_folder=Path(), slot=SLOT),
-        NAME,
-        WorkerClass.SERVING,
-        EngineLink(wires, life),
-        TICK,
-        OneVersion(),  # type: ignore[arg-type]
-        granted,
-    )
-    thread = threading.Thread(target=executor.run, args=(stop,))
-    thread.start()
-    try:
-        yield engine, Router(settings)
-    finally:
-        stop.set()
-        thread.join()
-        engine.close()
-        wires.close()
-        os.close(life)
 
 
 def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings: BusSettings, grants: Grants) -> None:
@@ -291,7 +175,7 @@ def test_a_server_that_is_never_idle_gives_its_turns_back_until_it_was(settings:
 
 
 def test_a_goodbye_lists_what_was_answered_just_before(settings: BusSettings) -> None:
-    with running(settings, None) as (engine, router):
+    with running(settings) as (engine, router):
         engine.serve()
         router.until(lambda: router.serves(3))
         keys = [router.dispatch(name, [3, 4, 5]) for name in ("before", "with")]
@@ -302,6 +186,78 @@ def test_a_goodbye_lists_what_was_answered_just_before(settings: BusSettings) ->
     # the last one is never answered: its engine hangs, and the router issues it again
     router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
     assert router.beats[-1].holds == held_hash(keys[0]).to_bytes(8, "little")
+
+
+def test_who_is_drained_ends_what_runs_in_its_time_and_takes_nothing_until_that_is_taken_back(
+    settings: BusSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = common_of(settings)
+
+    def drained(within: float) -> None:
+        drain(common, NAME, within_seconds=within, reason="a new disk")
+
+    with (
+        ThreadPoolExecutor(2) as operator,
+        drains(settings) as told,
+        running(settings, told.leave, lends=False) as (engine, router),
+    ):
+        engine.serve()
+        router.until(lambda: router.serves(3))
+        keys = [router.dispatch(name, [3, 4, 5]) for name in ("ends", "stays")]
+        taken = [engine.hear(Take).name for _ in keys]
+        asked = operator.submit(drained, 600.0)
+        router.until(lambda: router.beats[-1].paused_reason == "it is drained: a new disk")
+        assert router.beats[-1].state is ExecutorState.PAUSED
+        router.dispatch("late", [3, 4, 5])
+        assert router.result("late").refusal is Refusal.ROOM
+        engine.complete(taken[0], [7])
+        assert router.result("ends").outcome is TurnOutcome.COMPLETED
+        router.until(lambda: router.beats[-1].holds == held_hash(keys[1]).to_bytes(8, "little"))
+        assert not asked.done() and not any(isinstance(order, GiveUp | Park) for order in engine.heard)
+
+        sooner = operator.submit(drained, 0.0)
+        assert engine.hear(GiveUp).name == taken[1]
+        engine.give_up(taken[1], [7, 8])
+        back = router.result("stays")
+        assert (back.outcome, back.reason) == (TurnOutcome.PREEMPTED, "it is drained: a new disk")
+        assert asked.result() is sooner.result() is None
+        assert "it holds nothing" in capsys.readouterr().out
+
+    with drains(settings) as told, running(settings, told.leave, lends=False) as (engine, router):
+        router.until(lambda: bool(router.beats) and "new disk" in router.beats[-1].paused_reason)
+        now = [beat.state for beat in router.beats if beat.incarnation == router.beats[-1].incarnation]
+        assert ExecutorState.READY not in now, "it outlives a start"
+        engine.serve()
+        release_drain(common, NAME)
+        router.until(lambda: router.beats[-1].state is ExecutorState.READY)
+
+
+def test_a_lender_that_is_drained_parks_once_nothing_runs_and_goes_back_to_what_was_granted_before(
+    settings: BusSettings, grants: Grants
+) -> None:
+    grant(settings, lend=True, token_budget=500)
+    until(lambda: grants.leave().token_budget == 500)
+    with ThreadPoolExecutor(1) as operator, running(settings, grants.leave) as (engine, router):
+        engine.hear(Wake)
+        engine.serve()
+        router.until(lambda: router.serves(3))
+        router.dispatch("ends", [3, 4, 5])
+        name = engine.hear(Take).name
+        asked = operator.submit(drain, common_of(settings), NAME, within_seconds=600.0, reason="")
+        router.until(lambda: router.beats[-1].state is ExecutorState.PAUSED)
+        assert not any(isinstance(order, Park | Wake) for order in engine.heard), "while something runs"
+        engine.complete(name, [7])
+        engine.hear(Park)
+        asked.result()
+        release_drain(common_of(settings), NAME)
+        engine.hear(Wake)
+        router.until(lambda: router.beats[-1].state is ExecutorState.READY)
+        assert router.beats[-1].token_budget == 500
+
+
+def test_who_is_not_there_cannot_be_drained_and_that_is_told(settings: BusSettings) -> None:
+    with pytest.raises(NotDrained, match="no executor is heard by the name of executor-77"):
+        drain(common_of(settings), "executor-77", within_seconds=0.0, reason="")
 
 
 def test_a_grant_that_cannot_be_is_one_sentence(settings: BusSettings) -> None:

@@ -35,7 +35,6 @@ from topics.access import (
     CONTROL,
     ENVIRONMENT,
     EXECUTOR,
-    LENDER,
     OPERATOR,
     PRODUCER,
     ROLES,
@@ -85,6 +84,8 @@ from workers.weights.signing import make_keys, private_key
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 PARTITIONS = Partitions(home=2, slots=2, samples=2, chunks=2)
+LENDER = "lender"
+"""An executor too: what it does on the bus is the same."""
 GROUPS_ASKED = 9
 """Eight from a file, and the one that was a dead letter."""
 CONFIG = f"""
@@ -131,12 +132,12 @@ class Run:
         self.users, self.folder, self._nursery = users, folder, nursery
         public = make_keys(folder / "trainer.pem")
         trusted = ("--set", f"weights.trusted_key={public}")
-        self._keys = {role.name: trusted for role in (EXECUTOR, LENDER, VIEW)}
+        self._keys = {role.name: trusted for role in (EXECUTOR, VIEW)}
         self._keys[TRAINER.name] = ("--set", f"weights.signing_key={folder / 'trainer.pem'}")
         (folder / "rose.toml").write_text(CONFIG)
 
-    def log(self, role: Role) -> str:
-        return (self.folder / f"{role.name}.log").read_text()
+    def log(self, role: Role | str) -> str:
+        return (self.folder / f"{role if isinstance(role, str) else role.name}.log").read_text()
 
     def start(self, role: Role, *arguments: str) -> Forked:
         command = (role.name, *arguments, *self.common(role))
@@ -144,9 +145,9 @@ class Run:
 
     def lend(self) -> Forked:
         """A vLLM server that lends."""
-        model, [port] = ("lend", "--model", str(MODEL), "--slot", "1"), free_ports(1)
-        command = (*model, *self.common(LENDER), "--", *server_flags(port))
-        return self._nursery.start(command, name=LENDER.name, log=self.folder / f"{LENDER.name}.log")
+        model, [port] = ("lend", "--model", str(MODEL), "--name", "executor-1"), free_ports(1)
+        command = (*model, *self.common(EXECUTOR), "--", *server_flags(port))
+        return self._nursery.start(command, name=LENDER, log=self.folder / f"{LENDER}.log")
 
     def ask(self, role: Role, *arguments: str) -> str:
         """What the command prints to a user of this role."""
@@ -200,7 +201,7 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     assert PROMPTS.name in run.ask(ADMIN, "topics", "describe")
     mislead(everything)
     litter(everything, (PROMPTS, 0), (REQUESTED, 0), (COMPLETED, 0), (SAMPLES, 0))
-    processes = {LENDER: run.lend()}
+    processes: dict[Role | str, Forked] = {LENDER: run.lend()}
     until(lambda: "Application startup complete" in run.log(LENDER), START_SECONDS)
     file = run.folder / "prompts.jsonl"
     file.write_text("\n".join(json.dumps(prompt(number)) for number in range(1, GROUPS_ASKED - 1)))
@@ -212,7 +213,7 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     processes[ENVIRONMENT] = run.start(ENVIRONMENT)
     processes[TRAINER] = run.start(TRAINER)
     until(lambda: has_answered(everything, "executor-1"))
-    processes[EXECUTOR] = run.start(EXECUTOR, "--slot", "0")
+    processes[EXECUTOR] = run.start(EXECUTOR, "--name", "executor-0")
     until(lambda: "event=serving" in run.log(EXECUTOR))
     until(lambda: "event=lend" in run.log(CONTROL))
     litter(everything, (HEARTBEATS, 0), (SUMMARIES, 0), (DISPATCHED, 0), (DISPATCHED, 1))
@@ -223,6 +224,8 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     run.ask(OPERATOR, "letters", "retry", place, "--edit", str(file))
     run.ask(OPERATOR, "grant", "executor-1", "--no-lend")
     until(lambda: "said=park" in run.log(LENDER))
+    run.ask(OPERATOR, "drain", "executor-0", "--within", "5")
+    run.ask(OPERATOR, "drain", "executor-0", "--release")
     assert processes.pop(TRAINER).wait(300) == 0, run.log(TRAINER)
     for role, process in processes.items():
         process.send_signal(signal.SIGTERM)
@@ -352,9 +355,9 @@ def test_a_role_on_the_command_line_says_it_in_one_sentence_and_ends(others: Use
 def test_a_server_that_lacks_a_right_to_lend_names_it_and_serves_on(node: SecuredNode, tmp_path: Path) -> None:
     """Each is missing from the start, one after another; then those that it uses all the time are taken from it."""
     users = Users(node, "lent.", tmp_path)
-    everything, user, flags = node.settings(users.namespace), users.name(LENDER), users.flags(LENDER)
+    everything, user, flags = node.settings(users.namespace), users.name(EXECUTOR), users.flags(EXECUTOR)
     create_topics(everything, PARTITIONS)
-    trusted, rights = make_keys(tmp_path / "trainer.pem"), acls(LENDER, users.namespace)
+    trusted, rights = make_keys(tmp_path / "trainer.pem"), acls(EXECUTOR, users.namespace)
     node.forbid(user, rights[0])
     with lending(tmp_path, *flags, weights__trusted_key=trusted) as server:
         answer = server.complete(CONTEXT).text

@@ -73,6 +73,7 @@ def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
     wanted = {
         "run.name": DEFAULT_RUN,
         "model.folder": MODEL,
+        "executor.slot": SLOT,
         "executor.max_model_len": 512,
         "environment.max_context_tokens": 512,
         "executor.kv_cache_bytes": 8 << 20,
@@ -82,7 +83,7 @@ def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
         "lender.hang_seconds": HANG_SECONDS,
     } | {name.replace("__", "."): value for name, value in more.items()}
     said = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-m", "pipeline.command.main", "lend", "--model", str(MODEL), f"--slot={SLOT}"]
+    command = [sys.executable, "-m", "pipeline.command.main", "lend", "--model", str(MODEL), f"--name=executor-{SLOT}"]
     command += [*arguments, *said, "--", *server_flags(port), "--kv-cache-memory-bytes", str(8 << 20), *vllm]
     environment = os.environ | SERVING | {HANG: str(folder / "hang"), FAULT: str(folder / "fault")}
     environment[NOTES] = str(folder / "notes")

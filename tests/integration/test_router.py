@@ -205,7 +205,7 @@ def test_what_does_not_decode_is_buried_once_whoever_routes(bus: Bus) -> None:
 
 def test_an_executor_of_an_inbox_that_does_not_exist_gets_nothing(bus: Bus) -> None:
     with router_process(bus.settings):
-        bus.beat(7)
+        bus.beat(7, slot=7)
         bus.beat(1)
         for index in range(6):
             bus.ask(f"g{index}:0")

@@ -33,6 +33,9 @@ from schemas.turns import (
 from schemas.wire import encode
 
 TTL_SECONDS = 2.0
+INBOXES = 2
+"""That all executors share."""
+
 CONFIG = RouterConfig(max_attempts=4, max_lag_versions=1, remembered_trajectories=50)
 
 
@@ -63,7 +66,7 @@ def request(
 
 def heartbeat(worker: int, **other: object) -> SlackHeartbeat:
     fields: dict[str, object] = {
-        "slot": worker,
+        "slot": worker % INBOXES,
         "incarnation": 1,
         "sequence": 0,
         "state": ExecutorState.READY,
@@ -86,14 +89,19 @@ def heartbeat(worker: int, **other: object) -> SlackHeartbeat:
 
 
 def dispatched(asked: TurnRequest, worker: int = 0, **other: object) -> TurnDispatch:
-    fields: dict[str, object] = {"incarnation": 1, "claim": 0, "dispatched_at": 0.0, **other}
+    fields: dict[str, object] = {
+        "slot": worker % INBOXES,
+        "incarnation": 1,
+        "claim": 0,
+        "dispatched_at": 0.0,
+        **other,
+    }
     cost = PlacementCost(wait_seconds=0, prefill_seconds=0, decode_seconds=0)
     return TurnDispatch(
         asked=msgspec.Raw(encode(asked)),
         home=asked.home,
         offset=0,
         worker=f"w{worker}",
-        slot=worker,
         cost=cost,
         **fields,  # type: ignore[arg-type]
     )

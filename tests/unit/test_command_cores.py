@@ -1,5 +1,6 @@
 """The command's cores: prompt files, restarts, tasks, and the live view."""
 
+import socket
 import sys
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from pipeline.command.config import load
 from pipeline.command.options import Common
+from pipeline.command.roles import number_of
 from pipeline.command.sections import TasksSection
-from pipeline.command.session import serving_roles
+from pipeline.command.session import roles_of, serving_roles
 from pipeline.command.submit import BadPrompts, read_prompts
 from pipeline.command.supervisor import MOST_QUICK_CRASHES, QUICK_SECONDS, Restarts
 from pipeline.command.tasks import training_prompts
@@ -87,21 +89,35 @@ def test_what_a_run_has_settled_is_left_out_of_a_prompt_file(tmp_path: Path) -> 
         read_prompts(file, BUILT_IN, without=tmp_path / "missing.jsonl")
 
 
-def test_each_server_that_lends_has_an_inbox_and_users_of_its_own() -> None:
-    config = load(Common(settings=["run.executors=1", "run.lenders=2", 'serving.flags=["--seed", "0"]']))
+def test_each_server_that_lends_has_a_name_and_users_of_its_own_and_there_may_be_more_than_inboxes() -> None:
+    settings = ["run.executors=1", "run.lenders=2", "topics.inbox_slots=1", 'serving.flags=["--seed", "0"]']
+    config = load(Common(settings=settings))
     roles = {role.name: role.arguments for role in serving_roles(config, Path("run.toml"))}
     assert list(roles) == ["lender-1", "users-1", "lender-2", "users-2"]
-    for slot in (1, 2):
-        lend, flags = roles[f"lender-{slot}"], roles[f"lender-{slot}"].index("--")
-        assert lend[lend.index("--slot") + 1] == str(slot)
+    names = [role.arguments[2] for role in roles_of(config, Path("run.toml")) if role.name.startswith("executor-")]
+    assert names == ["executor-0"]
+    for number in (1, 2):
+        lend, flags = roles[f"lender-{number}"], roles[f"lender-{number}"].index("--")
+        assert lend[lend.index("--name") + 1] == f"executor-{number}"
         assert lend[flags + 1 : flags + 5] == ("--seed", "0", "--host", "127.0.0.1")
-        assert roles[f"users-{slot}"][:2] == ("users", f"http://127.0.0.1:{lend[-1]}")
+        assert roles[f"users-{number}"][:2] == ("users", f"http://127.0.0.1:{lend[-1]}")
     assert roles["lender-1"][-1] != roles["lender-2"][-1]
 
 
-def test_executors_and_lenders_have_an_inbox_each() -> None:
-    with pytest.raises(UsageError, match=r"1 and 2\) are more than topics.inbox_slots \(2\)"):
-        load(Common(settings=["run.executors=1", "run.lenders=2", "topics.inbox_slots=2"]))
+def test_an_executor_of_this_machine_has_a_port_by_its_number_and_one_named_otherwise_the_first() -> None:
+    names = ("executor-0", "executor-12", "gpu-7", "executor-", "executor-x", "executor-\u0663")
+    assert [number_of(name) for name in names] == [0, 12, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["router", "a b", "a/b", "x" * 129, "a\n", "\u00e4"])
+def test_what_cannot_be_an_executors_name_is_refused_in_a_sentence(name: str) -> None:
+    with pytest.raises(UsageError, match=r"executor\.name"):
+        _ = load(Common(said=(("--name", "executor.name", name),))).settings.executor.worker
+
+
+def test_an_executor_that_nobody_names_has_the_hosts_name() -> None:
+    executor = load(Common()).settings.executor
+    assert (executor.worker, executor.slot) == (socket.gethostname(), None)
 
 
 @given(seed=st.integers(0, 5000), groups=st.integers(1, 300))

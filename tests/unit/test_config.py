@@ -109,7 +109,6 @@ def test_sections_that_do_not_fit_together_are_refused() -> None:
     assert "window_groups" in refusal(Common(settings=["environment.window_groups=4", "trainer.groups_per_step=8"]))
     alone = ["environment.window_groups=4", "run.environment_workers=2", "trainer.groups_per_step=8"]
     assert "window_groups" in refusal(Common(settings=alone)), "all homes may fall to one worker"
-    assert "inbox_slots" in refusal(Common(settings=["run.executors=9", "topics.inbox_slots=8"]))
     assert "max_model_len" in refusal(Common(settings=["environment.max_context_tokens=2048"]))
 
 

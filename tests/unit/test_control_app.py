@@ -17,7 +17,7 @@ from pipeline.control.core import Control
 from pipeline.control.credentials import credentials
 from pipeline.control.metrics import exported
 from pipeline.control.page import page_of, state_of
-from schemas.capacity import CapacityGrant
+from schemas.capacity import CapacityGrant, Voice
 from schemas.errors import UsageError
 from tests.unit.test_control_core import CONFIG, DEDICATED, JOB, fleet, line, summary
 
@@ -81,7 +81,7 @@ def test_the_page_says_what_was_decided_and_why_and_runs_nothing_of_others() -> 
     by_hand = CapacityGrant(
         worker="b", lend=False, kv_bytes=0, token_budget=0, granted_at=0.0, reason="<script>night</script>"
     )
-    world.control.granted("b", by_hand, world.now, by_hand=True)
+    world.control.granted("b", by_hand, world.now, voice=Voice.BY_HAND)
     state = state_of(world.control, reversed(world.log), world.now)
     one, other = state["lenders"]
     assert (one["told"], other["told"]) == ("lends", "by hand: parked")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.control.config import ControlConfig
 from pipeline.control.core import FORGET_SECONDS, GRACE_SECONDS, SETTLE_SECONDS, STALE_SECONDS, Control
-from schemas.capacity import CapacityGrant
+from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.slack import ExecutorState
 from schemas.wire import encode
@@ -203,19 +203,31 @@ def test_who_was_told_by_hand_is_left_alone_until_that_is_taken_back() -> None:
     world = fleet("a", "b")
     world.seconds(10, waiting=500)
     by_hand = CapacityGrant(worker="a", lend=False, kv_bytes=0, token_budget=0, granted_at=0.0)
-    world.control.granted("a", by_hand, world.now, by_hand=True)
+    world.control.granted("a", by_hand, world.now, voice=Voice.BY_HAND)
     world.lenders["a"].hand = False
     assert {grant.worker for grant in world.seconds(30, waiting=500)} == {"b"}
-    world.control.granted("a", None, world.now, by_hand=True)
+    world.control.granted("a", None, world.now, voice=Voice.BY_HAND)
     world.lenders["a"].hand = None
     world.seconds(10, waiting=500)
     assert world.lending == {"a", "b"}
 
 
+def test_who_is_drained_is_left_alone_lends_nothing_and_goes_on_as_it_was_told_by_hand() -> None:
+    world = World(changed(most_lenders=1), lenders={"a": Lender(), "b": Lender(busy=1)})
+    for voice, lend in ((Voice.BY_HAND, True), (Voice.DRAIN, False)):
+        told = CapacityGrant(worker="a", lend=lend, kv_bytes=0, token_budget=0, granted_at=0.0)
+        world.control.granted("a", told, world.now, voice=voice)
+    world.lenders["a"].hand = False
+    world.seconds(30, waiting=400)
+    assert world.control.lending(world.now) == ["b"], "it takes up no place of the cap"
+    world.control.granted("a", None, world.now, voice=Voice.DRAIN)
+    assert "a" in world.control.lending(world.now)
+
+
 def test_who_lends_by_hand_counts_for_the_cap() -> None:
     world = fleet("a", "b", "c")
     by_hand = CapacityGrant(worker="c", lend=True, kv_bytes=0, token_budget=0, granted_at=0.0)
-    world.control.granted("c", by_hand, world.now, by_hand=True)
+    world.control.granted("c", by_hand, world.now, voice=Voice.BY_HAND)
     world.lenders["c"].hand = True
     world.seconds(30, waiting=500)
     assert len(world.lending) == 2
@@ -301,10 +313,10 @@ def test_never_over_the_cap_never_two_jobs_and_every_grant_has_a_reason(
         if event == "by hand":
             lender.hand = False
             grant = CapacityGrant(worker=name, lend=False, kv_bytes=0, token_budget=0, granted_at=0.0)
-            world.control.granted(name, grant, world.now, by_hand=True)
+            world.control.granted(name, grant, world.now, voice=Voice.BY_HAND)
         elif event == "release":
             lender.hand = None
-            world.control.granted(name, None, world.now, by_hand=True)
+            world.control.granted(name, None, world.now, voice=Voice.BY_HAND)
         elif event == "another job":
             grant = CapacityGrant(
                 worker=name, lend=True, kv_bytes=0, token_budget=0, granted_at=world.now, lease_seconds=9.0, job=OTHER
@@ -319,7 +331,7 @@ def test_never_over_the_cap_never_two_jobs_and_every_grant_has_a_reason(
             for each, told in old.leased.items():
                 world.control.granted(each, told.grant, world.now)
             for each, told_by_hand in old.by_hand.items():
-                world.control.granted(each, told_by_hand, world.now, by_hand=True)
+                world.control.granted(each, told_by_hand, world.now, voice=Voice.BY_HAND)
         for written in world.seconds(2, waiting, silent=silent):
             assert written.worker not in world.control.by_hand
             assert world.now >= others.get(written.worker, 0.0), "it lends to another job"

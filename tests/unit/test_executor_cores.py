@@ -49,7 +49,7 @@ def dispatch(
 
 
 def inbox(*, max_turns: int = 4, token_budget: int = 1000) -> Inbox:
-    return Inbox(7, max_turns=max_turns, token_budget=token_budget)
+    return Inbox("executor-0", 7, max_turns=max_turns, token_budget=token_budget)
 
 
 def test_a_turn_meant_for_an_earlier_start_is_dropped() -> None:

@@ -7,9 +7,9 @@ import pytest
 from tests.waiting import until
 from topics import health
 from topics.settings import BusSettings
-from workers.lender import grants
-from workers.lender.grants import Grants
-from workers.lender.lease import Lease
+from workers.executor import grants
+from workers.executor.grants import Grants
+from workers.executor.lease import Lease
 
 
 def test_who_waits_for_its_grants_turns_over_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,11 @@
-"""A lease: what was granted, by whom, for how long by the lender's own clock."""
+"""A lease: what was granted, by whom, for how long by the executor's own clock."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.capacity import CapacityGrant
+from schemas.capacity import CapacityGrant, Voice, key_of, spoken_in
 from workers.executor.gate import FREELY
-from workers.lender.lease import Lease
+from workers.executor.lease import Lease
 
 JOB = "ns.:run"
 
@@ -28,7 +28,7 @@ def grant(
 def of(*taken: CapacityGrant, needed: bool = False, seen: bool = True, now: float = 0.0) -> Lease:
     lease = Lease(JOB, needed=needed)
     for each in taken:
-        lease.take(each, now, by_hand=not each.lease_seconds, seen=seen)
+        lease.take(each, now, voice=Voice.LEASED if each.lease_seconds else Voice.BY_HAND, seen=seen)
     return lease
 
 
@@ -41,7 +41,7 @@ def test_a_lease_runs_out_by_the_lenders_clock_and_is_renewed() -> None:
     lease = of(grant(at=1e9), now=100.0)
     assert not lease.leave(129.9).refused and lease.leave(129.9).kv_bytes == 7
     assert "its grant ran out" in lease.leave(130.0).refused
-    assert not lease.take(grant(at=1e9 + 10), 125.0, by_hand=False, seen=True), "it says nothing new"
+    assert not lease.take(grant(at=1e9 + 10), 125.0, voice=Voice.LEASED, seen=True), "it says nothing new"
     assert not lease.leave(154.9).refused
     assert lease.leave(155.0).refused
 
@@ -49,25 +49,25 @@ def test_a_lease_runs_out_by_the_lenders_clock_and_is_renewed() -> None:
 def test_what_was_read_back_holds_nothing_before_it_is_renewed() -> None:
     lease = of(grant(), seen=False)
     assert "not renewed" in lease.leave(0.0).refused
-    lease.take(grant(at=1.0), 5.0, by_hand=False, seen=True)
+    lease.take(grant(at=1.0), 5.0, voice=Voice.LEASED, seen=True)
     assert not lease.leave(5.0).refused
 
 
 def test_what_is_read_again_after_trouble_with_the_bus_begins_no_new_lease_and_ends_none() -> None:
     lease = of(grant(), now=0.0)
-    lease.take(grant(), 20.0, by_hand=False, seen=False)
+    lease.take(grant(), 20.0, voice=Voice.LEASED, seen=False)
     assert not lease.leave(29.0).refused
-    lease.take(grant(), 29.0, by_hand=False, seen=True)
+    lease.take(grant(), 29.0, voice=Voice.LEASED, seen=True)
     assert lease.leave(30.0).refused
 
 
 def test_a_grant_by_hand_holds_across_starts_and_overrides_until_it_is_deleted() -> None:
     lease = of(grant(lend=False, lease=0.0, reason="night"), seen=False)
-    lease.take(grant(), 0.0, by_hand=False, seen=True)
+    lease.take(grant(), 0.0, voice=Voice.LEASED, seen=True)
     assert lease.leave(1.0).refused == "a grant parked it: night"
-    lease.take(None, 2.0, by_hand=True, seen=True)
+    lease.take(None, 2.0, voice=Voice.BY_HAND, seen=True)
     assert not lease.leave(2.0).refused
-    lease.take(grant(lease=0.0, job=""), 2.0, by_hand=True, seen=True)
+    lease.take(grant(lease=0.0, job=""), 2.0, voice=Voice.BY_HAND, seen=True)
     assert not lease.leave(1e6).refused, "it does not run out"
 
 
@@ -83,7 +83,39 @@ def test_nobody_lends_longer_than_a_lease_after_the_last_renewal(
     lease, now, until = Lease(JOB, needed=False), 0.0, 0.0
     for gap, seen, seconds in renewals:
         now += gap
-        lease.take(grant(lease=seconds, at=now), now, by_hand=False, seen=seen)
+        lease.take(grant(lease=seconds, at=now), now, voice=Voice.LEASED, seen=seen)
         until = now + seconds if seen else 0.0
     if renewals:
         assert bool(lease.leave(now + after).refused) == (now + after >= until)
+
+
+def drain(seconds: float = 0.0) -> CapacityGrant:
+    return CapacityGrant(
+        worker="e", lend=False, kv_bytes=0, token_budget=0, granted_at=0.0, reason="disk", finish_seconds=seconds
+    )
+
+
+def test_a_drain_overrides_all_leaves_its_time_once_and_leaves_what_was_granted_as_it_was() -> None:
+    lease = of(grant(lease=0.0, job=""), now=0.0)
+    assert lease.take(drain(60.0), 10.0, voice=Voice.DRAIN, seen=True)
+    lease.take(drain(60.0), 50.0, voice=Voice.DRAIN, seen=False)  # read again after trouble with the bus
+    said = [lease.leave(now) for now in (10.0, 69.9, 70.0)]
+    assert {each.refused for each in said} == {"it is drained: disk"}
+    assert [each.finishing for each in said] == [True, True, False]
+    lease.take(None, 80.0, voice=Voice.DRAIN, seen=True)
+    assert (lease.leave(80.0).refused, lease.leave(80.0).kv_bytes) == ("", 7)
+
+
+def test_who_is_no_lender_follows_a_drain_and_nothing_else() -> None:
+    lease = Lease()
+    for voice in (Voice.LEASED, Voice.BY_HAND):
+        lease.take(grant(lend=False), 0.0, voice=voice, seen=True)
+    assert lease.leave(0.0) == FREELY
+    lease.take(drain(), 0.0, voice=Voice.DRAIN, seen=False)
+    assert lease.leave(0.0).refused and not lease.leave(0.0).finishing
+
+
+@given(st.sampled_from(Voice), st.from_regex(r"[A-Za-z0-9._:-]{1,128}", fullmatch=True))
+def test_a_key_says_who_speaks_of_whom(voice: Voice, worker: str) -> None:
+    assert spoken_in(key_of(worker, voice)) == (worker, voice)
+    assert spoken_in(f"{worker}/else") == (worker, None)

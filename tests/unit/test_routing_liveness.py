@@ -151,6 +151,24 @@ def test_what_is_heard_later_of_another_inbox_is_the_newer_start() -> None:
     assert liveness.executors["w0"].incarnation == 3
 
 
+def test_two_that_run_under_one_name_in_two_inboxes_take_nothing_from_each_other_time_and_again() -> None:
+    liveness = Liveness(max_lag_versions=0)
+    taken = [
+        liveness.heard(heartbeat(0, incarnation=incarnation, slot=slot), tenth / 10).replaced
+        for tenth in range(15)
+        for incarnation, slot in ((500, 0), (3, 7))
+    ]
+    assert [each.incarnation for each in taken if each is not None] == [500]
+    assert liveness.executors["w0"].incarnation == 3
+    liveness.heard(heartbeat(1), 1.5)
+    for tenth in range(16, 40):
+        liveness.heard(heartbeat(0, incarnation=500), tenth / 10)
+        liveness.expire()
+    assert liveness.executors["w0"].incarnation == 500, "the later one was silent"
+    liveness.heard(heartbeat(0, incarnation=4, slot=7), 4.0)
+    assert liveness.executors["w0"].incarnation == 4, "one more start is a start"
+
+
 def test_who_was_gone_for_long_is_forgotten() -> None:
     liveness = Liveness(max_lag_versions=0)
     liveness.heard(heartbeat(0), 0.0)

@@ -268,6 +268,17 @@ def test_what_a_newer_writer_adds_to_a_request_reaches_the_executor_on_every_att
             assert msgpack.unpackb(bytes(read.asked)) == msgpack.unpackb(wire) | {"appended": b""} and read.cut
 
 
+def test_a_start_in_another_inbox_is_the_newer_one_over_a_restart_too() -> None:
+    before = dispatched(request("g0:0"), incarnation=500, slot=1, dispatched_at=1.0)
+    after = dispatched(request("g1:0"), incarnation=3, slot=0, dispatched_at=2.0)
+    for log in ([before, after], [after, before]):
+        restored = Router(CONFIG)
+        again = restored.restore([Asked.anew(each.request) for each in log], log, [], lambda: 0.0)
+        assert again == [] and [turn.worker for turn in restored.turns.values()].count("w0") == 1
+        assert restored.on(heartbeat(0, incarnation=3, slot=0, holds=packed([after])), 0.1)
+        assert restored.turns["g1:0"].attempt == 0 and restored.turns["g0:0"].attempt == 1
+
+
 def test_failures_are_remembered_over_a_restart() -> None:
     sent = dispatched(request("g0:0"), attempt=7, failures=CONFIG.max_attempts - 1)
     restored = Router(CONFIG)

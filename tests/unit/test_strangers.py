@@ -28,7 +28,7 @@ from pipeline.routing.skew import Skews
 from pipeline.routing.summary import summary_of
 from pipeline.routing.waiting import Asked
 from schemas.arrays import pack_tokens
-from schemas.capacity import CapacityGrant
+from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary
 from schemas.environments import EnvSnapshot, Group, GroupState, TrajectoryProgress
 from schemas.errors import RecordError, UsageError
@@ -54,9 +54,9 @@ from workers.executor.answers import Start, ended, refused
 from workers.executor.contexts import Kept
 from workers.executor.inbox import Inbox
 from workers.executor.inbox import Verdict as InboxVerdict
+from workers.executor.lease import Lease
 from workers.executor.parts import begun_from, flaw_of, sampling_of
 from workers.executor.words import Done
-from workers.lender.lease import Lease
 from workers.trainer.groups import GroupAssembly, ResumePoint
 from workers.trainer.verdicts import Rules, judge, outcomes_of
 from workers.weights.checks import check_manifest
@@ -133,8 +133,9 @@ class House:
                 self.control.summarised(record, self.now)
                 self.elasticity()
             case CapacityGrant():
-                self.control.granted(record.worker, record, self.now, by_hand=item.offset % 2 == 0)
-                self.lease.take(record, self.now, by_hand=item.offset % 2 == 0, seen=item.offset % 3 > 0)
+                voice = list(Voice)[item.offset % 3]
+                self.control.granted(record.worker, record, self.now, voice=voice)
+                self.lease.take(record, self.now, voice=voice, seen=item.offset % 5 > 0)
                 self.lease.leave(self.now)
                 self.elasticity()
             case TrajectoryProgress() | EnvSnapshot() | WeightChunk() | Prompt():
@@ -187,7 +188,7 @@ class House:
     def dispatch(self, dispatch: TurnDispatch) -> None:
         if flaw_of(dispatch, homes=8):
             return
-        own = Inbox(dispatch.incarnation, max_turns=4, token_budget=200_000)
+        own = Inbox(dispatch.worker, dispatch.incarnation, max_turns=4, token_budget=200_000)
         answer = own.offer(dispatch, 3, offset=9)
         start = Start("executor-0", WorkerClass.SERVING, dispatch.incarnation)
         if answer.verdict is InboxVerdict.REFUSE:

@@ -1,7 +1,15 @@
 """Settings of a rollout executor."""
 
+import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
+
+from schemas.errors import UsageError
+from schemas.turns import CLAIM_KEY
+
+NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""As `schemas.limits.Id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,8 +20,10 @@ class ExecutorConfig:
     """Hugging Face folder that gives architecture and tokenizer; weights come from the log."""
     model_id: str = "policy"
     """Whose weight versions to follow."""
-    slot: int = 0
-    """The executor's inbox partition, and its ordinal; no two executors share one."""
+    name: str = ""
+    """Its name on the bus; no two that run have the same. Empty: the host's, which on a cluster is the pod's."""
+    slot: int | None = None
+    """The inbox partition that it reads, which several may share. Left out, it follows from the name."""
     max_turns: int = 64
     """Turns held at once, running and waiting."""
     max_model_len: int = 1024
@@ -29,3 +39,19 @@ class ExecutorConfig:
     they go on under the new version, and their spans say from which token on."""
     heartbeat_seconds: float = 0.1
     """Time between heartbeats, at most 0.2."""
+
+    @property
+    def worker(self) -> str:
+        """The name that it goes by. Raises UsageError for one that an executor cannot have."""
+        name = self.name or socket.gethostname()
+        if NAME.fullmatch(name) is None or name == CLAIM_KEY:
+            raise UsageError(
+                f"{name!r} cannot be an executor's name: give one in executor.name, of 1 to 128 characters of "
+                f"A-Z a-z 0-9 . _ : -, other than {CLAIM_KEY!r}"
+            )
+        return name
+
+    @property
+    def short_name(self) -> str:
+        """The last part of it, as of a pod's, for where there is little room."""
+        return self.worker.rpartition("-")[2]

@@ -56,7 +56,7 @@ def _live(config: ExecutorConfig, wires: Wires) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        show_as(f"engine-{config.slot}")
+        show_as(f"engine-{config.short_name}")
         run_engine(config, wires)
     except RoseError as error:
         Outbox(Line(wires.reports)).say(Failed(str(error), isinstance(error, UsageError)))

@@ -1,7 +1,9 @@
 """Whether an executor takes turns at this moment, and why not.
 
-Keeps true: closed, it holds nothing for long: what it holds goes back, and nothing more is taken on. A dedicated
-executor's gate is always open.
+Keeps true
+- Closed, it takes nothing on, and holds nothing for long: what it holds goes back.
+- Only to one that is drained is time left, to end what runs. Its guest is told to park once that is over.
+- A dedicated executor's gate is open unless it is drained; its engine is told nothing of it.
 
 Pure, but for the leave that it asks for.
 """
@@ -14,10 +16,12 @@ from workers.executor.words import NO_LIMIT, Park, Tick, Wake
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """Whether a lender may lend at this moment, and how much."""
+    """Whether an executor may take turns at this moment, and how much a lender may lend."""
 
     refused: str = ""
     """Why it may not; empty where it may."""
+    finishing: bool = False
+    """Though it may not, the turns that run may go on for now."""
     kv_bytes: int = 0
     """That turns may hold; 0 sets no limit."""
     token_budget: int = 0
@@ -27,7 +31,7 @@ FREELY = Leave()
 """As much as it has."""
 
 Granted = Callable[[], Leave]
-"""What a lender may do now."""
+"""What an executor may do now."""
 
 HELD_SECONDS = 5.0
 """Turns whose engine might not compute for so long go back: elsewhere they go on from where they are."""
@@ -36,24 +40,31 @@ HELD_SECONDS = 5.0
 class Gate:
     """An executor's."""
 
-    def __init__(self, granted: Granted | None) -> None:
-        """`granted`: of a lender alone."""
-        self.lends = granted is not None
+    def __init__(self, granted: Granted, *, lends: bool) -> None:
+        self.lends = lends
         """Whether its engine is a guest, that parks and wakes."""
         self.reason = ""
         """Why no turn is taken; empty where turns are."""
+        self.finishing = False
+        """Though none is taken, those that run go on."""
         self.budget_tokens = 0
         """That turns may hold."""
         self._granted = granted
         self._told: Wake | Park | None = None
         """What the guest was told last."""
 
-    def follow(self, tick: Tick) -> Wake | Park | None:
-        """Look again, the engine's newest tick at hand; returns what the engine is to be told."""
-        leave = FREELY if self._granted is None else self._granted()
-        self.reason, self.budget_tokens = why_closed(tick, leave), budget_tokens(tick, leave)
+    @property
+    def shut(self) -> bool:
+        """Whether what runs goes back as well."""
+        return bool(self.reason) and not self.finishing
+
+    def follow(self, tick: Tick, *, busy: bool) -> Wake | Park | None:
+        """Look again, the engine's newest tick at hand; returns what the engine is to be told. `busy`: turns run."""
+        leave = self._granted()
+        self.reason, self.budget_tokens = leave.refused or unable(tick), budget_tokens(tick, leave)
+        self.finishing = leave.finishing and busy and not unable(tick)
         order = told_of(leave)
-        if not self.lends or order == self._told:
+        if not self.lends or self.finishing or order == self._told:
             return None
         self._told = order
         return order
@@ -64,10 +75,10 @@ def told_of(leave: Leave) -> Wake | Park:
     return Park() if leave.refused else Wake(leave.kv_bytes or NO_LIMIT)
 
 
-def why_closed(tick: Tick, leave: Leave) -> str:
-    """Why no turn is taken; empty where turns are."""
-    if leave.refused or tick.parked:
-        return leave.refused or tick.parked
+def unable(tick: Tick) -> str:
+    """Why its engine can run no turn; empty where it can."""
+    if tick.parked:
+        return tick.parked
     if tick.held_seconds >= HELD_SECONDS:
         return f"serving left it no moment to compute in for {HELD_SECONDS:.0f} s"
     return ""

@@ -1,6 +1,7 @@
-"""The inbox: which dispatched turns this executor takes on.
+"""The inbox: which dispatched turns this executor takes on. Several may share one: its slot is a mailbox.
 
 Keeps true
+- What is for another worker is passed over, and changes nothing here but the newest claim: that is of the whole inbox.
 - A dispatch for another incarnation is dropped: it was meant for a process that is gone.
 - So is one of an older claim than the newest seen: its router has been replaced.
 - A turn is taken on once; the same (trajectory, turn, attempt) again is dropped.
@@ -9,7 +10,8 @@ Keeps true
 
 Pure, and without time: no clock of a router is compared with this machine's.
 
-Example (max_turns=1)
+Example (worker w1, max_turns=1)
+    offer(g:2 turn 0, to w2)          -> PASS
     offer(g:0 turn 0, incarnation 7)  -> TAKE
     offer(g:0 turn 0, incarnation 7)  -> DROP duplicate
     offer(g:1 turn 0, incarnation 6)  -> DROP incarnation
@@ -28,6 +30,8 @@ from schemas.turns import Refusal, TurnDispatch, TurnKey, held_hash
 
 class Verdict(Enum):
     TAKE = "take"
+    PASS = "pass"
+    """Another worker's, who reads this inbox too."""
     DROP = "drop"
     """Not ours to answer."""
     REFUSE = "refuse"
@@ -41,7 +45,7 @@ class Answer:
     refusal: Refusal | None = None
 
 
-TAKE = Answer(Verdict.TAKE)
+TAKE, PASS = Answer(Verdict.TAKE), Answer(Verdict.PASS)
 
 
 def tokens_of(dispatch: TurnDispatch) -> int:
@@ -55,9 +59,10 @@ def packed_hashes(hashes: Collection[int]) -> bytes:
 
 
 class Inbox:
-    """The turns that this incarnation holds, against what it offers."""
+    """The turns that this incarnation of a worker holds, against what it offers."""
 
-    def __init__(self, incarnation: int, *, max_turns: int, token_budget: int) -> None:
+    def __init__(self, worker: str, incarnation: int, *, max_turns: int, token_budget: int) -> None:
+        self.worker = worker
         self.incarnation = incarnation
         self.max_turns = max_turns
         self.token_budget = token_budget
@@ -89,9 +94,12 @@ class Inbox:
 
         No claim lies behind what is dispatched under it: one that says so, whoever wrote it, claims no more than that.
         """
-        if dispatch.claim < self.claim:
-            return Answer(Verdict.DROP, "claim")
+        older = dispatch.claim < self.claim
         self.claimed(min(dispatch.claim, offset))
+        if dispatch.worker != self.worker:
+            return PASS
+        if older:
+            return Answer(Verdict.DROP, "claim")
         if dispatch.incarnation != self.incarnation:
             return Answer(Verdict.DROP, "incarnation")
         if dispatch.key in self._held:

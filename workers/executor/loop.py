@@ -8,8 +8,11 @@ Keeps true
 - No turn is taken on before a version from the log has been applied. A turn is handed to the engine with the version
   that serves; while the engine changes to another one, turns that come wait here, as do those whose context is read
   back from the log.
-- While its gate is closed (a grant, a stop, a server that is never idle) it holds nothing: what it held goes back.
+- While its gate is closed (a grant, a stop, a server that is never idle) it holds nothing: what it held goes back. To
+  one that is drained time is left to end what runs.
 - What it says to others holds without a clock: its incarnation is a place in the log, its turns are named.
+- Others may share its inbox, which changes nothing for it. One that begins under its own name takes its place: it ends,
+  with a sentence, and answers nothing more.
 - A broker that is away, or a process that was stopped for a while, changes nothing: it goes on with what it holds.
 
 It decides nothing: the inbox does.
@@ -28,6 +31,7 @@ import structlog
 from schemas.arrays import count
 from schemas.contexts import Torn
 from schemas.errors import UsageError
+from schemas.homes import slot_of
 from schemas.slack import HELD, ExecutorState, WorkerClass
 from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
 from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
@@ -41,7 +45,7 @@ from workers.executor.answers import Start, ended, refused
 from workers.executor.change import Versions
 from workers.executor.config import ExecutorConfig
 from workers.executor.contexts import Contexts
-from workers.executor.gate import Gate, Granted
+from workers.executor.gate import Gate
 from workers.executor.heartbeats import Heartbeats, in_short
 from workers.executor.inbox import Inbox, Verdict
 from workers.executor.link import EngineLink
@@ -91,12 +95,14 @@ class Running:
     received_at: float
 
 
-def inbox_of(reader: Reader, slot: int) -> Place:
-    """The inbox of this slot. Raises UsageError where there is none, TopicMissing or BusError."""
-    if slot >= (slots := reader.partitions(DISPATCHED)):
+def inbox_of(reader: Reader, config: ExecutorConfig) -> Place:
+    """The inbox of an executor. Raises UsageError where there is none, TopicMissing or BusError."""
+    slots = reader.partitions(DISPATCHED)
+    slot = slot_of(config.worker, slots) if config.slot is None else config.slot
+    if not 0 <= slot < slots:
         raise UsageError(
-            f"executor.slot is {slot} and the last inbox {slots - 1}: with more topics.inbox_slots, "
-            "`rose topics create` adds some"
+            f"executor.slot is {slot} and the last inbox {slots - 1}: leave it out, and it follows from the name; or "
+            "with more topics.inbox_slots, `rose topics create` adds some"
         )
     return DISPATCHED, slot
 
@@ -108,22 +114,21 @@ class Executor:
         self,
         settings: BusSettings,
         config: ExecutorConfig,
-        name: str,
         worker_class: WorkerClass,
         link: EngineLink,
         tick: Tick,
         receiver: WeightReceiver,
-        granted: Granted | None,
+        gate: Gate,
     ) -> None:
-        """`tick`: the first of the engine at the link. `granted`: of a lender. Raises TopicMissing or BusError."""
+        """`tick`: the first of the engine at the link. Raises TopicMissing or BusError."""
         self._config = config
-        self._name = name
+        self._name = name = config.worker
         self._link = link
         self._receiver = receiver
         self._log = structlog.get_logger("executor").bind(worker=name)
         self._tick = tick
         """The engine's newest."""
-        self._gate = Gate(granted)
+        self._gate = gate
         self._running: dict[str, Running] = {}
         self._answered: deque[int] = deque(maxlen=HELD)
         """By `held_hash`, the turns that it answered last."""
@@ -136,19 +141,20 @@ class Executor:
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name)
         self._homes = self._reader.partitions(COMPLETED)
-        self._cell = config.slot % self._reader.partitions(HEARTBEATS)
+        place = inbox_of(self._reader, config)
+        self._cell = place[1] % self._reader.partitions(HEARTBEATS)
         """Whose router it is heard by."""
-        self._start = Start(name, worker_class, self._begin())
-        self._beats = Heartbeats(self._start, config.slot, by_grant=self._gate.lends)
-        self._inbox = Inbox(self._start.incarnation, max_turns=self._most_turns, token_budget=0)
+        self._start = Start(name, worker_class, self._begin(place))
+        self._beats = Heartbeats(self._start, place[1], by_grant=self._gate.lends)
+        self._inbox = Inbox(name, self._start.incarnation, max_turns=self._most_turns, token_budget=0)
         self._note_lent(tick)
 
-    def _begin(self) -> int:
+    def _begin(self, inbox: Place) -> int:
         """Mark this start in the inbox and read on from there: what is dispatched after a heartbeat is read.
 
-        Returns the incarnation. Raises TopicMissing, BusError, or UsageError where there is no such inbox.
+        Returns the incarnation. Raises TopicMissing or BusError.
         """
-        inbox = inbox_of(self._reader, self._config.slot)
+        self._log = self._log.bind(slot=inbox[1])
         self._reader.watermarks(inbox)
         marks: list[int] = []
         self._writer.tombstone(
@@ -161,9 +167,9 @@ class Executor:
     def run(self, stop: Event) -> None:
         """Until `stop` is set; what it holds then goes back to the router, with what was sampled of it.
 
-        Raises EngineBroken or BusError.
+        Raises EngineBroken or BusError, or UsageError when another begins under its name.
         """
-        self._log.info("started", incarnation=self._start.incarnation, slot=self._config.slot)
+        self._log.info("started", incarnation=self._start.incarnation)
         try:
             with metrics.exported():
                 while not stop.is_set():
@@ -193,15 +199,23 @@ class Executor:
             if isinstance(item, Spoiled):
                 self._writer.dead_letter(item, item.reason)
             elif isinstance(item, Envelope) and isinstance(item.record, TurnDispatch):
-                if flaw := flaw_of(item.record, homes=self._homes):
+                ours = item.record.worker == self._name
+                if ours and (flaw := flaw_of(item.record, homes=self._homes)):
                     self._writer.dead_letter(item, flaw)
                 else:
                     self._consider(item.record, item.offset)
             elif isinstance(item, Envelope) and item.key == CLAIM_KEY:
                 self._inbox.claimed(item.offset)
+            elif isinstance(item, Envelope) and item.key == self._name:
+                raise UsageError(
+                    f"another executor has begun as {self._name}, and takes its place: no two have the same "
+                    "executor.name at a time (`--name`)"
+                )
 
     def _consider(self, dispatch: TurnDispatch, offset: int) -> None:
         answer = self._inbox.offer(dispatch, self._version, offset=offset)
+        if answer.verdict is Verdict.PASS:
+            return
         if answer.verdict is Verdict.DROP:
             metrics.TURNS.labels(f"dropped_{answer.reason}").inc()
         elif answer.verdict is Verdict.REFUSE:
@@ -260,13 +274,16 @@ class Executor:
         return ExecutorState.READY if self._version >= 0 else ExecutorState.STARTING
 
     def _open_or_close(self) -> None:
-        """Follow what the grant and the engine say of lending."""
-        before, order = self._gate.reason, self._gate.follow(self._tick)
+        """Follow what grants and the engine say of taking turns."""
+        before, was_shut = self._gate.reason, self._gate.shut
+        order = self._gate.follow(self._tick, busy=bool(self._running))
         self._inbox.token_budget, reason = self._gate.budget_tokens, self._gate.reason
         if order is not None:
             self._link.order(order)
-        if reason and not before:
+        if self._gate.shut and not was_shut:
             self._give_up()
+        elif reason and not before:
+            self._refuse_waiting(reason, Refusal.ROOM)
         if reason != before:
             self._log.info("takes no turns" if reason else "takes turns", reason=reason)
             self._beat(self._state)

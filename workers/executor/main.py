@@ -6,7 +6,7 @@ from threading import Event
 from schemas.slack import WorkerClass
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
-from workers.executor.gate import Granted
+from workers.executor.lease import Lease
 from workers.executor.link import EngineLink
 from workers.weights.config import WeightsConfig
 
@@ -14,36 +14,42 @@ from workers.weights.config import WeightsConfig
 def run_executor(
     settings: BusSettings,
     config: ExecutorConfig,
-    name: str,
     link: EngineLink,
     shapes: Mapping[str, Sequence[int]],
     stop: Event,
     worker_class: WorkerClass = WorkerClass.DEDICATED,
     *,
     weights: WeightsConfig | None = None,
-    granted: Granted | None = None,
+    lease: Lease | None = None,
 ) -> None:
-    """Run turns of the inbox `config.slot` on the engine at the link until `stop` is set.
+    """Run turns for `config.worker` on the engine at the link until `stop` is set.
 
-    `granted`: of a lender, what it may do now.
+    `lease`: of a lender; any other executor follows drains alone.
     `shapes`: of the tensors of its model. Raises RoseError: a setting that no engine can be made from, an engine that
-    broke or is gone, a broken key file or store, an unreachable broker, a missing topic.
+    broke or is gone, a broken key file or store, an unreachable broker, a missing topic, another of the same name.
     """
+    from workers.executor.gate import Gate
+    from workers.executor.grants import Grants
     from workers.executor.loop import Executor
     from workers.weights.anchor_store import store_of
     from workers.weights.receive import WeightReceiver
     from workers.weights.signing import trust_of
 
-    weights = weights or WeightsConfig()
+    name, weights = config.worker, weights or WeightsConfig()
     trust = trust_of(settings, config.model_id, weights)
     store = store_of(weights)
     receiver = WeightReceiver(
         settings, trust, shapes=shapes, store=store, engine_dtype=config.dtype, client_id=f"{name}-weights"
     )
     receiver.start()
+    lease = lease or Lease()
+    grants = Grants(settings, name, lease)
     try:
+        grants.known(stop)
         tick = link.first_tick(stop)
         if tick is not None:
-            Executor(settings, config, name, worker_class, link, tick, receiver, granted).run(stop)
+            gate = Gate(grants.leave, lends=lease.lends)
+            Executor(settings, config, worker_class, link, tick, receiver, gate).run(stop)
     finally:
+        grants.stop()
         receiver.stop()

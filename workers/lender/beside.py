@@ -24,19 +24,18 @@ import structlog
 
 from schemas.errors import RoseError, UsageError
 from schemas.slack import WorkerClass
-from topics.access import LENDER
+from topics.access import EXECUTOR
 from topics.health import HEALTH
 from topics.permission import reach_as
 from topics.processes import end_with, show_as
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
+from workers.executor.lease import Lease
 from workers.executor.link import EngineLink
 from workers.executor.main import run_executor
 from workers.executor.vllm.folder import check_folder
 from workers.lender.config import LendConfig, LenderConfig
-from workers.lender.grants import Grants
 from workers.lender.keeper import Keeper
-from workers.lender.lease import Lease
 from workers.lender.link import End, knock
 from workers.lender.observed import observe
 from workers.lender.pulse import Pulse
@@ -64,10 +63,6 @@ class Plan:
     stop_file: Path
     exporting: Callable[[], AbstractContextManager[None]]
     """What each process beside exports, for as long as it runs. May raise UsageError."""
-
-    @property
-    def slot(self) -> int:
-        return self.executor.slot
 
 
 def lend(plan: Plan, serving: Path, flags: Sequence[str]) -> NoReturn:
@@ -134,7 +129,7 @@ def _until_asked() -> Event:
 def _keep(plan: Plan, shapes: Mapping[str, tuple[int, ...]], folder: Path, pulse: Pulse) -> None:
     """The keeper's program."""
     stop = _until_asked()
-    show_as(f"keeper-{plan.slot}")
+    show_as(f"keeper-{plan.executor.short_name}")
     try:
         begin = lambda: _fork(lambda: _stay_beside(plan, shapes, folder / "socket"))  # noqa: E731
         Keeper(pulse, plan.stop_file, begin, hang_seconds=plan.lender.hang_seconds).keep(stop)
@@ -144,14 +139,14 @@ def _keep(plan: Plan, shapes: Mapping[str, tuple[int, ...]], folder: Path, pulse
 
 def _stay_beside(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
     """The program of the process beside."""
-    name, stop = f"executor-{plan.slot}", _until_asked()
-    show_as(f"beside-{plan.slot}")
+    name, stop = plan.executor.worker, _until_asked()
+    show_as(f"beside-{plan.executor.short_name}")
     log = structlog.get_logger("lender").bind(worker=name)
     try:
         with plan.exporting():
             while not stop.is_set():
                 try:
-                    _link(plan, shapes, path, name, stop)
+                    _link(plan, shapes, path, stop)
                 except UsageError:
                     raise
                 except RoseError as error:
@@ -165,11 +160,11 @@ def _stay_beside(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path) 
         log.error("lends nothing, serving goes on", reason=str(error))
 
 
-def _link(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path, name: str, stop: Event) -> None:
+def _link(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path, stop: Event) -> None:
     """One link with the server, from its beginning to its end."""
     settings = plan.settings
     if settings is not None:
-        reach_as(settings, LENDER)
+        reach_as(settings, EXECUTOR)
     end = _knock(path, stop)
     if end is None:
         return
@@ -179,22 +174,10 @@ def _link(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path, name: s
             observe(link, stop)
             return
         job = run_id(settings.namespace, plan.weights.run)
-        grants = Grants(settings, name, Lease(job, needed=plan.lender.needs_grant))
-        try:
-            grants.known(stop)
-            run_executor(
-                settings,
-                plan.executor,
-                name,
-                link,
-                shapes,
-                stop,
-                WorkerClass.SERVING,
-                weights=plan.weights,
-                granted=grants.leave,
-            )
-        finally:
-            grants.stop()
+        lease = Lease(job, needed=plan.lender.needs_grant)
+        run_executor(
+            settings, plan.executor, link, shapes, stop, WorkerClass.SERVING, weights=plan.weights, lease=lease
+        )
 
 
 def _knock(path: Path, stop: Event) -> End | None:

@@ -39,7 +39,7 @@ class LenderConfig:
     """The dial from strict to slo, the two budgets, the yield bound."""
     stop_file: Path | None = None
     """While this file is there, nothing is lent: it stops within a second. Who ends a guest that hangs writes it, so
-    put it where it outlives the server. Left out, `executor-<slot>.stop` in the run's folder."""
+    put it where it outlives the server. Left out, `<executor.name>.stop` in the run's folder."""
     hang_seconds: float = 30.0
     """A guest that has had the serving thread for so long hangs, and its engine core is ended; longer than what may be
     compiled in a first step."""

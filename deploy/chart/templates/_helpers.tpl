@@ -24,19 +24,6 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{ .root.Values.images.repository }}-{{ .family }}:{{ .root.Values.images.tag | default .root.Chart.AppVersion }}
 {{- end }}
 
-{{- define "rose.slots" -}}
-{{ (.Values.config.topics | default dict).inbox_slots | default 32 | int }}
-{{- end }}
-
-{{/* Of lenders, the first one's slot: they have the last ones, so that none moves when an executor comes or goes. */}}
-{{- define "rose.first-lender" -}}
-{{- if kindIs "invalid" .Values.lenders.firstSlot -}}
-{{ sub (include "rose.slots" . | int) (.Values.lenders.replicas | int) }}
-{{- else -}}
-{{ .Values.lenders.firstSlot | int }}
-{{- end -}}
-{{- end }}
-
 {{/* JSON is TOML but for tables. */}}
 {{- define "rose.toml-value" -}}
 {{- if kindIs "map" . -}}
@@ -204,8 +191,8 @@ env:
     valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}
 {{- end }}
 {{- if eq .role "executor" }}
-  - name: ROSE_EXECUTOR__SLOT
-    valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}
+  - name: ROSE_EXECUTOR__NAME
+    valueFrom: {fieldRef: {fieldPath: metadata.name}}
 {{- if .key }}
   - {name: ROSE_WEIGHTS__TRUSTED_KEY, value: /etc/rose/keys/trusted.pub}
 {{- end }}

@@ -16,7 +16,8 @@ class EndpointConfig:
     model: str = ""
     """The name under which it serves the policy; empty: the only one that it has."""
     folder: Path = Path("runs/endpoint")
-    """Where policy versions are written for it to load: its machine sees the folder under the same path."""
+    """Where policy versions are written for it to load, in a folder of its own there: its machine sees that under the
+    same path."""
     ttft_seconds: float = 1.0
     """Its promise: from a request to its first token."""
     tpot_seconds: float = 0.1
@@ -28,3 +29,8 @@ class EndpointConfig:
             raise UsageError("endpoint.url is http://host:port, with no password in it: logs name it")
         if not (self.ttft_seconds > 0 and self.tpot_seconds > 0):
             raise UsageError("endpoint.ttft_seconds and endpoint.tpot_seconds are more than 0")
+
+    @property
+    def place(self) -> str:
+        """Where it is, as a file's name: the same for whoever lends it next."""
+        return urlsplit(self.url).netloc.replace(":", "-")

@@ -48,7 +48,7 @@ log = structlog.get_logger("endpoint")
 def lend_endpoint(
     settings: BusSettings, config: ExecutorConfig, endpoint: EndpointConfig, weights: WeightsConfig, stop: Event
 ) -> None:
-    """Run turns of the inbox `config.slot` on the endpoint, until `stop` is set.
+    """Run turns for `config.worker` on the endpoint, until `stop` is set.
 
     Turns end on the version that they began on, whatever the configuration says. Raises RoseError: an endpoint that
     cannot lend, a policy that no version can be proven of, a broken key file or store, a broker that is not there.
@@ -59,8 +59,7 @@ def lend_endpoint(
     while not stop.is_set():
         try:
             with PlayedEngine(config, endpoint, shapes, vocabulary, expected) as link:
-                name = f"executor-{config.slot}"
-                run_executor(settings, config, name, link, shapes, stop, WorkerClass.SERVING, weights=weights)
+                run_executor(settings, config, link, shapes, stop, WorkerClass.SERVING, weights=weights)
         except EngineBroken as broken:
             log.warning("begins anew", reason=str(broken))
             stop.wait(AGAIN_SECONDS)
@@ -86,7 +85,7 @@ class PlayedEngine:
         self._life = os.eventfd(0, os.EFD_CLOEXEC)
         self._loop = asyncio.new_event_loop()
         self._playing = self._loop.create_task(self._play())
-        self._thread = Thread(target=self._run, name=f"endpoint-{config.slot}")
+        self._thread = Thread(target=self._run, name=f"endpoint-{config.short_name}")
 
     def __enter__(self) -> EngineLink:
         self._thread.start()
@@ -114,7 +113,7 @@ class PlayedEngine:
     async def _play(self) -> None:
         api = Endpoint(self._endpoint.url, self._endpoint.model)
         async with aclosing(api):
-            folder = self._endpoint.folder.resolve() / f"slot-{self._config.slot}"
+            folder = self._endpoint.folder.resolve() / self._endpoint.place
             server = await self._arrival(api, folder)
             log.info("found", url=api.url, model=api.model, dtype=server.dtype)
             versions = Versions(api, server, self._vocabulary, self._expected, folder)

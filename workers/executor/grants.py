@@ -1,4 +1,4 @@
-"""The grants of one lender, followed on a thread.
+"""The grants of one executor, followed on a thread.
 
 Keeps true
 - The topic is compacted: what was granted before this process began is read back, and after trouble with the bus again.
@@ -11,19 +11,19 @@ from threading import Event
 
 import structlog
 
-from schemas.capacity import CapacityGrant, key_by_hand
+from schemas.capacity import CapacityGrant, Voice, spoken_in
 from topics.catalog import GRANTS
 from topics.following import Following
 from topics.health import HEALTH
 from topics.records import Envelope
 from topics.settings import BusSettings
 from workers.executor.gate import Leave
-from workers.lender.lease import Lease
+from workers.executor.lease import Lease
 
 LOOK_SECONDS = 0.2
 """Between two looks at whether to stop."""
 
-log = structlog.get_logger("lender")
+log = structlog.get_logger("executor")
 
 
 class Grants:
@@ -32,12 +32,13 @@ class Grants:
     def __init__(self, settings: BusSettings, worker: str, lease: Lease) -> None:
         self._lease = lease
         self._worker = worker
-        self._keys = worker, key_by_hand(worker)
         self._following = Following(settings, GRANTS, f"{worker}-grants", self._take)
 
     def known(self, stop: Event) -> None:
-        """Wait until those that were there have been read, or `stop` is set."""
+        """Wait until those that were there have been read, or `stop` is set. Raises RoseError for what lasts."""
         while not self._following.known.wait(LOOK_SECONDS) and not stop.is_set():
+            if self._following.failure is not None:
+                raise self._following.failure
             HEALTH.says("waits for its grants: the broker has not told them yet", ready=False)
 
     def leave(self) -> Leave:
@@ -49,9 +50,11 @@ class Grants:
         self._following.stop()
 
     def _take(self, item: Envelope, seen: bool) -> None:
-        if item.key not in self._keys:
+        worker, voice = spoken_in(item.key)
+        if worker != self._worker or voice is None:
             return
         grant = item.record if isinstance(item.record, CapacityGrant) else None
-        if self._lease.take(grant, time.monotonic(), by_hand=item.key != self._worker, seen=seen):
-            said = "none" if grant is None else "lend" if grant.lend else "park"
+        if self._lease.take(grant, time.monotonic(), voice=voice, seen=seen):
+            does = "drain" if voice is Voice.DRAIN else "park"
+            said = "none" if grant is None else "lend" if grant.lend else does
             log.info("grant", worker=self._worker, said=said, reason="" if grant is None else grant.reason)

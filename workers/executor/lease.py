@@ -1,6 +1,7 @@
-"""The lease of one lender: whether its grants let it lend at this moment.
+"""The lease of one executor: whether its grants let it take turns at this moment.
 
 Keeps true
+- A drain overrides all else until it is deleted. Who is no lender follows nothing else.
 - A grant by hand overrides a leased one until it is deleted.
 - A lease is counted by the clock of its lender from when its grant was read; no other host's is asked. One that was
   read back from the log, and not seen to come, holds nothing: it has to be renewed first.
@@ -13,11 +14,14 @@ Example, a lease of 30 s
     read back at 0         -> parked: its grant is from before it began to listen
     renewed at 4           -> lends
     nothing more until 34  -> parked: its grant ran out
+    drained at 40, 60 s    -> takes nothing, and may end what runs until 100
+    that is deleted at 90  -> as before: its grant ran out
 """
 
 from dataclasses import dataclass
 
-from schemas.capacity import CapacityGrant
+from schemas.capacity import CapacityGrant, Voice
+from schemas.slack import DRAINED
 from workers.executor.gate import FREELY, Leave
 
 
@@ -26,38 +30,45 @@ class Read:
     """A grant as it was read."""
 
     grant: CapacityGrant
+    at: float
     until: float | None
     """When its lease ends; None for one that was not seen to come."""
 
 
 class Lease:
-    """One lender's."""
+    """One executor's."""
 
-    def __init__(self, job: str, *, needed: bool) -> None:
-        """`job`: `namespace:run` of this lender; `needed`: without a grant it parks."""
+    def __init__(self, job: str = "", *, needed: bool = False) -> None:
+        """`job`: `namespace:run` of a lender, "" of any other; `needed`: without a grant it parks."""
+        self.lends = bool(job)
+        """Whether grants rule it, and not drains alone."""
         self._job = job
         self._needed = needed
-        self._leased: Read | None = None
-        self._by_hand: Read | None = None
+        self._read: dict[Voice, Read] = {}
 
-    def take(self, grant: CapacityGrant | None, now: float, *, by_hand: bool, seen: bool) -> bool:
-        """The newest under one of its two keys; None once it was deleted. Whether that says anything new.
+    def take(self, grant: CapacityGrant | None, now: float, *, voice: Voice, seen: bool) -> bool:
+        """The newest under one of its keys; None once it was deleted. Whether that says anything new.
 
         `seen`: it came while the log was followed, and was not read back.
         """
-        before = self._by_hand if by_hand else self._leased
+        before = self._read.get(voice)
         if before is not None and before.grant == grant:
-            return False  # read again after trouble with the bus: its lease began when it was read first
-        read = None if grant is None else Read(grant, now + grant.lease_seconds if seen else None)
-        if by_hand:
-            self._by_hand = read
+            return False  # read again after trouble with the bus: its time began when it was read first
+        if grant is None:
+            self._read.pop(voice, None)
         else:
-            self._leased = read
+            self._read[voice] = Read(grant, now, now + grant.lease_seconds if seen else None)
         return before is None or grant is None or not _alike(before.grant, grant)
 
     def leave(self, now: float) -> Leave:
         """What it may do."""
-        read = self._by_hand or self._leased
+        drain = self._read.get(Voice.DRAIN)
+        if drain is not None:
+            why = f"{DRAINED}{f': {drain.grant.reason}' if drain.grant.reason else ''}"
+            return Leave(refused=why, finishing=now < drain.at + drain.grant.finish_seconds)
+        if not self.lends:
+            return FREELY
+        read = self._read.get(Voice.BY_HAND) or self._read.get(Voice.LEASED)
         if read is None:
             return Leave(refused="it has no grant, and needs one (lender.needs_grant)") if self._needed else FREELY
         grant = read.grant

@@ -1,0 +1,112 @@
+"""An inbox that several executors share: whatever is in it, each takes its own, and nothing of anybody else's."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.routing.reign import valid
+from schemas.turns import CLAIM_KEY, TurnDispatch
+from tests.unit.routing_world import dispatched, request
+from topics.catalog import DISPATCHED
+from topics.records import Envelope, Raw
+from workers.executor.inbox import Inbox, Verdict
+
+WORKERS = 3
+MUCH = 2**40
+
+
+@dataclass
+class Reader:
+    """One start of an executor, and what it said of each dispatch that it read."""
+
+    box: Inbox
+    said: dict[int, Verdict] = field(default_factory=dict)
+
+
+@dataclass
+class Mailbox:
+    """A log of one partition, and all who have ever read it; nobody who is replaced knows of it."""
+
+    log: list[Envelope] = field(default_factory=list)
+    readers: list[Reader] = field(default_factory=list)
+    starts: dict[int, int] = field(default_factory=dict)
+    """By worker, where its newest start begins."""
+    claims: list[int] = field(default_factory=lambda: [0])
+
+    def put(self, record: TurnDispatch | None, key: str) -> int:
+        at = len(self.log)
+        self.log.append(Envelope(record, DISPATCHED, 0, at, key, 0.0, Raw(None, None)))
+        for reader in self.readers:
+            if record is not None:
+                reader.said[at] = reader.box.offer(record, 0, offset=at).verdict
+            elif key == CLAIM_KEY:
+                reader.box.claimed(at)
+        return at
+
+    def start(self, worker: int) -> None:
+        self.starts[worker] = self.put(None, f"w{worker}")
+        self.readers.append(Reader(Inbox(f"w{worker}", self.starts[worker], max_turns=MUCH, token_budget=MUCH)))
+
+    def send(self, worker: int, starts_ago: int, claims_ago: int) -> None:
+        """By a router that knows an older start, or holds an older claim, as one that was replaced."""
+        mine = [each.box.incarnation for each in self.readers if each.box.worker == f"w{worker}"] or [0]
+        incarnation = mine[max(0, len(mine) - 1 - starts_ago)]
+        claim = self.claims[max(0, len(self.claims) - 1 - claims_ago)]
+        asked = request(f"g{len(self.log)}:0")
+        self.put(dispatched(asked, worker, slot=0, incarnation=incarnation, claim=claim), asked.trajectory_id)
+
+
+MOVES = st.one_of(
+    st.tuples(st.just("start"), st.integers(0, WORKERS - 1)),
+    st.tuples(st.just("claim")),
+    st.tuples(st.just("send"), st.integers(0, WORKERS - 1), st.integers(0, 1), st.integers(0, 1)),
+)
+
+
+@given(st.lists(MOVES, max_size=60))
+def test_what_is_valid_is_taken_once_by_whom_it_is_for_and_passes_everybody_else(
+    history: list[tuple[object, ...]],
+) -> None:
+    mail = Mailbox()
+    for move, *said in history:
+        if move == "start":
+            mail.start(*said)  # type: ignore[arg-type]
+        elif move == "claim":
+            mail.claims.append(mail.put(None, CLAIM_KEY))
+        else:
+            mail.send(*said)  # type: ignore[arg-type]
+    accepted = {id(record) for record in valid(mail.log)}
+    for at, envelope in enumerate(mail.log):
+        if (record := envelope.record) is None:
+            continue
+        assert isinstance(record, TurnDispatch)
+        read = [each for each in mail.readers if at in each.said]
+        assert all(each.said[at] is Verdict.PASS for each in read if each.box.worker != record.worker)
+        own = [each for each in read if each.box.worker == record.worker]
+        assert all(each.said[at] is not Verdict.PASS for each in own)
+        taken = [each.box.incarnation for each in own if each.said[at] is Verdict.TAKE]
+        assert taken in ([], [record.incarnation])
+        if id(record) in accepted and any(each.box.incarnation == record.incarnation for each in own):
+            assert taken, "a router that is restored believes that it is there"
+
+
+@given(st.lists(MOVES, max_size=60), st.integers(0, WORKERS - 1))
+def test_what_others_do_in_it_changes_nothing_for_whoever_knows_the_claims(
+    history: list[tuple[object, ...]], worker: int
+) -> None:
+    mail, alone = Mailbox(), Inbox(f"w{worker}", 0, max_turns=MUCH, token_budget=MUCH)
+    mail.start(worker)
+    (reader,) = mail.readers
+    for move, *said in history:
+        if move == "claim":
+            mail.claims.append(mail.put(None, CLAIM_KEY))
+            alone.claimed(mail.claims[-1])
+        elif move == "start" and said != [worker]:
+            mail.start(*said)  # type: ignore[arg-type]
+        elif move == "send":
+            mail.send(*said)  # type: ignore[arg-type]
+            record = mail.log[-1].record
+            if said[0] == worker and isinstance(record, TurnDispatch):
+                assert alone.offer(record, 0, offset=len(mail.log) - 1).verdict is reader.said[len(mail.log) - 1]
+    assert alone.hashes == reader.box.hashes
