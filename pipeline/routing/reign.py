@@ -8,7 +8,7 @@ Keeps true
 - It is at-least-once: a dispatch, a FAILED result or a dead letter may be written twice around a restart, none is left
   out. The low water stays where it is until they are on the broker.
 
-It decides nothing: the core does. Nothing of it outlives it: who takes the seat again begins anew.
+It decides nothing: the core does. Nothing of it outlives it: who takes the cell again begins anew.
 """
 
 import time
