@@ -87,6 +87,21 @@ class Custody:
         """The turns in its books."""
         return list(executor.holds.values())
 
+    def not_begun(self, executor: Executor) -> float:
+        """Seconds of prefill that its newest heartbeat says lie before it at least: of the turns that wait in its
+        engine, which begins them in the order in which they came, and of those sent since.
+        """
+        beat, seconds = executor.beat, 0.0
+        waiting = 0 if beat is None else beat.rollout.waiting
+        listed = unpack_holds(executor.listed)
+        for execution, turn in reversed(executor.holds.items()):
+            if execution in listed:
+                if not waiting:
+                    break
+                waiting -= 1
+            seconds += turn.prefill_seconds
+        return seconds
+
     def clear(self, executor: Executor) -> None:
         """Forget what a start that is no more may still have run."""
         for execution in list(executor.ghosts):
@@ -155,6 +170,7 @@ class Custody:
                     )
             turn.failures = newest.failures  # of its request the log has the original: what is dispatched is a copy
             turn.attempt = newest.attempt
+            turn.prefill_seconds = newest.cost.prefill_seconds
             if newest.begun is not None:
                 turn.keep(newest.begun)
             self._waiting.remove(turn)

@@ -11,7 +11,8 @@ Keeps true
   key's, on a ring: so it never has to look at a fleet that is idle as a whole.
 
 Rates are those that heartbeats taught (`pace`). `wait` has two parts. Prefills are run one after another: each one sent
-pushes the moment at which the executor's prefill is free, and that moment comes nearer by itself as time passes.
+pushes the moment at which the executor's prefill is free, and that moment comes nearer by itself as time passes; but
+prompts that its engine says have not begun lie before it still, however long ago they were sent.
 Decodes share the executor: what it still owes of expected tokens is spread over the turns that it runs at once.
 `risk` has four parts. An executor behind the newest policy version samples tokens that may come too late. One that took
 turns back before may do so again: what was computed again elsewhere is spread over all turns that it was given. What is
@@ -82,9 +83,10 @@ class Load(NamedTuple):
 
 
 def lanes(beat: SlackHeartbeat) -> int:
-    """Turns that an executor runs at once. If some wait inside the engine, it runs no more than it does now."""
-    running = beat.rollout.running
-    return running if beat.rollout.waiting and running else max(1, beat.max_turns)
+    """Turns that an executor runs at once: all that it holds. What waits inside its engine waits for a step that has
+    room for its prefill, which is counted as that.
+    """
+    return max(1, beat.max_turns)
 
 
 class Placement:
@@ -145,6 +147,13 @@ class Placement:
         free_at += choice.cost.prefill_seconds
         seat.free_at = min(free_at, now + LONGEST_WAIT_SECONDS)
         self._hold(seat, ask.room_tokens, ask.new_tokens)
+
+    def owes(self, worker: str, prefill_seconds: float, now: float) -> None:
+        """So much prefill has not begun there, whatever was expected."""
+        seat = self.seats.get(worker)
+        if seat is not None and now + prefill_seconds > seat.free_at:
+            seat.free_at = now + min(prefill_seconds, LONGEST_WAIT_SECONDS)
+            self._index.mend(seat)
 
     def hold(self, worker: str, room_tokens: int, new_tokens: float) -> None:
         """Count one more turn as held."""
@@ -250,11 +259,7 @@ class Placement:
             seat.kind = Kind(prefill, decode, beat.frozen, beat.seeded)
             seat.price, seat.entry = _price(seat.kind), None
             Placement._weigh(seat)
-        elif (
-            beat.token_budget == before.token_budget
-            and beat.max_turns == before.max_turns
-            and beat.rollout == before.rollout
-        ):
+        elif beat.token_budget == before.token_budget and beat.max_turns == before.max_turns:
             return False
         seat.decode_wait_per_token = decode.seconds / lanes(beat)
         return True

@@ -204,6 +204,8 @@ class Router:
         self._reoffer(newest_version)
         if self._offer(executor):
             self.waiting.recall()
+        if beat.rollout.waiting:
+            self.placement.owes(beat.worker, self.custody.not_begun(executor), now)
         if self.waiting.heap:
             decisions += self._drain(now)
         return decisions
@@ -392,6 +394,7 @@ class Router:
         self.placement.take(choice, ask, now)
         self.custody.give(turn, choice.worker, now)
         turn.room_tokens, turn.new_tokens = ask.room_tokens, ask.new_tokens
+        turn.prefill_seconds = choice.cost.prefill_seconds
         if turn.taken_by:
             self.placement.computed_again(turn.taken_by, ask.context_tokens - choice.cost.cached_tokens)
             turn.taken_by = ""

@@ -81,6 +81,8 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
     """The dispatch that is outstanding, as heartbeats list it."""
     new_tokens: float = 0.0
     """Expected when it was dispatched."""
+    prefill_seconds: float = 0.0
+    """The same."""
     seen_at: float = 0.0
     """When it was dispatched, or its executor said last but one that it holds it: see `Executor.listed`."""
     seen_clock: float = 0.0

@@ -1,7 +1,9 @@
 """Where the router's core sends a turn, and who waits for whom."""
 
+import pytest
+
 from pipeline.routing.router import Router
-from schemas.slack import ExecutorState
+from schemas.slack import ExecutorState, Tenant
 from schemas.turns import TurnDispatch
 from tests.unit.routing_steps import started, step
 from tests.unit.routing_world import CONFIG, World, heartbeat, request
@@ -35,6 +37,32 @@ def test_a_next_turn_leaves_a_cache_that_costs_more_to_wait_for_than_to_compute_
     moved = world.held["g0:0"]
     assert moved.worker != first.worker and moved.cost.cached_tokens == 0
     assert moved.cost.passed_over
+
+
+def test_prompts_that_have_not_begun_are_waited_for_however_long_ago_they_were_sent() -> None:
+    world = World()
+    world.beat(0)
+    for index in range(3):
+        world.ask(request(f"g{index}:0", context=300))
+    seat = world.router.placement.seats["w0"]
+    each = 300 * seat.kind.prefill.seconds
+    world.pass_time(0.8)
+    assert seat.free_at - world.now == pytest.approx(3 * each - 0.8), "as its rate would have it"
+    world.beat(0, rollout=Tenant(running=1, waiting=2))
+    assert seat.free_at - world.now == pytest.approx(2 * each), "two of three have not begun"
+    world.pass_time(1.0)
+    world.beat(0, rollout=Tenant(running=3))
+    assert seat.free_at <= world.now
+
+
+def test_what_waits_for_its_prefill_does_not_make_decoding_slower() -> None:
+    world = World()
+    world.beat(0)
+    for index in range(3):
+        world.ask(request(f"g{index}:0", context=300))
+    before = world.router.placement.seats["w0"].load
+    world.beat(0, rollout=Tenant(running=1, waiting=2))
+    assert world.router.placement.seats["w0"].load == before > 0.0
 
 
 def test_a_cache_of_another_policy_version_is_worth_nothing() -> None:

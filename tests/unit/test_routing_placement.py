@@ -150,6 +150,7 @@ STEPS = st.one_of(
     st.tuples(st.just("ask"), ASKS, TIMES, st.none()),
     st.tuples(st.just("release"), st.integers(0, 7), st.none(), st.none()),
     st.tuples(st.just("again"), st.integers(0, 7), st.integers(0, 200), st.none()),
+    st.tuples(st.just("owes"), st.integers(0, 7), st.sampled_from([0.01, 0.3, 2.0]), st.none()),
     st.tuples(st.just("close"), st.integers(0, 7), st.none(), st.none()),
     st.tuples(st.just("remove"), st.integers(0, 7), st.none(), st.none()),
 )
@@ -174,6 +175,9 @@ def test_the_index_chooses_as_a_scan_over_all_executors_does(
         elif what == "again" and worker in scan.offers:
             placement.computed_again(worker, second)
             scan.again[worker] += AGAIN_WEIGHT * second
+        elif what == "owes" and worker in scan.offers:
+            placement.owes(worker, second, now)
+            scan.prefill_free_at[worker] = max(scan.prefill_free_at.get(worker, 0.0), now + second)
         elif what == "close" and worker in scan.offers:
             placement.close(worker)
             scan.offers[worker] = scan.offers[worker][0], False, scan.offers[worker][2]
