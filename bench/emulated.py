@@ -1,0 +1,328 @@
+"""An emulated executor: it keeps the executor's contract, and computes nothing but how long a real one would take.
+
+Keeps true
+- Emulated, not measured: what it tells of time follows from the rates of its `Machine`.
+- Inbox, heartbeats and answers are made by the executor's own code: it never holds more than it offers, and what it
+  takes on is listed by its heartbeats until it is answered, once.
+- A step costs `base + token * tokens` seconds, as a real engine's is learned to (`workers/executor/step_cost.py`). Each
+  turn that decodes gets a token of every step; prompts are computed in the order in which they came, cut into chunks.
+- A block is in the cache once a step that computes it has begun, and until its room is taken: blocks that no running
+  turn uses go first, the one that was used longest ago before the others, and of a turn its last before its first. A
+  turn reuses the leading blocks of its context that are there; its last token is computed in any case (as in vLLM).
+
+Pure: `now` is handed in, and what has happened until then is handed out.
+
+Example, with steps of 10 ms and 0.1 ms a token, blocks of 32 tokens
+    add(100 tokens of context, 3 to sample) at 0   -> step 1 ends at 0.020, with the first token
+    add(a longer context of the same prompt) at 0  -> it waits for step 2, which begins at 0.020: 96 tokens are cached
+    steps 2 and 3                                  -> the first turn has its three tokens, and has ended
+"""
+
+import heapq
+import math
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import NamedTuple
+
+from schemas.slack import ExecutorState, SlackHeartbeat, WorkerClass
+from schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnResult, VersionSpan
+from workers.executor.answers import Start, ended, refused
+from workers.executor.heartbeats import Heartbeats
+from workers.executor.inbox import Inbox, Verdict
+from workers.executor.words import Done, Tick
+
+INCARNATION, VERSION = 1, 0
+"""Of an emulated executor: it starts once, with the first policy version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What an executor runs on, as far as time and room depend on it."""
+
+    kind: str
+    base_seconds: float
+    """Of a step, whatever it computes: the weights are read."""
+    token_seconds: float
+    """That a token adds to a step."""
+    lanes: int
+    """Turns that run at once."""
+    step_tokens: int
+    """Most tokens of one step."""
+    block_tokens: int
+    kv_blocks: int
+    kv_bytes_per_token: int = 2_048
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens that turns may hold: each of them may leave a block unfilled."""
+        return (self.kv_blocks - self.lanes) * self.block_tokens
+
+    def seconds(self, prefilled: int, sampled: int) -> float:
+        """What so many tokens take when all lanes are busy: a step's base is shared by the turns that decode."""
+        return prefilled * self.token_seconds + sampled * (self.base_seconds / self.lanes + self.token_seconds)
+
+
+class Work(NamedTuple):
+    """A turn as an engine meets it. Two contexts share as many leading blocks as they share leading keys."""
+
+    key: TurnKey
+    context_tokens: int
+    new_tokens: int
+    """That it will sample, at least one."""
+    room_tokens: int
+    """That it may come to hold."""
+    blocks: Sequence[int]
+    """Keys of the full blocks of its context, and of what it samples behind it."""
+
+
+class Finished(NamedTuple):
+    """A turn that has left an engine. Times are in seconds."""
+
+    work: Work
+    cached_tokens: int
+    scheduled_at: float
+    """Its first step began."""
+    first_token_at: float
+    finished_at: float
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A turn in an engine's steps."""
+
+    work: Work
+    cached_tokens: int
+    scheduled_at: float
+    computed: int
+    """Tokens of its context, those of the present step included."""
+    held: int = 0
+    """Its leading blocks that are in the cache on its account."""
+    first_token_at: float = 0.0
+
+
+class Cache:
+    """Blocks of KV, by what they hold."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        self._used: dict[int, int] = {}
+        """How many running turns use each."""
+        self._unused: OrderedDict[int, None] = OrderedDict()
+        """The next to go first."""
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._used or key in self._unused
+
+    def hold(self, key: int) -> None:
+        """One more turn uses the block, which is there from now on."""
+        self._unused.pop(key, None)
+        self._used[key] = self._used.get(key, 0) + 1
+
+    def release(self, keys: Sequence[int]) -> None:
+        """One turn less uses these, in the order of its context."""
+        for key in reversed(keys):
+            self._used[key] -= 1
+            if not self._used[key]:
+                del self._used[key]
+                self._unused[key] = None
+
+    def shrink(self, unnamed: int) -> None:
+        """Let go of what is more than there is room for beside so many blocks that are not full."""
+        room = self._blocks - unnamed - len(self._used)
+        while len(self._unused) > max(0, room):
+            self._unused.popitem(last=False)
+
+
+class Engine:
+    """Turns in steps; what cannot run yet waits, in order, however much of it there is."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.waiting: deque[Work] = deque()
+        self.busy_seconds = 0.0
+        """That its steps have taken."""
+        self._cache = Cache(machine.kv_blocks)
+        self._prefilling: list[Running] = []
+        self._decoding: list[tuple[int, int, Running]] = []
+        """A heap: the step that ends each."""
+        self._order = count()
+        self._held_blocks = 0
+        """That running turns may come to need."""
+        self._steps = 0
+        """That have ended."""
+        self._began = self._step_seconds = 0.0
+        self._planned = 0
+        """Equal steps from `_began` on, until somebody can leave or come; 0 while nothing runs."""
+
+    @property
+    def running(self) -> int:
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def next_at(self) -> float:
+        """When it will have to be looked at again; infinity while nothing runs."""
+        return self._began + self._planned * self._step_seconds if self._planned else math.inf
+
+    def add(self, work: Work, now: float) -> None:
+        """Take a turn in. Raises ValueError for one that could never run."""
+        if self._need(work) > self.machine.kv_blocks:
+            raise ValueError(
+                f"{work.key} needs {self._need(work)} blocks of KV, and there are {self.machine.kv_blocks}"
+            )
+        self.waiting.append(work)
+        if not self._planned:
+            self._begin(now)
+        else:  # the next step may have it
+            under_way = int((now - self._began) / self._step_seconds) + 1
+            self._planned = min(self._planned, under_way)
+
+    def advance(self, now: float) -> list[Finished]:
+        """What has ended up to now."""
+        finished: list[Finished] = []
+        while (at := self.next_at) <= now:
+            self.busy_seconds += self._planned * self._step_seconds
+            self._steps += self._planned
+            finished += self._end(at)
+            self._begin(at)
+        return finished
+
+    def decode_tokens_per_second(self) -> float:
+        """Of one turn, at the present batch."""
+        return 1.0 / (self.machine.base_seconds + self.machine.token_seconds * max(1, self.running))
+
+    def _need(self, work: Work) -> int:
+        return -(-work.room_tokens // self.machine.block_tokens)
+
+    def _begin(self, at: float) -> None:
+        """Plan the next step: who decodes, then prompts that were begun, then new ones."""
+        machine = self.machine
+        left = machine.step_tokens - len(self._decoding)
+        for running in self._prefilling:
+            left -= self._compute(running, left)
+        while self.waiting and left > 0 and self.running < machine.lanes:
+            work = self.waiting[0]
+            if self._held_blocks + self._need(work) > machine.kv_blocks:
+                break
+            self.waiting.popleft()
+            running = self._admit(work, at)
+            left -= self._compute(running, left)
+        tokens = machine.step_tokens - left
+        self._began, self._step_seconds = at, machine.base_seconds + machine.token_seconds * tokens
+        if self._prefilling:
+            self._planned = 1
+        else:
+            self._planned = self._decoding[0][0] - self._steps if self._decoding else 0
+
+    def _admit(self, work: Work, at: float) -> Running:
+        block = self.machine.block_tokens
+        reusable = (work.context_tokens - 1) // block
+        hits = 0
+        for key in islice(work.blocks, reusable):
+            if key not in self._cache:
+                break
+            hits += 1
+        running = Running(work, hits * block, at, hits * block)
+        self._held_blocks += self._need(work)
+        self._prefilling.append(running)
+        self._hold(running, hits)
+        return running
+
+    def _compute(self, running: Running, tokens: int) -> int:
+        """Have the step compute so many more tokens of a context, or all that are left; returns how many."""
+        tokens = min(tokens, running.work.context_tokens - running.computed)
+        running.computed += tokens
+        self._hold(running, running.computed // self.machine.block_tokens)
+        return tokens
+
+    def _hold(self, running: Running, blocks: int) -> None:
+        for key in islice(running.work.blocks, running.held, blocks):
+            self._cache.hold(key)
+            running.held += 1
+        self._cache.shrink(self.running)
+
+    def _end(self, at: float) -> list[Finished]:
+        """The planned steps are over: whose context is computed has its first token, and some have their last."""
+        finished = []
+        prefilled = [running for running in self._prefilling if running.computed == running.work.context_tokens]
+        self._prefilling = [each for each in self._prefilling if each.computed < each.work.context_tokens]
+        for running in prefilled:
+            running.first_token_at = at
+            ends = self._steps + running.work.new_tokens - 1
+            heapq.heappush(self._decoding, (ends, next(self._order), running))
+        while self._decoding and self._decoding[0][0] <= self._steps:
+            _, _, running = heapq.heappop(self._decoding)
+            finished.append(self._leave(running, at))
+        return finished
+
+    def _leave(self, running: Running, at: float) -> Finished:
+        work = running.work
+        self._hold(running, (work.context_tokens + work.new_tokens - 1) // self.machine.block_tokens)
+        self._cache.release(work.blocks[: running.held])
+        self._cache.shrink(self.running)
+        self._held_blocks -= self._need(work)
+        return Finished(work, running.cached_tokens, running.scheduled_at, running.first_token_at, at)
+
+
+class EmulatedExecutor:
+    """An engine under the executor's contract: dispatches in, heartbeats and results out."""
+
+    def __init__(self, machine: Machine, *, worker: str, slot: int) -> None:
+        self.engine = Engine(machine)
+        self._start = Start(worker, WorkerClass.DEDICATED, INCARNATION)
+        self._inbox = Inbox(worker, INCARNATION, max_turns=machine.lanes, token_budget=machine.token_budget)
+        self._heartbeats = Heartbeats(self._start, slot)
+        self._received: dict[TurnKey, float] = {}
+
+    def take(self, dispatch: TurnDispatch, work: Work, now: float) -> TurnResult | None:
+        """Take a dispatch on, of which `work` says what it will come to; or refuse it."""
+        answer = self._inbox.offer(dispatch, VERSION, offset=dispatch.offset)
+        if answer.verdict is Verdict.TAKE:
+            self._received[dispatch.key] = now
+            self.engine.add(work, now)
+            return None
+        return refused(self._start, dispatch, answer.reason, answer.refusal, now=now)
+
+    def advance(self, now: float) -> list[tuple[TurnResult, Finished]]:
+        """What it has answered up to now."""
+        return [(self._answer(each), each) for each in self.engine.advance(now)]
+
+    def beat(self, now: float) -> SlackHeartbeat:
+        """How it stands."""
+        engine, machine = self.engine, self.engine.machine
+        tick = Tick(
+            version=VERSION,
+            device=f"emulated {machine.kind}",
+            running=engine.running,
+            waiting=len(engine.waiting),
+            kv_bytes_total=machine.token_budget * machine.kv_bytes_per_token,
+            kv_bytes_free=(machine.token_budget - self._inbox.tokens) * machine.kv_bytes_per_token,
+            kv_bytes_per_token=machine.kv_bytes_per_token,
+            prefill_tokens_per_second=1.0 / machine.token_seconds,
+            decode_tokens_per_second=engine.decode_tokens_per_second(),
+            steps=0,
+            step_seconds=0.0,
+        )
+        state = ExecutorState.READY
+        return self._heartbeats.next(tick, self._inbox, state=state, version=VERSION, paused="", now=now)
+
+    def _answer(self, finished: Finished) -> TurnResult:
+        work = finished.work
+        sampled = bytes(4 * work.new_tokens)
+        done = Done(
+            name="",
+            tokens=sampled,
+            logprobs=sampled,
+            finish_reason="stop",
+            spans=(VersionSpan(0, work.new_tokens, VERSION),),
+            context_tokens=work.context_tokens,
+            cached_tokens=finished.cached_tokens,
+            scheduled_at=finished.scheduled_at,
+            first_token_at=finished.first_token_at,
+            finished_at=finished.finished_at,
+            device_seconds=self.engine.machine.seconds(work.context_tokens - finished.cached_tokens, work.new_tokens),
+        )
+        dispatch = self._inbox.release(work.key)
+        received_at = self._received.pop(work.key)
+        return ended(self._start, dispatch, done, TurnOutcome.COMPLETED, "", received_at=received_at)

@@ -1,0 +1,396 @@
+"""Routing: what the router's placement keeps of prefix caches, what turns wait for that, and who carries the load.
+
+    python -m bench.routing                                 on the demo's own multi-turn tasks
+    python -m bench.routing --trace mooncake_trace.jsonl    and on a trace of Mooncake's
+
+A simulation in simulated time. The router is ROSE's own core, fed with the records of emulated executors (see
+`bench.emulated`: emulated, not measured hardware); beside it stand other policies, re-made in `bench.policies`, on the
+same fleets and arrivals. A record takes no time on the bus, for any of them.
+
+- reused: prompt tokens found in the executors' caches, over what one cache without bounds, shared by all, would have.
+- wait: from the moment that a turn is asked for until the step that begins its prefill.
+- load: seconds that what an executor computed takes it with all lanes busy, so that equal loads are work in proportion
+  to what the executors are capable of. The largest over the mean.
+- busy: share of the time in which an executor computed anything; full: that which it would need with all lanes busy.
+- makespan: seconds from the first request to the last answer.
+
+`--json FILE` writes one object with `checks` and every figure. Exit status 1 if a bound is missed.
+"""
+
+import argparse
+import heapq
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from bench.check import Check
+from bench.emulated import EmulatedExecutor, Engine, Finished, Machine, Work
+from bench.policies import POLICIES, Policy
+from bench.sessions import Session, Turn, Workload, demo, mooncake, reusable
+from pipeline.routing.router import Decision, Router
+from pipeline.routing.waiting import Asked
+from schemas.contexts import appending
+from schemas.prompts import Sampling
+from schemas.turns import TurnDispatch, TurnKey, TurnRequest
+
+HEARTBEAT_SECONDS = 0.2
+PATIENCE_SECONDS = 1e6
+
+ROSE = "ROSE"
+LEAST_REUSE, MOST_WAIT, MOST_LOAD = 0.97, 0.5, 1.25
+"""Of the oracle's reuse; of sticky's p99; of the mean."""
+
+EPSILON_SECONDS = 1e-3
+"""A p99 of less is no wait: nobody is measured against it."""
+
+BUSY = 0.6
+"""Of the time, that the fleet would need with all lanes busy if nothing was computed twice. As lanes are seldom all
+busy, it has something to compute for rather more of the time."""
+
+DEMO_GROUPS = 300
+DEMO_MACHINE = Machine(
+    kind="even",
+    base_seconds=0.003,
+    token_seconds=0.0001,
+    lanes=64,
+    step_tokens=1024,
+    block_tokens=32,
+    kv_blocks=1024,
+)
+"""The demo's executor in lanes, blocks and memory; its rates are round numbers near those of a core of a laptop."""
+
+LARGE_MACHINE = Machine(
+    kind="even",
+    base_seconds=0.025,
+    token_seconds=1 / 8_000,
+    lanes=64,
+    step_tokens=2_048,
+    block_tokens=512,
+    kv_blocks=8_192,
+)
+"""Some eight GPUs with a model of some 70 billion parameters. Ten such have twice the cache that the trace fills, so
+that what is computed twice is the placement's doing; with half of it (`--cache 0.5`) eviction has a part in it.
+"""
+
+FLEET = {"even": (1.0, 1.0, 4), "compute-rich": (1.0, 0.5, 2), "bandwidth-rich": (0.5, 1.0, 2), "old": (2.0, 2.0, 2)}
+"""By kind: times the seconds of a step, times those of a token, and how many there are."""
+
+
+def fleet(machine: Machine, cache: float = 1.0) -> list[Machine]:
+    """Ten executors of four kinds; `cache`: times the blocks of KV."""
+    return [
+        Machine(
+            **{
+                **asdict(machine),
+                "kind": kind,
+                "kv_blocks": round(machine.kv_blocks * cache),
+                "base_seconds": machine.base_seconds * base,
+                "token_seconds": machine.token_seconds * token,
+            }
+        )
+        for kind, (base, token, many) in FLEET.items()
+        for _ in range(many)
+    ]
+
+
+@dataclass(slots=True)
+class Served:
+    """One answered turn."""
+
+    executor: int
+    asked_at: float
+    finished: Finished
+
+
+@dataclass
+class Simulation:
+    """Sessions that ask, and engines that answer. Who sends what where is said by what derives from it."""
+
+    workload: Workload
+    served: list[Served] = field(default_factory=list)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._asked_at: dict[str, float] = {}
+        self._open = len(self.workload.sessions)
+        self._sessions = {session.trajectory_id: session for session in self.workload.sessions}
+        for session in self.workload.sessions:
+            self._ask_at(session.turns[0].at, session, 0)
+
+    @property
+    def engines(self) -> list[Engine]:
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Until every session has had its last turn."""
+        while self._open:
+            self.now, _, act = heapq.heappop(self._due)
+            act()
+
+    def asked(self, session: Session, number: int, work: Work) -> None:
+        """A turn is to be sent somewhere."""
+        raise NotImplementedError
+
+    def advance(self, executor: int) -> None:
+        """An engine's time has come: take its answers in, by `answered`."""
+        raise NotImplementedError
+
+    def answered(self, executor: int, finished: Finished) -> None:
+        """Note a turn, and have its session go on."""
+        trajectory_id, number, _ = finished.work.key
+        self.served.append(Served(executor, self._asked_at.pop(trajectory_id), finished))
+        session = self._sessions[trajectory_id]
+        if number + 1 == len(session.turns):
+            self._open -= 1
+            return
+        turn = session.turns[number + 1]
+        self._ask_at(max(turn.at, self.now + turn.after_seconds), session, number + 1)
+
+    def look_again(self, executor: int) -> None:
+        """An engine may have something else ahead of it now."""
+        at = self.engines[executor].next_at
+        if at < math.inf:
+            self._at(at, lambda: self._look(executor, at))
+
+    def _look(self, executor: int, at: float) -> None:
+        if self.engines[executor].next_at == at:  # else it is looked at another time
+            self.advance(executor)
+            self.look_again(executor)
+
+    def _ask_at(self, at: float, session: Session, number: int) -> None:
+        self._at(at, lambda: self._ask(session, number))
+
+    def _ask(self, session: Session, number: int) -> None:
+        self._asked_at[session.trajectory_id] = self.now
+        self.asked(session, number, work_of(session.turns[number], number, self.workload.max_tokens))
+
+    def _at(self, at: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (at, next(self._order), act))
+
+
+def work_of(turn: Turn, number: int, max_tokens: int) -> Work:
+    """A turn as an engine meets it."""
+    key = TurnKey(turn.trajectory_id, number, 0)
+    return Work(key, turn.context_tokens, turn.new_tokens, turn.context_tokens + max_tokens, turn.blocks)
+
+
+class Peers(Simulation):
+    """Another policy before servers that queue what they cannot run."""
+
+    def __init__(self, workload: Workload, policy: Policy) -> None:
+        super().__init__(workload)
+        self._policy = policy
+        self._engines = [Engine(machine) for machine in workload.machines]
+
+    @property
+    def engines(self) -> list[Engine]:
+        return self._engines
+
+    def asked(self, session: Session, number: int, work: Work) -> None:
+        executor = self._policy.asked(session.turns[number])
+        self._engines[executor].add(work, self.now)
+        self.look_again(executor)
+
+    def advance(self, executor: int) -> None:
+        for finished in self._engines[executor].advance(self.now):
+            self._policy.answered(executor)
+            trajectory_id, number, _ = finished.work.key
+            if number + 1 == len(self._sessions[trajectory_id].turns):
+                self._policy.ended(trajectory_id)
+            self.answered(executor, finished)
+
+
+class Rose(Simulation):
+    """The router's core before executors that keep its contract."""
+
+    def __init__(self, workload: Workload, router: Router | None = None) -> None:
+        super().__init__(workload)
+        self.router = router or Router()
+        self.executors = [
+            EmulatedExecutor(machine, worker=f"{machine.kind}-{slot}", slot=slot)
+            for slot, machine in enumerate(workload.machines)
+        ]
+        self._works: dict[str, Work] = {}
+        self._sampling = Sampling(max_tokens=workload.max_tokens)
+        for slot in range(len(self.executors)):
+            self._beat(slot)
+            self._at(slot / len(self.executors) * HEARTBEAT_SECONDS, self._beating(slot))
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [executor.engine for executor in self.executors]
+
+    def asked(self, session: Session, number: int, work: Work) -> None:
+        self._works[session.trajectory_id] = work
+        before = session.turns[number - 1].context_tokens if number else 0
+        goes_on = 0 < before <= work.context_tokens
+        request = TurnRequest(
+            trajectory_id=session.trajectory_id,
+            group_id=session.group_id,
+            home=0,
+            turn=number,
+            **appending(bytes(4 * work.context_tokens), (0,) if goes_on else (), known=before if goes_on else 0),
+            sampling=self._sampling,
+            requested_at=self.now,
+            patience_seconds=PATIENCE_SECONDS,
+        )
+        self._obey(self.router.on(Asked.anew(request), self.now))
+
+    def advance(self, executor: int) -> None:
+        for result, finished in self.executors[executor].advance(self.now):
+            self._obey(self.router.on(result, self.now))
+            self.answered(executor, finished)
+
+    def _obey(self, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            if not isinstance(decision, TurnDispatch):
+                raise RuntimeError(f"the router gave a turn up: {decision.reason}")
+            refused = self.executors[decision.slot].take(
+                decision, self._works[decision.request.trajectory_id]._replace(key=decision.key), self.now
+            )
+            self.look_again(decision.slot)
+            if refused is not None:
+                self._obey(self.router.on(refused, self.now))
+
+    def _beating(self, slot: int) -> Callable[[], None]:
+        def beat() -> None:
+            self._beat(slot)
+            self._obey(self.router.tick(self.now))
+            self._at(self.now + HEARTBEAT_SECONDS, beat)
+
+        return beat
+
+    def _beat(self, slot: int) -> None:
+        self._obey(self.router.on(self.executors[slot].beat(self.now), self.now))
+
+
+def figures(simulation: Simulation) -> dict[str, float]:
+    """Of one policy."""
+    workload, served = simulation.workload, simulation.served
+    waits = [each.finished.scheduled_at - each.asked_at for each in served]
+    loads = [0.0] * len(workload.machines)
+    for each in served:
+        work = each.finished.work
+        machine = workload.machines[each.executor]
+        loads[each.executor] += machine.seconds(work.context_tokens - each.finished.cached_tokens, work.new_tokens)
+    makespan = max(each.finished.finished_at for each in served) - min(each.asked_at for each in served)
+    percentiles = statistics.quantiles(waits, n=100)
+    return {
+        "reused": sum(each.finished.cached_tokens for each in served) / sum(reusable(workload)),
+        "wait_p50_seconds": percentiles[49],
+        "wait_p99_seconds": percentiles[98],
+        "load": max(loads) / statistics.mean(loads),
+        "busy": statistics.mean(engine.busy_seconds for engine in simulation.engines) / makespan,
+        "full": statistics.mean(loads) / makespan,
+        "makespan_seconds": makespan,
+    }
+
+
+def measure(workload: Workload, seed: int) -> dict[str, dict[str, float]]:
+    """The figures of every policy, ROSE's first."""
+    executors = len(workload.machines)
+    simulations: dict[str, Simulation] = {ROSE: Rose(workload)}
+    simulations |= {name: Peers(workload, policy(executors, seed)) for name, policy in POLICIES.items()}
+    found = {}
+    for name, simulation in simulations.items():
+        simulation.run()
+        found[name] = figures(simulation)
+    return found
+
+
+def checks_of(workload: Workload, found: dict[str, dict[str, float]]) -> list[Check]:
+    """The bounds on ROSE's figures."""
+    rose, sticky = found[ROSE], found["sticky"]
+    against = f"{workload.turns} turns of {len(workload.sessions)} trajectories, {len(workload.machines)} executors"
+    waited = sticky["wait_p99_seconds"]
+    return [
+        Check(
+            name=f"{workload.name} reuse",
+            value=round(rose["reused"], 4),
+            unit="of the oracle's",
+            bound=LEAST_REUSE,
+            direction="min",
+            against=against,
+            details={name: round(each["reused"], 4) for name, each in found.items()},
+        ),
+        Check(
+            name=f"{workload.name} wait",
+            value=round(rose["wait_p99_seconds"] / max(waited, EPSILON_SECONDS), 4),
+            unit="of sticky's p99",
+            bound=MOST_WAIT,
+            direction="max",
+            against=against,
+            details={name: round(each["wait_p99_seconds"], 4) for name, each in found.items()},
+        ),
+        Check(
+            name=f"{workload.name} load",
+            value=round(rose["load"], 4),
+            unit="x",
+            bound=MOST_LOAD,
+            direction="max",
+            against=against,
+            details={name: round(each["load"], 4) for name, each in found.items()},
+        ),
+    ]
+
+
+def table(found: dict[str, dict[str, float]]) -> str:
+    """A row for each policy."""
+    lines = [
+        f"  {'':14} {'reused':>7} {'wait p50':>9} {'p99 (s)':>9} {'load':>6} {'busy':>6} {'full':>6} {'makespan':>9}"
+    ]
+    lines += [
+        f"  {name:14} {each['reused']:7.4f} {each['wait_p50_seconds']:9.4f} {each['wait_p99_seconds']:9.4f}"
+        f" {each['load']:6.3f} {each['busy']:6.3f} {each['full']:6.3f} {each['makespan_seconds']:9.1f}"
+        for name, each in found.items()
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", metavar="FILE", help="a trace of Mooncake's (JSON lines): the second workload")
+    parser.add_argument("--requests", type=int, help="of the trace; all of them if left out")
+    parser.add_argument("--groups", type=int, default=DEMO_GROUPS, help="of the demo's tasks")
+    parser.add_argument("--busy", type=float, default=BUSY, help="the share of the time that the fleet would need")
+    parser.add_argument("--cache", type=float, default=1.0, help="times the KV of the executors that run the trace")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals, of the scripted player and of draws")
+    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
+    arguments = parser.parse_args()
+    busy = arguments.busy
+    workloads = [demo(fleet(DEMO_MACHINE), groups=arguments.groups, seed=arguments.seed, busy=busy)]
+    if arguments.trace:
+        workloads.append(
+            mooncake(arguments.trace, fleet(LARGE_MACHINE, arguments.cache), busy=busy, requests=arguments.requests)
+        )
+    result: dict[str, Any] = {"seed": arguments.seed, "busy": busy, "emulated": True, "checks": [], "workloads": {}}
+    met = True
+    for workload in workloads:
+        found = measure(workload, arguments.seed)
+        checks = checks_of(workload, found)
+        met &= all(check.met for check in checks)
+        result["checks"] += [asdict(check) for check in checks]
+        result["workloads"][workload.name] = {"told": workload.told, "policies": found}
+        if arguments.json != "-":
+            told = "".join(f", {name} {value}" for name, value in workload.told.items())
+            print(f"{workload.name}: {checks[0].against}, emulated; busy {busy}, seed {arguments.seed}{told}")
+            print(table(found))
+            print(*checks, sep="\n", flush=True)
+    if arguments.json == "-":
+        print(json.dumps(result, indent=2))
+    elif arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+    sys.exit(0 if met else 1)
+
+
+if __name__ == "__main__":
+    main()
