@@ -44,6 +44,7 @@ from bench.contexts import LONG, TURNS, bytes_a_turn, memory, read_back
 from bench.cores import scale
 from bench.history import Fleet, Recorder
 from bench.load import USUAL, Executors, Lane, Shape, closed_loop, drain, open_loop
+from bench.processes import processor_seconds
 from pipeline.routing.router import Router
 from topics.access import ADMIN, ENVIRONMENT, EXECUTOR, ROUTER, Role
 from topics.admin import create_topics
@@ -138,11 +139,6 @@ class Way:
         self.lane.pause()
         self.process.send_signal(signal.SIGSTOP)
 
-    def processor_seconds(self) -> float:
-        """Processor time that the program has used (Linux)."""
-        values = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
-
     def close(self) -> None:
         self.lane.close()
         self.process.send_signal(signal.SIGCONT)
@@ -161,7 +157,7 @@ def bus(sign_in: SignIn, *, seconds: float, rate: float, windows: int) -> list[C
         ways = {program: Way(program, sign_in, partitions) for program in ("router", "bare")}
         for way in ways.values():
             stack.callback(way.close)
-        executors = Executors(ways["router"].load, partitions.slots)
+        executors = Executors(ways["router"].load, partitions)
         # Latency first: the embedded broker saves its whole state time and again, and stalls longer the more it holds.
         latency = _latency(ways, executors, rate, windows, seconds)
         return [_throughput(ways["router"], executors, seconds), *latency]
@@ -170,9 +166,9 @@ def bus(sign_in: SignIn, *, seconds: float, rate: float, windows: int) -> list[C
 def _throughput(way: Way, executors: Executors, seconds: float) -> Check:
     with way.at_work() as lane:
         closed_loop(lane, executors, flying=FLYING_TURNS, seconds=WARM_SECONDS)
-        before = way.processor_seconds()
+        before = processor_seconds(way.process.pid)
         arrived, took = closed_loop(lane, executors, flying=FLYING_TURNS, seconds=seconds)
-        used = way.processor_seconds() - before
+        used = processor_seconds(way.process.pid) - before
         drain(lane, executors)
     return Check(
         name="router",
@@ -246,7 +242,7 @@ def _long_contexts(sign_in: SignIn, seconds: float) -> Check:
         rates: dict[int, list[float]] = {SHORT: [], LONG: []}
         for _ in range(PAIRS):
             for tokens, way in ways.items():
-                executors = Executors(way.load, partitions.slots)
+                executors = Executors(way.load, partitions)
                 rates[tokens].append(_throughput(way, executors, seconds / PAIRS).value)
     return Check(
         name="long_contexts",

@@ -46,13 +46,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("program", choices=["router", "bare"])
     parser.add_argument("settings", help="BusSettings as JSON")
+    parser.add_argument("--number", type=int, default=0, help="of the router, of several")
     arguments = parser.parse_args()
     settings = BusSettings(**json.loads(arguments.settings))
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if arguments.program == "router":
-        run_router(settings, RouterConfig(), stop)
+        run_router(settings, RouterConfig(), stop, f"router-{arguments.number}")
     else:
         run_bare(settings, stop)
 

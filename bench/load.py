@@ -56,9 +56,9 @@ class Trajectory:
 class Executors:
     """The heartbeats of a fleet with an executor at every inbox, each at its own moment as those of processes are."""
 
-    def __init__(self, settings: BusSettings, slots: int) -> None:
+    def __init__(self, settings: BusSettings, partitions: Partitions) -> None:
         self._settings = settings
-        self._slots = slots
+        self._slots, self._cells = partitions.slots, partitions.cells
         self._producer = Producer(settings.producer("bench-executors"))
         self._beats = 0
         """Sent so far; executors take turns."""
@@ -69,7 +69,9 @@ class Executors:
         due = int((now - self._began) / HEARTBEAT_SECONDS * self._slots)
         self._beats = max(self._beats, due - self._slots)  # after a pause an executor beats once
         while self._beats < due:
-            self._producer.produce(self._settings.topic(HEARTBEATS), value=encode(self._beat(now)))
+            beat = self._beat(now)
+            topic, cell = self._settings.topic(HEARTBEATS), beat.slot % self._cells
+            self._producer.produce(topic, value=encode(beat), partition=cell)
             self._beats += 1
         self._producer.poll(0)
 

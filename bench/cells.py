@@ -1,0 +1,184 @@
+"""Cells: what it costs that three routers share the work of one, and how long the cells of a dead one wait.
+
+Run `python -m bench.cells` (on Apache Kafka with KAFKA_HOME set: the embedded broker gives nobody's cells to another).
+With `--json FILE` the result is kept.
+
+shared      Turns a second that three routers could do for each that one can, both over the same six cells: three times
+            the processor time that a turn takes of one, over what it takes of three together. Counted so because the
+            broker and the load share the cores with them: throughput itself is printed beside it. Each way is measured
+            on topics of its own, in turns; the median of the windows.
+replaced    Seconds from the moment at which a killed router is evicted (its session after the kill) to the one at which
+            the last of its cells is served again, as the summary of the router that took it tells. Turns are asked for
+            and answered meanwhile.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.broker import kafka_home, scratch_broker
+from bench.check import Check
+from bench.load import Executors, Lane, closed_loop, drain
+from bench.processes import processor_seconds
+from pipeline.routing.seat import SESSION_SECONDS
+from schemas.cells import CellSummary
+from topics.admin import create_topics
+from topics.catalog import SUMMARIES, Partitions
+from topics.log import read_topics
+from topics.settings import BusSettings
+
+CELLS = 6
+ROUTERS = 3
+PARTITIONS = Partitions(home=12, slots=36, cells=CELLS)
+FLYING_TURNS = 4_000
+WINDOWS = 3
+"""Of either way, interleaved."""
+WARM_SECONDS = 8.0
+START_SECONDS = 60.0
+
+
+class Routers:
+    """So many routers over topics of their own, and the load that passes through them."""
+
+    def __init__(self, settings: BusSettings, count: int) -> None:
+        create_topics(settings, PARTITIONS)
+        self._settings = settings
+        self._processes = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "bench.children",
+                    "router",
+                    json.dumps(asdict(settings)),
+                    "--number",
+                    str(number),
+                ],
+                stdout=subprocess.DEVNULL,
+            )
+            for number in range(count)
+        ]
+        self.lane = Lane(settings, PARTITIONS, routed=True)
+        self.executors = Executors(settings, PARTITIONS)
+
+    def by_cell(self) -> dict[int, str]:
+        """Of each cell, the router that summed it up last."""
+        found = (each.record for each in read_topics(self._settings, [SUMMARIES]))
+        return {summary.cell: summary.router for summary in found if isinstance(summary, CellSummary)}
+
+    def load_until(self, done: Callable[[], bool], *, flying: int = FLYING_TURNS) -> None:
+        """Keep turns on their way until it is so. Raises TimeoutError."""
+        deadline = time.monotonic() + START_SECONDS
+        while not done():
+            closed_loop(self.lane, self.executors, flying=flying, seconds=0.25)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not within {START_SECONDS:.0f} s; cells are served by {self.by_cell()}")
+
+    def shared(self) -> bool:
+        """Whether all cells are served, and every router has some."""
+        served = self.by_cell()
+        return len(served) == CELLS and len(set(served.values())) == len(self._processes)
+
+    def window(self, seconds: float) -> tuple[float, float]:
+        """Turns a second, and microseconds of the routers' processor time a turn."""
+        self.load_until(self.shared)
+        closed_loop(self.lane, self.executors, flying=FLYING_TURNS, seconds=WARM_SECONDS)
+        before = self._processor_seconds()
+        arrived, took = closed_loop(self.lane, self.executors, flying=FLYING_TURNS, seconds=seconds)
+        used = self._processor_seconds() - before
+        return arrived / took, 1e6 * used / arrived
+
+    def replaced(self) -> float:
+        """Kill one; seconds after its eviction until the last of its cells is served by another."""
+        self.load_until(self.shared, flying=200)
+        lost = {cell for cell, router in self.by_cell().items() if router == "router-1"}
+        self._processes[1].kill()
+        killed_at = time.time()
+        self.load_until(lambda: "router-1" not in self.by_cell().values(), flying=200)
+        first: dict[int, float] = {}
+        for each in read_topics(self._settings, [SUMMARIES]):
+            said, at = each.record, each.timestamp_seconds
+            if isinstance(said, CellSummary) and said.router != "router-1" and said.cell in lost and at > killed_at:
+                first.setdefault(said.cell, at)
+        return max(first.values()) - killed_at - SESSION_SECONDS
+
+    def _processor_seconds(self) -> float:
+        return sum(processor_seconds(process.pid) for process in self._processes)
+
+    def close(self) -> None:
+        drain(self.lane, self.executors)
+        self.lane.close()
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.wait(60)
+
+
+def measure(settings_of: Callable[[str], BusSettings], seconds: float) -> list[Check]:
+    """`settings_of`: a namespace of the broker."""
+    rates: dict[int, list[float]] = {1: [], ROUTERS: []}
+    costs: dict[int, list[float]] = {1: [], ROUTERS: []}
+    gaps: list[float] = []
+    for number in range(WINDOWS):
+        for count in rates:
+            with closing(Routers(settings_of(f"cells-{count}-{number}."), count)) as routers:
+                rate, cost = routers.window(seconds)
+                rates[count].append(rate)
+                costs[count].append(cost)
+                if count > 1:
+                    gaps.append(routers.replaced())
+    alone, together = (statistics.median(costs[count]) for count in (1, ROUTERS))
+    shared = Check(
+        name="shared",
+        value=round(ROUTERS * alone / together, 3),
+        unit=f"routers' worth of {ROUTERS}",
+        bound=2.4,
+        direction="min",
+        against=f"one router over the same {CELLS} cells; processor time a turn, medians of {WINDOWS} windows",
+        details={
+            "microseconds_a_turn": {count: [round(each, 1) for each in costs[count]] for count in costs},
+            "turns_a_second": {count: [round(each) for each in rates[count]] for count in rates},
+        },
+    )
+    replaced = Check(
+        name="replaced",
+        value=round(max(gaps), 3),
+        unit="s after its eviction",
+        bound=3.0,
+        direction="max",
+        against=f"a router of {ROUTERS} killed with SIGKILL, session {SESSION_SECONDS:g} s; the worst of {WINDOWS}",
+        details={"seconds": [round(gap, 3) for gap in gaps]},
+    )
+    return [shared, replaced]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each window")
+    arguments = parser.parse_args()
+    if kafka_home() is None:
+        parser.error("this takes an Apache Kafka: set KAFKA_HOME to a folder with its libs/")
+    with scratch_broker() as broker:
+        name, checks = broker.name, measure(broker.settings, arguments.seconds)
+    result = {"broker": name, "cores": os.cpu_count(), "checks": [asdict(check) for check in checks]}
+    if arguments.json == "-":
+        print(json.dumps(result, indent=2))
+        return
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+    print(f"broker: {name}, {os.cpu_count()} cores")
+    for check in checks:
+        print(check)
+
+
+if __name__ == "__main__":
+    main()
