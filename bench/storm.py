@@ -114,14 +114,16 @@ def main() -> None:
     parser.add_argument(
         "--leaves", type=int, default=0, metavar="N", help="ask so many workers to leave, and that alone"
     )
+    parser.add_argument("--cells", type=int, default=1, metavar="N", help="into which homes and executors fall")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write checks and figures to this file")
     arguments = parser.parse_args()
     nodes = NODES if "KAFKA_HOME" in os.environ else 0
     if arguments.leaves and not nodes:
         parser.error("--leaves needs Apache Kafka: set KAFKA_HOME")
-    shape = (
-        leaving(arguments.leaves) if arguments.leaves else Shape(nodes=nodes, lenders=LENDERS, rounds=arguments.rounds)
-    )
+    if arguments.leaves:
+        shape = leaving(arguments.leaves)
+    else:
+        shape = Shape(nodes=nodes, lenders=LENDERS, cells=arguments.cells, rounds=arguments.rounds)
     first = random.SystemRandom().randrange(2**20) if arguments.first is None else arguments.first
     reports = []
     for seed in range(first, first + arguments.seeds):

@@ -1,7 +1,8 @@
 """Stalls: how long nothing moved although it could have. Pure.
 
 Keeps true
-- Time counts while work is left, and one worker of each kind is well: running, started, not frozen.
+- Time counts while work is left, and one worker of each kind is well: running, started, not frozen. Of executors, one
+  in each cell.
 - Time does not count within a session timeout after a worker died or was frozen: the log may still think it lives.
 - A stall is what counts of the time between two applied turns.
 
@@ -51,6 +52,8 @@ class Happening:
     role: Role
     process: int
     """Names one start of one worker."""
+    cell: int = 0
+    """Of an executor; all others are of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,9 @@ def excuses(happenings: Sequence[Happening], *, until: float) -> list[Interval]:
     """When time does not count."""
     found: list[Interval] = []
     for role in (Role.ENVIRONMENT, Role.EXECUTOR, Role.ROUTER, Role.TRAINER):
-        found += nobody_well([each for each in happenings if each.role is role], until=until)
+        of_role = [each for each in happenings if each.role is role]
+        for cell in {each.cell for each in of_role}:
+            found += nobody_well([each for each in of_role if each.cell == cell], until=until)
     return union([*found, *sessions(happenings)])
 
 

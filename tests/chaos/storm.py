@@ -11,7 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from confluent_kafka import KafkaException, TopicPartition
@@ -21,7 +21,7 @@ from tests.brokers import flags
 from tests.chaos.stalls import Interval, Stall, excuses, stalls
 from tests.chaos.storm_lines import Line, Sort
 from tests.chaos.storm_log import Log, breaches, read_all, read_log
-from tests.chaos.storm_plan import Act, Deed, Plan, Role, Worker
+from tests.chaos.storm_plan import SLOTS, Act, Deed, Plan, Role, Worker
 from tests.chaos.storm_roles import Roles
 from tests.integration.lender_kit import SERVING
 from topics.admin import create_topics
@@ -49,7 +49,8 @@ SHOWN_BREACHES = 40
 SHOWN_STALLS = 10
 
 NAMESPACE = "storm."
-PARTITIONS = Partitions(home=6, slots=24, samples=2, chunks=2)
+PARTITIONS = Partitions(home=6, slots=SLOTS, samples=2, chunks=2)
+"""In one cell."""
 GROUPS_PER_STEP = 4
 CONFIG = """
 [run]
@@ -63,6 +64,7 @@ home_partitions = {partitions.home}
 inbox_slots = {partitions.slots}
 sample_partitions = {partitions.samples}
 chunk_partitions = {partitions.chunks}
+cells = {partitions.cells}
 
 [environment]
 max_turn_tokens = 16
@@ -159,9 +161,10 @@ def blow(folder: Path, plan: Plan, broker: Cluster | Broker, *, sites: Sequence[
     began = time.monotonic()
     report = Report(plan.seed, broker.name, folder, trajectories=len(plan.trajectories))
     settings = broker.settings(NAMESPACE)
-    create_topics(settings, PARTITIONS, replication_factor=plan.shape.nodes or 1)
+    partitions = replace(PARTITIONS, cells=plan.shape.cells)
+    create_topics(settings, partitions, replication_factor=plan.shape.nodes or 1)
     arguments = ("--config", str(_configure(folder, plan)), *flags(settings))
-    roles = Roles(folder, arguments, broker, PARTITIONS.slots, sites)
+    roles = Roles(folder, arguments, broker, SLOTS, sites, cells=plan.shape.cells)
     with closing(roles):
         storm = _Storm(plan, settings, roles)
         try:
@@ -185,7 +188,7 @@ def _configure(folder: Path, plan: Plan) -> Path:
     path = folder / "storm.toml"
     told = CONFIG.format(
         folder=folder,
-        partitions=PARTITIONS,
+        partitions=replace(PARTITIONS, cells=plan.shape.cells),
         imports=Path(__file__).with_name("environments"),
         groups_per_step=GROUPS_PER_STEP,
         total_groups=len(plan.groups) + plan.refused,

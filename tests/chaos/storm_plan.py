@@ -16,6 +16,7 @@ from enum import Enum
 from itertools import cycle, islice
 from typing import TypeAlias
 
+from schemas.homes import slot_of
 from tests.chaos.storm_lines import Line, Lines, Sort
 from tests.chaos.storm_shape import Shape
 
@@ -118,8 +119,21 @@ class Plan:
         return {name for name in self.trajectories if name.rpartition(":")[0] in groups}
 
 
-FIRST = {Role.ENVIRONMENT: 3, Role.EXECUTOR: 3, Role.ROUTER: 2, Role.TRAINER: 1}
-"""Who runs when the storm begins."""
+SLOTS = 24
+"""Inboxes."""
+
+
+def first_of(shape: Shape) -> dict[Role, int]:
+    """Who runs when the storm begins: with several cells two executors in each, and a third router."""
+    several = shape.cells > 1
+    executors, routers = (2 * shape.cells, 3) if several else (3, 2)
+    return {Role.ENVIRONMENT: 3, Role.EXECUTOR: executors, Role.ROUTER: routers, Role.TRAINER: 1}
+
+
+def cell_of(worker: Worker, cells: int) -> int:
+    """Executors stand in for one another within a cell alone, which follows from the name; all others are of one."""
+    return slot_of(str(worker), SLOTS) % cells if worker.role is Role.EXECUTOR else 0
+
 
 FREEZE_SECONDS = (1.0, 15.0)
 AWAY_SECONDS = (0.3, 3.0)
@@ -193,10 +207,14 @@ class _Cast:
     def __init__(self, shape: Shape, dice: random.Random) -> None:
         self._shape = shape
         self._dice = dice
-        self._known = [_Known(Worker(role, number), 0.0, 0.0) for role, many in FIRST.items() for number in range(many)]
+        self._next = dict.fromkeys(Role, 0)
+        self._known = [
+            _Known(self._new(role, number % shape.cells if role is Role.EXECUTOR else 0), 0.0, 0.0)
+            for role, many in first_of(shape).items()
+            for number in range(many)
+        ]
         self._known += [_Known(Worker(Role.LENDER, number), 0.0, 0.0) for number in range(shape.lenders)]
         self._known += [_Known(Worker(Role.NODE, number), 0.0, 0.0) for number in range(shape.nodes)]
-        self._next = dict(FIRST)
         self.first = tuple(known.worker for known in self._known if known.worker.role is not Role.NODE)
 
     def deeds(self, at: float, act: Act, role: Role, part: Part) -> Iterator[Deed]:
@@ -240,7 +258,14 @@ class _Cast:
         there = [known for known in self._known if known.worker.role is role and known.there_from <= at]
         alone = role in (Role.TRAINER, Role.LENDER)
         able = [
-            known for known in there if alone or any(other is not known and other.well_from <= at for other in there)
+            known
+            for known in there
+            if alone
+            or any(
+                other is not known and other.well_from <= at
+                for other in there
+                if cell_of(other.worker, self._shape.cells) == cell_of(known.worker, self._shape.cells)
+            )
         ]
         if role is Role.NODE and not all(known.well_from <= at for known in there):
             able = []
@@ -250,12 +275,15 @@ class _Cast:
         keeps = self._shape.by_name or worker.role in (Role.TRAINER, Role.NODE, Role.LENDER)
         if worker.role is Role.EXECUTOR and not keeps:
             keeps = self._dice.random() < 0.5  # an inbox is a name, too: both happen
-        return worker if keeps else self._new(worker.role)
+        return worker if keeps else self._new(worker.role, cell_of(worker, self._shape.cells))
 
-    def _new(self, role: Role) -> Worker:
-        number = self._next[role]
-        self._next[role] = number + 1
-        return Worker(role, number)
+    def _new(self, role: Role, cell: int = 0) -> Worker:
+        """One that was not there yet; of executors, of this cell."""
+        while True:
+            worker = Worker(role, self._next[role])
+            self._next[role] += 1
+            if cell_of(worker, self._shape.cells) == cell:
+                return worker
 
 
 _Fault: TypeAlias = tuple[Act, Role, Part]

@@ -21,7 +21,7 @@ import psutil
 
 from pipeline.command.nursery import Forked, Nursery
 from tests.chaos.stalls import Change, Happening
-from tests.chaos.storm_plan import Act, Deed, Part, Role, Worker
+from tests.chaos.storm_plan import Act, Deed, Part, Role, Worker, cell_of
 from tests.integration.lender_kit import MODEL, server_flags
 from tests.upgrade.sites import Sites
 from topics.apache_kafka import Cluster
@@ -75,6 +75,8 @@ class Roles:
         broker: Cluster | Broker,
         most: int,
         sites: Sequence[Path] = (),
+        *,
+        cells: int = 1,
     ) -> None:
         """`arguments` follow the role's own on the command line; of `most` executors lenders have the last names.
 
@@ -82,6 +84,7 @@ class Roles:
         """
         self._folder = folder
         self._most = most
+        self._cells = cells
         self._arguments = arguments
         self._broker = broker
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
@@ -301,7 +304,7 @@ class Roles:
 
     def _note(self, change: Change, worker: Worker, number: int, **more: object) -> None:
         at = self._write(change.value, worker, number, **more)
-        self.happenings.append(Happening(at, change, worker.role, number))
+        self.happenings.append(Happening(at, change, worker.role, number, cell_of(worker, self._cells)))
 
     def _write(self, what: str, worker: Worker, number: int, **more: object) -> float:
         at = time.time()

@@ -10,6 +10,7 @@ class Shape:
     nodes: int
     """Of the broker's cluster; 0: a broker that is left alone, and whose clients return by name."""
     lenders: int = 0
+    cells: int = 1
     rounds: int = 1
     leaves: int = 0
     """So many workers in each round are asked to leave, and nothing else is done; 0: every kind of fault is."""

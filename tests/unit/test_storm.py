@@ -1,6 +1,7 @@
 """The storm's own cores: what a plan promises, and what counts as a stall."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -21,10 +22,16 @@ from tests.chaos.stalls import (
 )
 from tests.chaos.storm_lines import Sort
 from tests.chaos.storm_log import MARK
-from tests.chaos.storm_plan import FIRST, ROUND, Act, Deed, Part, Plan, Role, draw
+from tests.chaos.storm_plan import ROUND, Act, Deed, Part, Plan, Role, cell_of, draw, first_of
 from tests.chaos.storm_shape import Shape, leaving
 
-SHAPES = st.builds(Shape, nodes=st.sampled_from([0, 3]), lenders=st.integers(0, 2), rounds=st.integers(1, 3))
+SHAPES = st.builds(
+    Shape,
+    nodes=st.sampled_from([0, 3]),
+    lenders=st.integers(0, 2),
+    cells=st.integers(1, 3),
+    rounds=st.integers(1, 3),
+)
 
 
 def of_any_plan(test: Callable[[Plan], None]) -> Callable[[int, Shape], None]:
@@ -86,8 +93,18 @@ def test_a_worker_is_done_things_to_only_while_it_is_there(plan: Plan) -> None:
             elif deed.act in (Act.KILL, Act.LEAVE) and deed.part in (Part.ALL, Part.CORE):
                 running.discard(worker)
     assert not frozen
-    for role in FIRST:
+    for role in first_of(plan.shape):
         assert any(worker.role is role for worker in running)
+
+
+@of_any_plan
+def test_in_each_cell_an_executor_is_left_alone(plan: Plan) -> None:
+    cells = plan.shape.cells
+    well = Counter(cell_of(worker, cells) for worker in plan.first if worker.role is Role.EXECUTOR)
+    assert set(well) == set(range(cells))
+    for deed in (deed for deed in plan.deeds if deed.worker.role is Role.EXECUTOR):
+        well[cell_of(deed.worker, cells)] += 1 if deed.act in (Act.START, Act.THAW) else -1
+        assert min(well.values()) > 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -95,7 +112,7 @@ def test_where_workers_leave_nothing_else_is_done(seed: int) -> None:
     deeds = draw(seed, leaving(30)).deeds
     assert {deed.act for deed in deeds} == {Act.LEAVE, Act.START}
     left = [deed.worker.role for deed in deeds if deed.act is Act.LEAVE]
-    assert len(left) == 30 and set(left) == {*FIRST, Role.LENDER}
+    assert len(left) == 30 and set(left) == {*first_of(leaving(30)), Role.LENDER}
 
 
 @of_any_plan
@@ -159,7 +176,7 @@ def test_nobody_is_well_until_one_is_ready_and_while_all_are_frozen_or_gone() ->
 
 
 def test_a_death_excuses_a_session_even_if_others_are_well() -> None:
-    everybody = [Happening(0.0, Change.READY, role, number) for number, role in enumerate(FIRST)]
+    everybody = [Happening(0.0, Change.READY, role, number) for number, role in enumerate(first_of(Shape(nodes=3)))]
     everybody += [Happening(0.0, Change.READY, Role.ENVIRONMENT, 9)]
     died = Happening(50.0, Change.ENDED, Role.ENVIRONMENT, 9)
     assert excuses([*everybody, died], until=100.0) == [(50.0, 50.0 + SESSION_SECONDS[Role.ENVIRONMENT])]
