@@ -17,8 +17,8 @@ from topics.catalog import DISPATCHED
 from topics.log import read_topics
 from topics.reader import Reader
 from topics.settings import BusSettings
+from workers.executor.beginning import inbox_of
 from workers.executor.config import ExecutorConfig
-from workers.executor.loop import inbox_of
 
 ONE = replace(PARTITIONS, slots=1)
 

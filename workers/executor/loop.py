@@ -18,7 +18,6 @@ Keeps true
 It decides nothing: the inbox does.
 """
 
-import secrets
 import time
 from collections import deque
 from collections.abc import Collection
@@ -31,17 +30,17 @@ import structlog
 from schemas.arrays import count
 from schemas.contexts import Torn
 from schemas.errors import UsageError
-from schemas.homes import slot_of
 from schemas.slack import HELD, ExecutorState, WorkerClass
 from schemas.turns import CLAIM_KEY, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
-from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS
+from topics.catalog import COMPLETED, HEARTBEATS
 from topics.health import HEALTH
 from topics.reader import Reader
-from topics.records import Envelope, Place, Spoiled
+from topics.records import Envelope, Spoiled
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.executor import metrics
 from workers.executor.answers import Start, ended, refused
+from workers.executor.beginning import begin, inbox_of
 from workers.executor.change import Versions
 from workers.executor.config import ExecutorConfig
 from workers.executor.contexts import Contexts
@@ -83,9 +82,6 @@ STOPPED = "it stops"
 PARKED = "it is parked"
 """Why a guest gave turns back, before it has said so."""
 
-START_BITS = 16
-"""Random bits of an incarnation, below the offset: a broker that lost its newest records may give an offset twice."""
-
 
 @dataclass(frozen=True, slots=True)
 class Running:
@@ -93,18 +89,6 @@ class Running:
 
     key: TurnKey
     received_at: float
-
-
-def inbox_of(reader: Reader, config: ExecutorConfig) -> Place:
-    """The inbox of an executor. Raises UsageError where there is none, TopicMissing or BusError."""
-    slots = reader.partitions(DISPATCHED)
-    slot = slot_of(config.worker, slots) if config.slot is None else config.slot
-    if not 0 <= slot < slots:
-        raise UsageError(
-            f"executor.slot is {slot} and the last inbox {slots - 1}: leave it out, and it follows from the name; or "
-            "with more topics.inbox_slots, `rose topics create` adds some"
-        )
-    return DISPATCHED, slot
 
 
 class Executor:
@@ -120,12 +104,14 @@ class Executor:
         receiver: WeightReceiver,
         gate: Gate,
     ) -> None:
-        """`tick`: the first of the engine at the link. Raises TopicMissing or BusError."""
+        """`tick`: the first of the engine at the link.
+
+        Raises TopicMissing, BusError, or UsageError where there is no such inbox.
+        """
         self._config = config
         self._name = name = config.worker
         self._link = link
         self._receiver = receiver
-        self._log = structlog.get_logger("executor").bind(worker=name)
         self._tick = tick
         """The engine's newest."""
         self._gate = gate
@@ -141,28 +127,14 @@ class Executor:
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name)
         self._homes = self._reader.partitions(COMPLETED)
-        place = inbox_of(self._reader, config)
-        self._cell = place[1] % self._reader.partitions(HEARTBEATS)
+        inbox = inbox_of(self._reader, config)
+        self._cell = inbox[1] % self._reader.partitions(HEARTBEATS)
         """Whose router it is heard by."""
-        self._start = Start(name, worker_class, self._begin(place))
-        self._beats = Heartbeats(self._start, place[1], by_grant=self._gate.lends)
+        self._log = structlog.get_logger("executor").bind(worker=name, slot=inbox[1])
+        self._start = Start(name, worker_class, begin(inbox, name, self._reader, self._writer))
+        self._beats = Heartbeats(self._start, inbox[1], by_grant=self._gate.lends)
         self._inbox = Inbox(name, self._start.incarnation, max_turns=self._most_turns, token_budget=0)
         self._note_lent(tick)
-
-    def _begin(self, inbox: Place) -> int:
-        """Mark this start in the inbox and read on from there: what is dispatched after a heartbeat is read.
-
-        Returns the incarnation. Raises TopicMissing or BusError.
-        """
-        self._log = self._log.bind(slot=inbox[1])
-        self._reader.watermarks(inbox)
-        marks: list[int] = []
-        self._writer.tombstone(
-            DISPATCHED, key=self._name, partition=inbox[1], on_delivery=lambda _, offset: marks.append(offset)
-        )
-        self._writer.flush()
-        self._reader.assign({inbox: marks[0] + 1})
-        return marks[0] << START_BITS | secrets.randbits(START_BITS)
 
     def run(self, stop: Event) -> None:
         """Until `stop` is set; what it holds then goes back to the router, with what was sampled of it.
