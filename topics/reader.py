@@ -177,13 +177,8 @@ class Reader:
         *,
         assigned: Callable[[list[Place]], Mapping[Place, int]],
         revoked: Callable[[list[Place]], None],
-        lost: Callable[[list[Place]], None] | None = None,
     ) -> None:
-        """Join the group. `assigned` says where to begin in each partition that comes; all run inside `read`.
-
-        `revoked`: the group decides anew, and nobody has these until it has; what comes next is `assigned`. `lost`: the
-        group has given this member up, and others may have had them since; without one, that is `revoked` as well.
-        """
+        """Join the group. `assigned` says where to begin in each partition that comes; both run inside `read`."""
         self._know(topics)
 
         def on_assign(consumer: Consumer, partitions: list[TopicPartition]) -> None:
@@ -193,20 +188,15 @@ class Reader:
             self._membership = consumer.consumer_group_metadata()
             self._take_on(assigned([self._place(partition) for partition in partitions]))
 
-        def taken_by(tell: Callable[[list[Place]], None]) -> Callable[[Consumer, list[TopicPartition]], None]:
-            def on_taken(consumer: Consumer, partitions: list[TopicPartition]) -> None:
-                if consumer is not self._consumer:
-                    return  # as above
-                tell([self._place(partition) for partition in partitions])
-                self._assigned = set()
-                consumer.unassign()
-
-            return on_taken
+        def on_revoke(consumer: Consumer, partitions: list[TopicPartition]) -> None:
+            if consumer is not self._consumer:
+                return  # as above
+            revoked([self._place(partition) for partition in partitions])
+            self._assigned = set()
+            consumer.unassign()
 
         def join() -> None:
-            self._consumer.subscribe(
-                names, on_assign=on_assign, on_revoke=taken_by(revoked), on_lost=taken_by(lost or revoked)
-            )
+            self._consumer.subscribe(names, on_assign=on_assign, on_revoke=on_revoke, on_lost=on_revoke)
             if self._settings.embedded:
                 self._joins_again_at = time.monotonic() + JOIN_SECONDS
 
@@ -298,6 +288,11 @@ class Reader:
         if self._membership is None:
             self._membership = self._consumer.consumer_group_metadata()
         return self._membership
+
+    @property
+    def member(self) -> str:
+        """As whom the group knows this reader; another name once it had given it up."""
+        return str(self._consumer.memberid())
 
     def close(self) -> None:
         """Leave the group: its partitions go to the others at once, unless the broker knows its members by name.

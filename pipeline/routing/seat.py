@@ -3,8 +3,8 @@
 Keeps true
 - Whoever is assigned partition c of the heartbeats in the routers' group serves cell c. Nothing is fetched by it.
 - A seat is one unbroken time of serving a cell: who has lost a cell and comes by it again has another seat.
-- While the group decides anew who serves what, nobody decides anything. Who is given again what it had, without having
-  been given up meanwhile, goes on: nobody else can have had it.
+- While the group decides anew who serves what, nobody decides anything. Who is given again what it had goes on, if the
+  group still knows it as the same member: it has not been given up meanwhile, so nobody else can have had it.
 - The low water is committed as a member of the group, so the broker refuses it from a router that was replaced.
 - A router that did not look for LET_GO_SECONDS (it was stopped, or the machine was) gives its seats up: the broker may
   have given them to another, which it would learn too late. So does one that the broker says has lost them.
@@ -29,6 +29,9 @@ SESSION_SECONDS = 6.0
 
 LET_GO_SECONDS = SESSION_SECONDS / 2
 """Half a session: the client's own heartbeats are a second apart, so until then the broker has surely not given up."""
+
+DECIDED_SECONDS = 2 * SESSION_SECONDS
+"""How long the group may take to decide anew who serves what: one that is frozen keeps it for its session."""
 
 LOOK_SECONDS = 0.2
 """How long one look lasts while the group decides."""
@@ -58,6 +61,8 @@ class Seats:
         self._terms = 0
         self._undecided = False
         """The group decides anew who serves what."""
+        self._member = ""
+        """As whom the group knew this router when it gave it these seats."""
         self._looked_at = time.monotonic()
         self._reader = self._join()
         for topic in (REQUESTED, DISPATCHED, COMPLETED):
@@ -85,12 +90,12 @@ class Seats:
                 self.leave()
             raise SeatLost(f"away for {absent:.1f} s: another router may have taken over")
         self.wait(0.0)
-        undecided_until = self._looked_at + LET_GO_SECONDS
+        undecided_until = self._looked_at + DECIDED_SECONDS
         while self._undecided:
             self.wait(LOOK_SECONDS)
             if self._looked_at > undecided_until:
                 self._take([], anew=True)
-                raise SeatLost(f"the group has not decided within {LET_GO_SECONDS:g} s who serves what")
+                raise SeatLost(f"the group has not decided within {DECIDED_SECONDS:g} s who serves what")
         if seat is not None and seat not in self.held:
             raise SeatLost(f"another router serves cell {seat.cell}")
 
@@ -109,26 +114,24 @@ class Seats:
 
     def close(self) -> None:
         """Leave the group."""
-        self._lost([])
+        self._undecided = False
+        self._take([])
         self._reader.close()
 
     def _join(self) -> Reader:
         # librdkafka's own heartbeats keep the membership up while the loop is busy.
         reader = Reader(self._settings, self._name, group=ROUTER_GROUP, member=self._name, **SESSION)
-        reader.subscribe([HEARTBEATS], assigned=self._assigned, revoked=self._revoked, lost=self._lost)
+        reader.subscribe([HEARTBEATS], assigned=self._assigned, revoked=self._revoked)
         return reader
 
     def _assigned(self, places: list[Place]) -> dict[Place, int]:
         self._undecided = False
-        self._take([cell for _, cell in places])
+        former, self._member = self._member, self._reader.member
+        self._take([cell for _, cell in places], anew=former != self._member)
         return {}
 
     def _revoked(self, _places: list[Place]) -> None:
         self._undecided = bool(self.held)
-
-    def _lost(self, _places: list[Place]) -> None:
-        self._undecided = False
-        self._take([])
 
     def _take(self, cells: Sequence[int], *, anew: bool = False) -> None:
         """Have seats in these cells and no others, those that it has already unless it is to begin `anew`."""

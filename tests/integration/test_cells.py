@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from pipeline.command.nursery import Forked
-from pipeline.routing.seat import SESSION_SECONDS
+from pipeline.routing.seat import SESSION_SECONDS, SeatLost, Seats
 from schemas.cells import CellSummary
 from tests.brokers import EMBEDDED, AnyBroker
 from tests.integration.router_kit import Bus, router_process
@@ -110,3 +110,24 @@ def test_one_that_was_frozen_does_no_harm_in_any_cell(bus: Bus, routers: Routers
     routers.until_shared_by(0, 1, 2)
     bus.keep_turns_moving(1.0, 2 * CELLS)
     whole(bus)
+
+
+def test_a_seat_is_one_unbroken_time(bus: Bus) -> None:
+    one = Seats(bus.settings, "router-0")
+    bus.until(lambda: len(one.wait(0.05)) == CELLS)
+    alone = one.held
+    if not bus.settings.embedded:  # there a leaver's cells wait for it
+        other = Seats(bus.settings, "router-1")
+        bus.until(lambda: 0 < len(one.wait(0.05)) < CELLS > len(other.wait(0.05)) > 0)
+        kept, lost = one.held, alone - one.held
+        assert kept < alone, "what it keeps is what it had"
+        assert {each.cell for each in other.held} == {each.cell for each in lost}
+        with pytest.raises(SeatLost):
+            one.hold(next(iter(lost)))
+        other.close()
+        bus.until(lambda: len(one.wait(0.05)) == CELLS)
+        assert one.held & alone == kept, "what it comes by again may have been another's"
+    one.leave()
+    bus.until(lambda: len(one.wait(0.05)) == CELLS)
+    assert not one.held & alone
+    one.close()
