@@ -1,6 +1,6 @@
 """One cell in short: what its router says every second to whoever decides on capacity, who reads no heartbeats.
 
-A cell is a share of the homes, inboxes and executors with a routing core of its own; there is one now, cell 0 of 1.
+A cell is a share of the homes, inboxes and executors with a routing core of its own.
 """
 
 from typing import Annotated, ClassVar
