@@ -1,4 +1,4 @@
-"""How much a serving worker may lend, for how long, and to whom; and which worker takes nothing at all.
+"""How much a serving worker may lend, for how long, and to whom; which worker takes nothing at all; and its cell.
 
 Keeps true
 - Who speaks is in the key, and of each the newest counts. So no renewal can override an operator, and who takes a drain
@@ -7,11 +7,14 @@ Keeps true
   One by hand overrides it, until it is deleted.
 - A drain overrides both, and is for every executor, also for one that lends nothing.
 - A grant names the RL job that the worker lends to: at most one on a serving worker.
+- Which cell a worker is to be in is said for every executor, under a key of its own. It holds until another is named:
+  nobody has to renew it, and who was told of none stays where it is.
 
 Example
     rl-executor-0            lend, for 30 s
     rl-executor-0/by-hand    park                             -> it is parked
     rl-executor-0/drain      take nothing, end in 60 s        -> it is drained, until this is deleted
+    rl-executor-0/cell       cell 1                           -> it goes there, and is drained there as well
 """
 
 from enum import Enum
@@ -19,6 +22,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
+from schemas.cells import Cell
 from schemas.limits import Count, Id, Moment, Text
 from schemas.record import Record
 
@@ -36,6 +40,8 @@ class Voice(Enum):
     """An operator, of how much a lender lends."""
     DRAIN = "/drain"
     """An operator, who wants to take the worker away: no turns, whatever the others say."""
+    CELL = "/cell"
+    """The control app, of where the worker is to be; of lending it says nothing."""
 
 
 Job = Annotated[str, Meta(pattern=r"^([A-Za-z0-9._:-]{1,128})?\Z")]
@@ -43,7 +49,7 @@ Job = Annotated[str, Meta(pattern=r"^([A-Za-z0-9._:-]{1,128})?\Z")]
 
 
 class CapacityGrant(Record, frozen=True, kw_only=True):
-    SCHEMA: ClassVar[str] = "capacity-grant/3"
+    SCHEMA: ClassVar[str] = "capacity-grant/4"
 
     worker: Id
     lend: bool
@@ -61,6 +67,8 @@ class CapacityGrant(Record, frozen=True, kw_only=True):
     """The RL job that the worker may lend to."""
     finish_seconds: Annotated[float, Meta(ge=0, le=LONGEST_FINISH_SECONDS)] = 0.0
     """Of a drain: for which turns that the worker holds may go on, from when it reads this. Others go back at once."""
+    cell: Cell | None = None
+    """That the worker is to be in; None where this says nothing of it."""
 
 
 def key_of(worker: str, voice: Voice) -> str:

@@ -26,7 +26,7 @@ from pipeline.control.core import Control
 from pipeline.control.credentials import credentials
 from pipeline.control.grants import GrantLog
 from pipeline.control.page import State, page_of, state_of
-from schemas.capacity import CapacityGrant
+from schemas.capacity import CapacityGrant, Voice, key_of
 from schemas.cells import CellSummary
 from schemas.errors import RecordError
 from schemas.wire import decode
@@ -176,7 +176,12 @@ class ControlApp:
             HEALTH.says("waits for its turn: another control app decides")
 
     def _write(self, grant: CapacityGrant) -> None:
-        self._writer.write(GRANTS, grant, key=grant.worker)
+        if grant.cell is not None:
+            self._writer.write(GRANTS, grant, key=key_of(grant.worker, Voice.CELL))
+            self._decisions.appendleft(grant)
+            self._log.info("move", worker=grant.worker, to=grant.cell, reason=grant.reason)
+            return
+        self._writer.write(GRANTS, grant, key=key_of(grant.worker, Voice.LEASED))
         if self._lending.get(grant.worker) != grant.lend:
             self._lending[grant.worker] = grant.lend
             self._decisions.appendleft(grant)

@@ -17,7 +17,8 @@ class ControlConfig:
     """That one more lender must be at work before what waits is done, to be woken. One without which all that there is
     would be done in half of it is of no use."""
     dwell_seconds: float = 20.0
-    """A worker that was woken or parked stays so for at least so long."""
+    """A worker that was woken or parked stays so for at least so long, and one that was moved where it is. For as long
+    one more has to be worth it in a cell in which somebody is at work already."""
     idle_seconds: float = 10.0
     """After so long without being of use a lender is parked."""
     page_host: str = "127.0.0.1"

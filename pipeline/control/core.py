@@ -1,4 +1,4 @@
-"""Elasticity: which serving workers lend to this RL job, from one summary per cell and second.
+"""Elasticity: which serving workers lend to this RL job, and where workers are, from one summary per cell and second.
 
 Keeps true
 - At most `most_lenders` have a grant to lend that has not run out, and each grant says why.
@@ -9,6 +9,8 @@ Keeps true
   had room for what it holds and would have been done with that, and with what waits, within half of the margin.
 - It settles: once somebody was parked for being of no use, nobody is worth waking before more waits. So under a
   constant load wakes and parkings both end. Who was woken or parked stays so for the dwell.
+- Which cell a worker is to be in, `moves` decides, of those who are neither drained, told by hand nor another job's. It
+  holds without a lease: with nobody to decide they stay where they are.
 - Grants are leases, renewed while the summaries of their cell come. Silence means no: of a cell that is not heard of
   nothing is renewed, and its lenders park by themselves.
 
@@ -21,12 +23,14 @@ Example, margin 2 s
 """
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.control.config import ControlConfig
-from pipeline.control.forecast import Flow, Learned, Share, finish_seconds
+from pipeline.control.forecast import Flow, Learned, Rest, Share, finish_seconds
+from pipeline.control.moves import Crew, Moves
 from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.slack import ExecutorState
@@ -111,37 +115,6 @@ class Lender:
         self.built_at = self.useless_since = self.renewed_at = None
 
 
-@dataclass(slots=True)
-class Rest:
-    """What a cell has without those of its lenders that were found of no use."""
-
-    shares: dict[str, Share]
-    flow: Flow
-    turns: float
-    """That wait, or were held by who was of no use."""
-    free_turns: int
-    free_tokens: int
-
-    def needs(self, name: str, line: ExecutorLine, seconds: float) -> bool:
-        """Whether without one of them there is no room for what it holds, or not all is done in so many seconds."""
-        share = self.shares.get(name)
-        if share is None:
-            return False
-        room = self.free_turns - line.free_turns >= line.held_turns
-        room = room and self.free_tokens - line.free_tokens >= line.held_tokens
-        others = self.flow.done_by(seconds) - share.rate * max(0.0, seconds - share.free_at)
-        return not room or others < self.turns + line.load_seconds * share.rate
-
-    def leave(self, name: str, line: ExecutorLine) -> None:
-        """One was: others do what it held."""
-        share = self.shares.pop(name, None)
-        if share is not None:
-            self.flow.add(Share(share.free_at, -share.rate))
-            self.turns += line.load_seconds * share.rate
-            self.free_turns -= line.free_turns + line.held_turns
-            self.free_tokens -= line.free_tokens + line.held_tokens
-
-
 class Control:
     """All that the control app knows; the app hands it records and writes what it decides."""
 
@@ -156,6 +129,7 @@ class Control:
         """By worker, the newest leased grant on the log."""
         self.by_hand: dict[str, CapacityGrant] = {}
         self.drained: dict[str, CapacityGrant] = {}
+        self.moves = Moves(config)
         self.woken = self.parked = 0
         """Times that one was, since the start."""
         self._began: float | None = None
@@ -167,6 +141,7 @@ class Control:
         if summary.waiting_turns:
             self.learned.saw_waiting(summary.waiting_turns, summary.prefill_tokens, summary.new_tokens)
         for line in summary.executors:
+            self.moves.heard(line.worker, summary.cell, now)
             if line.open:
                 self.learned.saw_open(line)
             if line.serving and line.by_grant:
@@ -174,7 +149,9 @@ class Control:
 
     def granted(self, worker: str, grant: CapacityGrant | None, now: float, *, voice: Voice = Voice.LEASED) -> None:
         """The newest grant of a worker on the log; None once it was deleted. One without a lease is by hand."""
-        if voice is not Voice.LEASED or (grant is not None and not grant.lease_seconds):
+        if voice is Voice.CELL:
+            self.moves.read(worker, None if grant is None else grant.cell, now)
+        elif voice is not Voice.LEASED or (grant is not None and not grant.lease_seconds):
             said = self.drained if voice is Voice.DRAIN else self.by_hand
             said.pop(worker, None)
             if grant is not None:
@@ -197,7 +174,8 @@ class Control:
         self._keep_cap(now)
         for number in fresh:
             self._wake(number, now)
-        return [grant for name in sorted(self.lenders) if (grant := self._told(name, now)) is not None]
+        leases = [grant for name in sorted(self.lenders) if (grant := self._told(name, now)) is not None]
+        return leases + self._moved(now)
 
     def fresh(self, now: float) -> list[CellSummary]:
         """Of the cells that are heard, by their number."""
@@ -329,6 +307,44 @@ class Control:
         for lender in woken:
             lender.decide(True, f"{turns} turns wait: done in {done:.0f} s with it{others}, {before} without", now)
         self.woken += len(woken)
+
+    def _moved(self, now: float) -> list[CapacityGrant]:
+        """What is said of a worker's cell, if anything."""
+        fresh = self.fresh(now)
+        if all(each.cells == 1 for each in fresh):
+            return []
+        named = Counter(line.worker for each in fresh for line in each.executors)
+        room = (self.config.most_lenders or len(self.lenders)) > len(self.lending(now))
+        crews: dict[int, Crew] = {}
+        for each in fresh:
+            shares = self._shares(each.cell, now)
+            once = [line for line in each.executors if named[line.worker] == 1]
+            spare = {line.worker: line for line in once if self._may_go(line, shares, now, room=room)}
+            crews[each.cell] = Crew(each, shares, spare)
+        move = self.moves.decide(crews, now)
+        if move is None:
+            return []
+        said = CapacityGrant(
+            worker=move.worker,
+            lend=True,
+            kv_bytes=0,
+            token_budget=0,
+            granted_at=now,
+            reason=move.reason,
+            job=self.job,
+            cell=move.cell,
+        )
+        return [said]
+
+    def _may_go(self, line: ExecutorLine, shares: Container[str], now: float, *, room: bool) -> bool:
+        """Whether one may be told of another cell. `room`: one lender more may lend."""
+        if line.worker in self.drained or line.worker in self.by_hand:
+            return False
+        lender = self.lenders.get(line.worker) if line.serving and line.by_grant else None
+        if lender is None or lender.lends:
+            return line.open and line.worker in shares
+        waked = room and now >= lender.held_until and not line.serving_waiting
+        return lender.lends is False and waked and self.mine(line.worker, now)
 
     def _of(self, number: int, now: float) -> Iterable[tuple[str, Lender]]:
         """The lenders in a cell's newest summary that this decides about."""

@@ -68,6 +68,37 @@ class Flow:
 
 
 @dataclass(slots=True)
+class Rest:
+    """What a cell has without those of its lenders that were found of no use."""
+
+    shares: dict[str, Share]
+    flow: Flow
+    turns: float
+    """That wait, or were held by who was of no use."""
+    free_turns: int
+    free_tokens: int
+
+    def needs(self, name: str, line: ExecutorLine, seconds: float) -> bool:
+        """Whether without one of them there is no room for what it holds, or not all is done in so many seconds."""
+        share = self.shares.get(name)
+        if share is None:
+            return False
+        room = self.free_turns - line.free_turns >= line.held_turns
+        room = room and self.free_tokens - line.free_tokens >= line.held_tokens
+        others = self.flow.done_by(seconds) - share.rate * max(0.0, seconds - share.free_at)
+        return not room or others < self.turns + line.load_seconds * share.rate
+
+    def leave(self, name: str, line: ExecutorLine) -> None:
+        """One was: others do what it held."""
+        share = self.shares.pop(name, None)
+        if share is not None:
+            self.flow.add(Share(share.free_at, -share.rate))
+            self.turns += line.load_seconds * share.rate
+            self.free_turns -= line.free_turns + line.held_turns
+            self.free_tokens -= line.free_tokens + line.held_tokens
+
+
+@dataclass(slots=True)
 class Mean:
     """A running mean that begins with what is assumed."""
 

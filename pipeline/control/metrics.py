@@ -18,7 +18,7 @@ class ControlCollector(Collector):
         self._clock = clock
 
     def collect(self) -> Iterable[Metric]:
-        decides, cells, lenders, woken, parked, work = self.describe()
+        decides, cells, lenders, woken, parked, moved, moving, work = self.describe()
         control, now = self._control, self._clock()
         fresh = control.fresh(now)
         decides.add_metric([], bool(fresh))
@@ -33,7 +33,9 @@ class ControlCollector(Collector):
             work.add_metric([], max(each.waiting_seconds for each in fresh))
         woken.add_metric([], control.woken)
         parked.add_metric([], control.parked)
-        yield from (decides, cells, lenders, woken, parked, work)
+        moved.add_metric([], control.moves.moved)
+        moving.add_metric([], len(control.moves.going(now)))
+        yield from (decides, cells, lenders, woken, parked, moved, moving, work)
 
     @staticmethod
     def describe() -> tuple[
@@ -42,6 +44,8 @@ class ControlCollector(Collector):
         GaugeMetricFamily,
         CounterMetricFamily,
         CounterMetricFamily,
+        CounterMetricFamily,
+        GaugeMetricFamily,
         GaugeMetricFamily,
     ]:
         """What `collect` fills in."""
@@ -53,6 +57,8 @@ class ControlCollector(Collector):
             ),
             CounterMetricFamily("rose_control_woken", "Times that a lender was told to lend."),
             CounterMetricFamily("rose_control_parked", "Times that a lender was told to park."),
+            CounterMetricFamily("rose_control_moved", "Times that a worker was told of another cell."),
+            GaugeMetricFamily("rose_control_moving", "Workers on their way to another cell."),
             GaugeMetricFamily(
                 "rose_control_waiting_seconds", "That the open executors of a cell need for what waits; of the worst."
             ),

@@ -1,4 +1,4 @@
-"""What the control app shows: the cells that it hears, each lender, what was decided of it, and why.
+"""What the control app shows: the cells that it hears, who goes to another, each lender, what was decided, and why.
 
 Pure: the same state as JSON for programs and as a page for people. What others wrote is escaped.
 """
@@ -39,15 +39,26 @@ def state_of(control: Control, decisions: Iterable[CapacityGrant], now: float) -
                 "waiting_seconds": round(cell.summary.waiting_seconds, 1),
                 "policy_version": cell.summary.policy_version,
                 "executors": len(cell.summary.executors),
+                "open": sum(line.open for line in cell.summary.executors),
             }
             for number, cell in sorted(control.cells.items())
         ],
+        "moves": [
+            {"worker": name, "from": each.cell, "to": each.told, "since_seconds": round(now - each.since, 1)}
+            for name, each in sorted(control.moves.going(now).items())
+        ],
         "lenders": [_lender(control, name, lender, now) for name, lender in sorted(control.lenders.items())],
         "decisions": [
-            {"at": told(each.granted_at), "worker": each.worker, "lend": each.lend, "reason": each.reason}
+            {"at": told(each.granted_at), "worker": each.worker, "told": _said(each), "reason": each.reason}
             for each in decisions
         ],
     }
+
+
+def _said(grant: CapacityGrant) -> str:
+    if grant.cell is not None:
+        return f"go to cell {grant.cell}"
+    return "lend" if grant.lend else "park"
 
 
 def _lender(control: Control, name: str, lender: Lender, now: float) -> State:
@@ -84,7 +95,8 @@ def page_of(state: State) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" '
         f'content="{REFRESH_SECONDS}"><title>ROSE: elasticity</title><style>{STYLE}</style></head><body>'
         f"<h1>Elasticity</h1><p>{escape(head)}</p>"
-        f"<h2>Cells</h2>{_table(state['cells'])}<h2>Lenders</h2>{_table(state['lenders'])}"
+        f"<h2>Cells</h2>{_table(state['cells'])}<h2>On the way to another cell</h2>{_table(state['moves'])}"
+        f"<h2>Lenders</h2>{_table(state['lenders'])}"
         f"<h2>What was decided, newest first</h2>{_table(state['decisions'])}</body></html>"
     )
 

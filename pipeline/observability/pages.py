@@ -99,14 +99,16 @@ SERVING = Dashboard(
             LENDER,
         ),
         Panel(
-            "Who is to lend",
-            "By what the control app decided, and how many of them were told by hand. If both go on without end, "
-            "look at its page.",
+            "Who is to lend, and where",
+            "By what the control app decided, and how many of them were told by hand; who is on the way to another "
+            "cell. If wakes and parkings, or moves, go on without end, look at its page.",
             "short",
             {
                 "{{told}}": "sum by (told) (rose_control_lenders)",
                 "woken a minute": f"60 * sum(rate(rose_control_woken_total[{RATE}]))",
                 "parked a minute": f"60 * sum(rate(rose_control_parked_total[{RATE}]))",
+                "moved a minute": f"60 * sum(rate(rose_control_moved_total[{RATE}]))",
+                "on the way to another cell": "sum(rose_control_moving)",
             },
             CONTROL,
         ),

@@ -168,6 +168,7 @@ EXAMPLES: tuple[Record, ...] = (
         lease_seconds=30.0,
         job="team.:demo",
         finish_seconds=60.0,
+        cell=1,
     ),
     CellSummary(
         cell=0,

@@ -1,13 +1,9 @@
 """Inboxes that are added to a run: nobody is started again for it, and nothing else of the topics changes."""
 
-from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from schemas.errors import UsageError
-from schemas.homes import slot_of
 from schemas.turns import CLAIM_KEY
 from tests.brokers import AnyBroker
 from tests.integration.router_kit import PARTITIONS, Bus, router_process
@@ -15,10 +11,7 @@ from tests.waiting import until
 from topics.admin import create_topics, describe_topics, drift
 from topics.catalog import DISPATCHED
 from topics.log import read_topics
-from topics.reader import Reader
 from topics.settings import BusSettings
-from workers.executor.beginning import inbox_of
-from workers.executor.config import ExecutorConfig
 
 ONE = replace(PARTITIONS, slots=1)
 
@@ -57,18 +50,3 @@ def test_a_router_that_serves_takes_in_inboxes_that_are_added(settings: BusSetti
         bus.close()
     assert bus.inboxes[0].slot == 2 and not bus.zombies
     assert claimed(settings) == {0, 1, 2}
-
-
-def test_an_executor_without_an_inbox_says_what_to_do(settings: BusSettings) -> None:
-    with closing(Reader(settings, "test")) as reader:
-        assert inbox_of(reader, ExecutorConfig(model_folder=Path(), slot=0)) == (DISPATCHED, 0)
-        with pytest.raises(UsageError, match=r"slot is 1 and the last inbox 0: .* `rose topics create` adds"):
-            inbox_of(reader, ExecutorConfig(model_folder=Path(), slot=1))
-
-
-def test_an_executor_that_is_told_of_no_inbox_has_that_of_its_name(settings: BusSettings) -> None:
-    create_topics(settings, PARTITIONS)
-    with closing(Reader(settings, "test")) as reader:
-        places = [inbox_of(reader, ExecutorConfig(model_folder=Path(), name=f"pod-{n}")) for n in range(20)]
-    assert [place[1] for place in places] == [slot_of(f"pod-{n}", PARTITIONS.slots) for n in range(20)]
-    assert {place[1] for place in places} == set(range(PARTITIONS.slots))

@@ -3,6 +3,7 @@
 Keeps true
 - Closed, it takes nothing on, and holds nothing for long: what it holds goes back.
 - Only to one that is drained is time left, to end what runs. Its guest is told to park once that is over.
+- To leave for another cell is to close too, but tells the engine nothing: it stays as it is.
 - A dedicated executor's gate is open unless it is drained; its engine is told nothing of it.
 
 Pure, but for the leave that it asks for.
@@ -25,6 +26,8 @@ class Leave:
     kv_bytes: int = 0
     """That turns may hold; 0 sets no limit."""
     token_budget: int = 0
+    cell: int | None = None
+    """That it is to be in; None: where it is."""
 
 
 FREELY = Leave()
@@ -49,6 +52,8 @@ class Gate:
         """Though none is taken, those that run go on."""
         self.budget_tokens = 0
         """That turns may hold."""
+        self.cell = granted().cell
+        """That it is to be in; None: where it is."""
         self._granted = granted
         self._told: Wake | Park | None = None
         """What the guest was told last."""
@@ -58,10 +63,14 @@ class Gate:
         """Whether what runs goes back as well."""
         return bool(self.reason) and not self.finishing
 
-    def follow(self, tick: Tick, *, busy: bool) -> Wake | Park | None:
-        """Look again, the engine's newest tick at hand; returns what the engine is to be told. `busy`: turns run."""
+    def follow(self, tick: Tick, *, busy: bool, leaving: str = "") -> Wake | Park | None:
+        """Look again, the engine's newest tick at hand; returns what the engine is to be told.
+
+        `busy`: turns run; `leaving`: for where, if it is on its way to another cell.
+        """
         leave = self._granted()
-        self.reason, self.budget_tokens = leave.refused or unable(tick), budget_tokens(tick, leave)
+        self.cell, self.budget_tokens = leave.cell, budget_tokens(tick, leave)
+        self.reason = leave.refused or unable(tick) or leaving
         self.finishing = leave.finishing and busy and not unable(tick)
         order = told_of(leave)
         if not self.lends or self.finishing or order == self._told:

@@ -55,6 +55,13 @@ class Grants:
             return
         grant = item.record if isinstance(item.record, CapacityGrant) else None
         if self._lease.take(grant, time.monotonic(), voice=voice, seen=seen):
-            does = "drain" if voice is Voice.DRAIN else "park"
-            said = "none" if grant is None else "lend" if grant.lend else does
+            said = "none" if grant is None else _in_short(grant, voice)
             log.info("grant", worker=self._worker, said=said, reason="" if grant is None else grant.reason)
+
+
+def _in_short(grant: CapacityGrant, voice: Voice) -> str:
+    if voice is Voice.CELL:
+        return f"cell {grant.cell}"
+    if voice is Voice.DRAIN:
+        return "drain"
+    return "lend" if grant.lend else "park"

@@ -1,4 +1,4 @@
-"""The lease of one executor: whether its grants let it take turns at this moment.
+"""The lease of one executor: whether its grants let it take turns at this moment, and in which cell.
 
 Keeps true
 - A drain overrides all else until it is deleted. Who is no lender follows nothing else.
@@ -7,6 +7,7 @@ Keeps true
   read back from the log, and not seen to come, holds nothing: it has to be renewed first.
 - It lends to one RL job: a grant that names another one parks it here.
 - Without a grant it lends all that it has, unless it is told that it needs one.
+- The cell that was named last holds for every executor, also after its next start, and changes nothing of the rest.
 
 Pure; `now` is seconds on any clock of the caller's that never jumps.
 
@@ -18,7 +19,7 @@ Example, a lease of 30 s
     that is deleted at 90  -> as before: its grant ran out
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from schemas.capacity import CapacityGrant, Voice
 from schemas.slack import DRAINED
@@ -61,7 +62,12 @@ class Lease:
         return before is None or grant is None or not _alike(before.grant, grant)
 
     def leave(self, now: float) -> Leave:
-        """What it may do."""
+        """What it may do, and where."""
+        named = self._read.get(Voice.CELL)
+        leave = self._leave(now)
+        return leave if named is None else replace(leave, cell=named.grant.cell)
+
+    def _leave(self, now: float) -> Leave:
         drain = self._read.get(Voice.DRAIN)
         if drain is not None:
             why = f"{DRAINED}{f': {drain.grant.reason}' if drain.grant.reason else ''}"
@@ -85,5 +91,5 @@ class Lease:
 
 def _alike(one: CapacityGrant, other: CapacityGrant) -> bool:
     """Whether one renews the other."""
-    said = [(each.lend, each.kv_bytes, each.token_budget, each.reason, each.job) for each in (one, other)]
+    said = [(each.lend, each.kv_bytes, each.token_budget, each.reason, each.job, each.cell) for each in (one, other)]
     return said[0] == said[1]

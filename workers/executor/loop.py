@@ -8,8 +8,9 @@ Keeps true
 - No turn is taken on before a version from the log has been applied. A turn is handed to the engine with the version
   that serves; while the engine changes to another one, turns that come wait here, as do those whose context is read
   back from the log.
-- While its gate is closed (a grant, a stop, a server that is never idle) it holds nothing: what it held goes back. To
-  one that is drained time is left to end what runs.
+- While its gate is closed (a grant, a stop, a server that is never idle, another cell) it holds nothing: what it held
+  goes back. To one that is drained time is left to end what runs.
+- In another cell it is one that starts; engine, KV cache and version stay (`stay`).
 - What it says to others holds without a clock: its incarnation is a place in the log, its turns are named.
 - Others may share its inbox, which changes nothing for it. One that begins under its own name takes its place: it ends,
   with a sentence, and answers nothing more.
@@ -40,7 +41,6 @@ from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.executor import metrics
 from workers.executor.answers import Start, ended, refused
-from workers.executor.beginning import begin, inbox_of
 from workers.executor.change import Versions
 from workers.executor.config import ExecutorConfig
 from workers.executor.contexts import Contexts
@@ -49,6 +49,7 @@ from workers.executor.heartbeats import Heartbeats, in_short
 from workers.executor.inbox import Inbox, Verdict
 from workers.executor.link import EngineLink
 from workers.executor.parts import begun_from, flaw_of, sampling_of
+from workers.executor.stay import Stay
 from workers.executor.vllm.types import EngineBroken
 from workers.executor.words import (
     ABORTED,
@@ -110,8 +111,10 @@ class Executor:
         """
         self._config = config
         self._name = name = config.worker
+        self._class = worker_class
         self._link = link
         self._receiver = receiver
+        self._log = structlog.get_logger("executor").bind(worker=name)
         self._tick = tick
         """The engine's newest."""
         self._gate = gate
@@ -127,14 +130,28 @@ class Executor:
         self._writer = Writer(settings, name)
         self._reader = Reader(settings, name)
         self._homes = self._reader.partitions(COMPLETED)
-        inbox = inbox_of(self._reader, config)
-        self._cell = inbox[1] % self._reader.partitions(HEARTBEATS)
-        """Whose router it is heard by."""
-        self._log = structlog.get_logger("executor").bind(worker=name, slot=inbox[1])
-        self._start = Start(name, worker_class, begin(inbox, name, self._reader, self._writer))
-        self._beats = Heartbeats(self._start, inbox[1], by_grant=self._gate.lends)
-        self._inbox = Inbox(name, self._start.incarnation, max_turns=self._most_turns, token_budget=0)
+        self._stay = Stay(self._reader, self._writer, config, gate.cell)
+        self._settle()
         self._note_lent(tick)
+
+    def _settle(self) -> None:
+        """Be one that starts where it is now: who was here before under its name, or elsewhere, holds nothing."""
+        stay = self._stay
+        slot = stay.place[1]
+        self._log = self._log.bind(cell=stay.cell, slot=slot)
+        self._cell = stay.cell
+        self._start = Start(self._name, self._class, stay.incarnation)
+        self._beats = Heartbeats(self._start, slot, by_grant=self._gate.lends)
+        self._inbox = Inbox(self._name, stay.incarnation, max_turns=self._most_turns, token_budget=0)
+        self._answered.clear()
+
+    def _go(self) -> None:
+        """It has begun elsewhere: here it ends, so that whoever hears it here lets it go at once."""
+        self._beat(ExecutorState.STOPPING, self._answered)
+        swap_seconds = self._beats.swap_seconds
+        self._settle()
+        self._beats.swap_seconds = swap_seconds
+        self._log.info("moved", incarnation=self._start.incarnation)
 
     def run(self, stop: Event) -> None:
         """Until `stop` is set; what it holds then goes back to the router, with what was sampled of it.
@@ -246,9 +263,11 @@ class Executor:
         return ExecutorState.READY if self._version >= 0 else ExecutorState.STARTING
 
     def _open_or_close(self) -> None:
-        """Follow what grants and the engine say of taking turns."""
+        """Follow what grants and the engine say of taking turns, and of where."""
         before, was_shut = self._gate.reason, self._gate.shut
-        order = self._gate.follow(self._tick, busy=bool(self._running))
+        if self._stay.follow(self._gate.cell, held=len(self._inbox)):
+            self._go()
+        order = self._gate.follow(self._tick, busy=bool(self._running), leaving=self._stay.leaving)
         self._inbox.token_budget, reason = self._gate.budget_tokens, self._gate.reason
         if order is not None:
             self._link.order(order)
@@ -318,7 +337,10 @@ class Executor:
         self._tick = msgspec.structs.replace(self._tick, version=report.version)  # it may be older than this report
         metrics.SWAP_SECONDS.observe(report.seconds)
         self._log.info("serving", version=report.version, swap_seconds=round(report.seconds, 4))
-        self._resume()
+        if not self._gate.reason:  # a closed one holds nothing for long, and what it ends yet it was left the time for
+            self._stay.changed(self._gate.cell)
+        if not self._stay.leaving:
+            self._resume()
 
     def _not_taken(self, report: NotTaken) -> None:
         metrics.SWAPS_REFUSED.inc()
