@@ -59,7 +59,8 @@ def drain(common: Common, worker: str, *, within_seconds: float, reason: str) ->
     grant = _made(worker, lend=False, reason=reason, finish_seconds=within_seconds)
     settings = _reached(common)
     with closing(Reader(settings, "rose-drain")) as reader:
-        reader.assign({(HEARTBEATS, 0): reader.watermarks((HEARTBEATS, 0))[1]})
+        cells = [(HEARTBEATS, cell) for cell in range(reader.partitions(HEARTBEATS))]
+        reader.assign({place: reader.watermarks(place)[1] for place in cells})
         _say(settings, worker, grant, Voice.DRAIN)
         _await_empty(reader, worker, within_seconds)
     sys.stdout.write(
