@@ -60,7 +60,7 @@ def drain(common: Common, worker: str, *, within_seconds: float, reason: str) ->
     settings = _reached(common)
     with closing(Reader(settings, "rose-drain")) as reader:
         cells = [(HEARTBEATS, cell) for cell in range(reader.partitions(HEARTBEATS))]
-        reader.assign({each: reader.watermarks(each)[1] for each in cells})
+        reader.assign({place: reader.watermarks(place)[1] for place in cells})
         _say(settings, worker, grant, Voice.DRAIN)
         _await_empty(reader, worker, within_seconds)
     sys.stdout.write(

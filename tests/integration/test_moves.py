@@ -138,8 +138,8 @@ def test_of_two_in_one_cell_one_goes_where_turns_wait_and_comes_back_there_after
         assert asker.stays[moved] == [0, 1, 1], "not to and fro"
         asker.ask(1, 4)
         asker.until(asker.all_ended)
-        counted = [json.loads(each.said.read_bytes()) for each in both.values() if each.stop() == 0]
-        assert again.stop() == 0
+        assert (again.stop(), both[stayed].stop()) == (0, 0)
+    counted = [json.loads(each.said.read_bytes()) for each in (*both.values(), again)]
     nothing_lost(asker, settings)
     assert set[str]().union(*counted) <= {"completed", "preempted", "refused"}
     words = [each.record for each in read_topics(settings, [GRANTS]) if isinstance(each.record, CapacityGrant)]

@@ -88,7 +88,7 @@ def test_the_page_says_what_was_decided_and_why_and_runs_nothing_of_others() -> 
     assert "turns wait: done in" in one["reason"] and state["cells"][0]["waiting_turns"] == 500
     page = page_of(state)
     assert one["reason"] in page and "&lt;script&gt;night" in page and "<script>" not in page
-    assert page_of(state_of(Control(CONFIG, JOB), (), 0.0)).count("None.") == 3
+    assert page_of(state_of(Control(CONFIG, JOB), (), 0.0)).count("None.") == 4
 
 
 def test_the_exported_figures_are_the_cores_and_of_silence_nothing_is_said() -> None:

@@ -1,5 +1,7 @@
 """A lease: what was granted, by whom, for how long by the executor's own clock."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -113,6 +115,17 @@ def test_who_is_no_lender_follows_a_drain_and_nothing_else() -> None:
     assert lease.leave(0.0) == FREELY
     lease.take(drain(), 0.0, voice=Voice.DRAIN, seen=False)
     assert lease.leave(0.0).refused and not lease.leave(0.0).finishing
+
+
+def test_the_cell_that_was_named_last_holds_for_everybody_and_changes_nothing_else() -> None:
+    for lease in (Lease(), of(grant(lend=False, lease=0.0, reason="night"))):
+        before = lease.leave(0.0)
+        for cell in (3, 1):
+            named = CapacityGrant(worker="e", lend=True, kv_bytes=0, token_budget=0, granted_at=0.0, cell=cell)
+            assert lease.take(named, 0.0, voice=Voice.CELL, seen=False)
+            assert lease.leave(1e6) == replace(before, cell=cell)
+        lease.take(drain(), 0.0, voice=Voice.DRAIN, seen=True)
+        assert (lease.leave(0.0).refused, lease.leave(0.0).cell) == ("it is drained: disk", 1)
 
 
 @given(st.sampled_from(Voice), st.from_regex(r"[A-Za-z0-9._:-]{1,128}", fullmatch=True))

@@ -133,7 +133,7 @@ class House:
                 self.control.summarised(record, self.now)
                 self.elasticity()
             case CapacityGrant():
-                voice = list(Voice)[item.offset % 3]
+                voice = list(Voice)[item.offset % len(Voice)]
                 self.control.granted(record.worker, record, self.now, voice=voice)
                 self.lease.take(record, self.now, voice=voice, seen=item.offset % 5 > 0)
                 self.lease.leave(self.now)
