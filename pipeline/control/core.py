@@ -5,8 +5,9 @@ Keeps true
 - A worker lends to one RL job: who has a grant of another one that has not run out is left alone, and so is who was
   told by hand, or is drained.
 - A lender is woken when it would be at work for more than the margin before what waits is done, its wake and the
-  catching up of its weights counted; the one whose users ask least first. It is parked once, for a while, the others
-  had room for what it holds and would have been done with that, and with what waits, within half of the margin.
+  catching up of its weights counted; the one whose users ask least first. Where nobody else would ever do what waits,
+  one is woken however little that is. It is parked once, for a while, the others had room for what it holds and would
+  have been done with that, and with what waits, within half of the margin.
 - It settles: once somebody was parked for being of no use, nobody is worth waking before more waits. So under a
   constant load wakes and parkings both end. Who was woken or parked stays so for the dwell.
 - Which cell a worker is to be in, `moves` decides, of those who are neither drained, told by hand nor another job's. It
@@ -295,7 +296,8 @@ class Control:
                 continue
             share = Share(self._delay(name, lender, now), self.learned.turns_per_second(name))
             margin = self.config.margin_seconds
-            if flow.done_by(share.free_at + margin) + share.rate * margin < turns:
+            first_of_all = without == math.inf and not woken
+            if first_of_all or flow.done_by(share.free_at + margin) + share.rate * margin < turns:
                 flow.add(share)
                 shares[name] = share
                 woken.append(lender)

@@ -164,6 +164,14 @@ def test_nobody_is_woken_for_what_is_done_before_it_comes() -> None:
     assert any(grant.lend for grant in world.seconds(20, waiting=3000))
 
 
+def test_where_nobody_else_does_it_one_is_woken_for_a_single_turn() -> None:
+    control = Control(CONFIG, JOB)
+    for now in range(8):
+        control.summarised(summary(line("a"), line("b"), waiting=1), now)
+        control.tick(now)
+    assert control.woken == 1
+
+
 def test_of_a_large_fleet_as_many_are_woken_as_have_something_to_do_though_each_alone_adds_little() -> None:
     control = Control(changed(most_lenders=0), JOB)
     dedicated = [
@@ -342,10 +350,12 @@ def test_never_over_the_cap_never_two_jobs_and_every_grant_has_a_reason(
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.floats(1.0, 200.0), st.floats(0.0, 20.0)), min_size=1, max_size=6),
     st.integers(0, 3000),
-    st.integers(0, 3),
+    st.none() | st.integers(0, 3),
 )
-def test_under_a_constant_load_it_settles(workers: list[tuple[int, float, float]], waiting: int, held: int) -> None:
-    """Whatever the workers are: unequal, loaded, holding turns."""
+def test_under_a_constant_load_it_settles(
+    workers: list[tuple[int, float, float]], waiting: int, held: int | None
+) -> None:
+    """Whatever the workers are: unequal, loaded, beside a dedicated one that holds so many turns, or without one."""
     config = changed(most_lenders=4)
     control = Control(config, JOB)
     changes: defaultdict[str, list[float]] = defaultdict(list)
@@ -357,8 +367,8 @@ def test_under_a_constant_load_it_settles(workers: list[tuple[int, float, float]
             else line(f"w{number}", serving_running=busy)
             for number, (busy, rate, load) in enumerate(workers)
         ]
-        dedicated = msgspec.structs.replace(DEDICATED, held_turns=held, free_turns=4)
-        control.summarised(summary(dedicated, *lines, waiting=waiting), now)
+        others = [] if held is None else [msgspec.structs.replace(DEDICATED, held_turns=held, free_turns=4)]
+        control.summarised(summary(*others, *lines, waiting=waiting), now)
         for grant in control.tick(now):
             if grant.worker in newest and newest[grant.worker].lend != grant.lend:
                 changes[grant.worker].append(now)
