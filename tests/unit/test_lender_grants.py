@@ -5,7 +5,7 @@ from threading import Event, Thread
 import pytest
 
 from tests.waiting import until
-from topics import health
+from topics import health, reader
 from topics.settings import BusSettings
 from workers.executor import grants
 from workers.executor.grants import Grants
@@ -15,6 +15,7 @@ from workers.executor.lease import Lease
 def test_who_waits_for_its_grants_turns_over_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     now, stop = 0.0, Event()
     monkeypatch.setattr(grants, "HEALTH", of_process := health.Health(lambda: now))
+    monkeypatch.setattr(reader, "ENDS_SECONDS", 0.1)  # who stops waits for an answer as long as one is asked for
     lender = Grants(BusSettings("127.0.0.1:1"), "executor-3", Lease("job", needed=False))
     waiting = Thread(target=lender.known, args=(stop,))
     waiting.start()
