@@ -7,9 +7,10 @@ shared      Turns a second that three routers could do for each that one can, bo
             the processor time that a turn takes of one, over what it takes of three together. Counted so because the
             broker and the load share the cores with them: throughput itself is printed beside it. Each way is measured
             on topics of its own, in turns; the median of the windows.
-replaced    Seconds from the moment at which a killed router is evicted (its session after the kill) to the one at which
-            the last of its cells is served again, as the summary of the router that took it tells. Turns are asked for
-            and answered meanwhile.
+replaced    Seconds from the moment at which a killed router is evicted to the one at which the last of its cells is
+            served again, as the summary of the router that took it tells. It is evicted a session after its last
+            heartbeat, which was up to a second before the kill: the earliest moment is taken. Turns are asked for and
+            answered meanwhile.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from bench.broker import kafka_home, scratch_broker
 from bench.check import Check
 from bench.load import Executors, Lane, closed_loop, drain
 from bench.processes import processor_seconds
-from pipeline.routing.seat import SESSION_SECONDS
+from pipeline.routing.seat import HEARTBEAT_SECONDS, SESSION_SECONDS
 from schemas.cells import CellSummary
 from topics.admin import create_topics
 from topics.catalog import SUMMARIES, Partitions
@@ -108,7 +109,7 @@ class Routers:
             said, at = each.record, each.timestamp_seconds
             if isinstance(said, CellSummary) and said.router != "router-1" and said.cell in lost and at > killed_at:
                 first.setdefault(said.cell, at)
-        return max(first.values()) - killed_at - SESSION_SECONDS
+        return max(first.values()) - killed_at - (SESSION_SECONDS - HEARTBEAT_SECONDS)
 
     def _processor_seconds(self) -> float:
         return sum(processor_seconds(process.pid) for process in self._processes)

@@ -60,9 +60,9 @@ class CellSummary(Record, frozen=True, kw_only=True):
     router: Id
     """Who serves the cell."""
     waiting_turns: Count
-    """That have no room."""
+    """That have no room, or are with executors of which none is heard."""
     outstanding_turns: Count
-    """With executors."""
+    """With executors that are heard."""
     wanted_tokens: Count
     """Room that the waiting turns want: context, and the most that they may generate."""
     prefill_tokens: Count

@@ -17,6 +17,9 @@ Rate = Annotated[float, Meta(ge=1e-3, le=1e12)]
 """Tokens a second: what divides by it stays finite."""
 
 
+MOVING = "it goes to cell"
+"""What one that leaves for another cell says first of it."""
+
 DRAINED = "it is drained"
 """What an executor that an operator drained says first of why it takes no turns."""
 

@@ -3,11 +3,12 @@
 Keeps true
 - It is read from its beginning, and again after trouble with the bus: what was said before this began counts like what
   is said now. Which of both it was is told with each record.
-- A broker that is away changes nothing.
+- A broker that is away changes nothing: of what is read anew the newest of each key is told, once all is read.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from threading import Event, Thread
 
 import structlog
@@ -69,6 +70,8 @@ class Following:
 
     def _follow(self) -> None:
         reader = Reader(self._settings, self._name, ends=True)
+        before: dict[str, Envelope] = {}
+        """By key, the newest of what was there."""
         seen = False
         try:
             reader.assign({(self._topic, 0): OFFSET_BEGINNING})
@@ -76,8 +79,13 @@ class Following:
                 for item in reader.read(BATCH, READ_SECONDS):
                     if isinstance(item, EndOfPartition):
                         seen, self.failure = True, None
+                        for each in sorted(before.values(), key=attrgetter("offset")):
+                            self._take(each, False)
+                        before.clear()
                         self.known.set()
+                    elif isinstance(item, Envelope) and seen:
+                        self._take(item, True)
                     elif isinstance(item, Envelope):
-                        self._take(item, seen)
+                        before[item.key] = item
         finally:
             reader.close()

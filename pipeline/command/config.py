@@ -322,6 +322,7 @@ def _check_together(settings: Settings) -> None:
         f"({topics.home_partitions} and {topics.inbox_slots}): each cell has some of both": (
             topics.cells <= min(topics.home_partitions, topics.inbox_slots)
         ),
+        f"topics.cells ({topics.cells}) must be 1 to 65536": 1 <= topics.cells <= 2**16,
         f"environment.max_context_tokens ({environment.max_context_tokens}) is more than executor.max_model_len "
         f"({executor.max_model_len})": environment.max_context_tokens <= executor.max_model_len,
     }

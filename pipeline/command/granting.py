@@ -14,7 +14,7 @@ from pipeline.command.options import Common
 from schemas.capacity import CapacityGrant, Voice, key_of
 from schemas.errors import RoseError, UsageError
 from schemas.limits import Id
-from schemas.slack import DRAINED, ExecutorState, SlackHeartbeat
+from schemas.slack import DRAINED, MOVING, ExecutorState, SlackHeartbeat
 from topics.access import OPERATOR
 from topics.catalog import GRANTS, HEARTBEATS
 from topics.permission import reach_as
@@ -93,8 +93,8 @@ def _await_empty(reader: Reader, worker: str, within_seconds: float) -> None:
 
 
 def _is_empty(beat: SlackHeartbeat) -> bool:
-    if beat.state is ExecutorState.STOPPING:  # what it lists then is answered
-        return True
+    if beat.state is ExecutorState.STOPPING:  # what it lists then is answered; who moves begins in another cell
+        return not beat.paused_reason.startswith(MOVING)
     return beat.paused_reason.startswith(DRAINED) and not beat.holds
 
 

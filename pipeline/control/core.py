@@ -136,7 +136,9 @@ class Control:
         self._began: float | None = None
 
     def summarised(self, summary: CellSummary, now: float) -> None:
-        """A cell's newest summary."""
+        """A cell's newest summary. One of a cell that there is not tells nothing."""
+        if summary.cell >= summary.cells:
+            return
         self._began = now if self._began is None else self._began
         self.cells[summary.cell] = Cell(summary, now)
         if summary.waiting_turns:

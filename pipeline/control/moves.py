@@ -38,6 +38,9 @@ ALONE_SECONDS = 3.0
 GONE_SECONDS = 10.0
 """A worker that no summary names for so long is on its way no more."""
 
+TWICE_SECONDS = 3.0
+"""Within which each cell that has a worker names it."""
+
 LATE_SECONDS = 900.0
 """One that has not gone after so long is told to stay: it neither ends its turns nor gets a policy version."""
 
@@ -104,6 +107,8 @@ class Worker:
     cell: int
     """Whose summary named it last."""
     heard_at: float
+    twice_at: float = -math.inf
+    """When two cells' summaries named it, one soon after the other: where it is nobody knows, for a while."""
     told: int | None = None
     """The cell on the log."""
     since: float = -math.inf
@@ -133,6 +138,8 @@ class Moves:
         if known is None:
             known = self._workers[worker] = Worker(cell, now)
             known.told, known.since = self._read.pop(worker, (None, -math.inf))
+        if known.cell != cell and now - known.heard_at < TWICE_SECONDS:
+            known.twice_at = now
         known.cell, known.heard_at = cell, now
 
     def read(self, worker: str, cell: int | None, now: float) -> None:
@@ -153,8 +160,10 @@ class Moves:
         """Those who are on their way, from their cell to the one that they were told of."""
         return {
             name: each
-            for name, each in self._workers.items()
-            if each.told not in (None, each.cell) and now - each.heard_at < GONE_SECONDS
+            for name, each in list(self._workers.items())  # others ask too
+            if each.told not in (None, each.cell)
+            and now - each.heard_at < GONE_SECONDS
+            and now - each.twice_at >= GONE_SECONDS
         }
 
     def decide(self, crews: Mapping[int, Crew], now: float) -> Move | None:

@@ -1,8 +1,8 @@
 """The router's loop: wait for seats, serve the cells that they are of, and again.
 
 Keeps true
-- A router that has lost a seat, or was away too long to be sure of it, writes nothing more of what it had decided for
-  that cell and forgets what it knew of it. Its other cells go on.
+- A router that has lost a seat, or was away too long to be sure of it, decides nothing more for that cell and forgets
+  what it knew of it. What it had decided is of a claim that the next one replaces. Its other cells go on.
 - What was read and not taken in is read again when the cells that it serves are others.
 - Little is fetched ahead, so that behind a backlog of turns heartbeats are still read well within their TTL.
 - Trouble with the broker that time may mend does not end it: it begins anew, with all of its cells, as soon as it can.
@@ -154,6 +154,7 @@ class RouterLoop:
         if self._seats.held != self.reigns.keys():
             raise SeatLost("the group has decided anew who serves what")
         for seat, reign in self.reigns.items():
+            self._seats.hold(seat)  # the one before may have taken long
             reign.turn_over(found[seat.cell])
         self._station.writer.poll()
 

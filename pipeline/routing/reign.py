@@ -224,6 +224,7 @@ class Reign:
         for _, slot in inboxes:
             self._writer.tombstone(DISPATCHED, key=CLAIM_KEY, partition=slot, on_delivery=claimed)
         self._writer.flush()
+        self._hold()
 
     def _hear(self, beat: SlackHeartbeat) -> None:
         skew = self.skews.heard(beat.worker, beat.sent_at, time.time())

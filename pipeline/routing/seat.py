@@ -36,7 +36,13 @@ DECIDED_SECONDS = 2 * SESSION_SECONDS
 LOOK_SECONDS = 0.2
 """How long one look lasts while the group decides."""
 
-SESSION: dict[str, Any] = {"session.timeout.ms": int(SESSION_SECONDS * 1000), "heartbeat.interval.ms": 1000}
+HEARTBEAT_SECONDS = 1.0
+"""Between two heartbeats of the client itself."""
+
+SESSION: dict[str, Any] = {
+    "session.timeout.ms": int(SESSION_SECONDS * 1000),
+    "heartbeat.interval.ms": int(HEARTBEAT_SECONDS * 1000),
+}
 
 
 class SeatLost(RoseError):
@@ -70,9 +76,14 @@ class Seats:
         self.cells = self._reader.partitions(HEARTBEATS)
 
     def wait(self, seconds: float) -> frozenset[Seat]:
-        """Wait for news for so long; the seats that this router has now. None can be used while the group decides."""
+        """Wait for news for so long; the seats that this router has now. None can be used while the group decides.
+
+        Raises SeatLost for one that was stopped meanwhile.
+        """
+        asked_at = time.monotonic()
         self._reader.read(1, seconds)
         self._looked_at = time.monotonic()
+        self._not_after(self._looked_at - asked_at - seconds)
         return frozenset() if self._undecided else self.held
 
     def hold(self, seat: Seat | None = None) -> None:
@@ -81,14 +92,7 @@ class Seats:
         Waits while the group decides anew. Raises SeatLost.
         """
         HEALTH.turned_over()
-        absent = time.monotonic() - self._looked_at
-        if absent > LET_GO_SECONDS:
-            if self._settings.embedded:
-                self._take([each.cell for each in self.held], anew=True)
-                self._looked_at = time.monotonic()
-            else:
-                self.leave()
-            raise SeatLost(f"away for {absent:.1f} s: another router may have taken over")
+        self._not_after(time.monotonic() - self._looked_at)
         self.wait(0.0)
         undecided_until = self._looked_at + DECIDED_SECONDS
         while self._undecided:
@@ -98,6 +102,17 @@ class Seats:
                 raise SeatLost(f"the group has not decided within {DECIDED_SECONDS:g} s who serves what")
         if seat is not None and seat not in self.held:
             raise SeatLost(f"another router serves cell {seat.cell}")
+
+    def _not_after(self, absent: float) -> None:
+        """Give the seats up after so many seconds without a look, if they are too many. Raises SeatLost."""
+        if absent <= LET_GO_SECONDS:
+            return
+        if self._settings.embedded:
+            self._take([each.cell for each in self.held], anew=True)
+            self._looked_at = time.monotonic()
+        else:
+            self.leave()
+        raise SeatLost(f"away for {absent:.1f} s: another router may have taken over")
 
     def leave(self) -> None:
         """Give all seats up and stand in line again."""

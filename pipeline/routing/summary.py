@@ -3,6 +3,8 @@
 Keeps true
 - It costs little, however much waits: of many waiting turns the oldest ones stand for all.
 - It is a record whatever the core holds: of more executors than it takes, lenders come first.
+- Silence of all at once is the listener's own absence, so the core takes nothing from anybody then. Capacity must come
+  all the same: who is not heard is left out, and where nobody is heard all turns wait.
 
 Pure, and changes nothing.
 """
@@ -15,6 +17,9 @@ from pipeline.routing.router import Router
 from schemas.cells import EXECUTORS, CellSummary, ExecutorLine
 from schemas.slack import SlackHeartbeat, WorkerClass
 
+UNHEARD_SECONDS = 5.0
+"""Who was not heard for so long is nobody who does anything, whatever the core still waits for."""
+
 COUNTED = 250
 """Waiting turns whose tokens are counted; of more, these stand for all."""
 
@@ -22,12 +27,13 @@ COUNTED = 250
 def summary_of(router: Router, *, name: str, now: float, cell: int = 0, cells: int = 1) -> CellSummary:
     """What the core of a cell stands like now, under the name of its router."""
     known = [(each, each.beat) for each in router.liveness.executors.values() if each.standing is not Standing.GONE]
-    heard = [(executor, beat) for executor, beat in known if beat is not None]
+    heard = [(each, beat) for each, beat in known if beat is not None and now - each.heard_at < UNHEARD_SECONDS]
     heard.sort(key=lambda each: not each[1].by_grant)  # stable
     lines = tuple(_line_of(router, executor, beat, now) for executor, beat in heard[:EXECUTORS])
-    turns = router.waiting.for_room
+    lost = 0 if lines else router.outstanding
+    turns, there = router.waiting.for_room + lost, router.turns if lost else router.waiting.turns
     room = prefill = new = 0.0
-    for turn in islice((turn for turn in router.waiting.turns.values() if not turn.torn), COUNTED):
+    for turn in islice((turn for turn in there.values() if not turn.torn), COUNTED):
         room += turn.room_tokens
         prefill += turn.context_tokens + turn.begun_tokens
         new += max(1.0, router.lengths.expected(turn.turn, turn.max_tokens) - turn.begun_tokens)
@@ -38,7 +44,7 @@ def summary_of(router: Router, *, name: str, now: float, cell: int = 0, cells: i
         cells=cells,
         router=name,
         waiting_turns=turns,
-        outstanding_turns=router.outstanding,
+        outstanding_turns=router.outstanding - lost,
         wanted_tokens=round(room * share),
         prefill_tokens=round(prefill),
         new_tokens=round(new),

@@ -99,7 +99,8 @@ def fields_of(cls: type[Any]) -> Mapping[str, st.SearchStrategy[Any]]:
 
 
 def structs(cls: type[Any]) -> st.SearchStrategy[Any]:
-    return st.fixed_dictionaries(dict(fields_of(cls))).map(lambda all_: cls(**all_))
+    fields = fields_of(cls)  # type: ignore[arg-type]  # a class is hashable
+    return st.fixed_dictionaries(dict(fields)).map(lambda all_: cls(**all_))
 
 
 def examples_with_one_field_drawn() -> st.SearchStrategy[Record]:

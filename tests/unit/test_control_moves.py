@@ -185,6 +185,16 @@ def test_who_is_drained_or_told_by_hand_or_heard_in_two_cells_is_left_alone() ->
         assert not control.tick(now)
 
 
+def test_who_is_heard_in_two_cells_is_told_nothing_though_it_was_told_of_one_long_ago() -> None:
+    control = Control(CONFIG, JOB)
+    said = CapacityGrant(worker="w", lend=True, kv_bytes=0, token_budget=0, granted_at=0.0, cell=0)
+    control.granted("w", said, 0.0, voice=Voice.CELL)
+    for now in range(1000, 1030):
+        for cell in (0, 1):
+            control.summarised(summary(at_work("w", serving=False), waiting=9, cell=cell, cells=2), now)
+        assert not control.tick(now)
+
+
 def test_a_parked_lender_goes_where_nobody_is_and_is_woken_there() -> None:
     lenders = world((0, 0), (40, 0))
     lenders.executors = {name: Executor(0, parked=True) for name in ("a", "b")}

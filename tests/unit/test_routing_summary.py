@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipeline.routing.pace import learned
 from pipeline.routing.router import Router
-from pipeline.routing.summary import COUNTED, summary_of
+from pipeline.routing.summary import COUNTED, UNHEARD_SECONDS, summary_of
 from pipeline.routing.waiting import Asked
 from schemas.cells import EXECUTORS, CellSummary
 from schemas.slack import ExecutorState, Hardware, Tenant, WorkerClass
@@ -29,10 +29,9 @@ def test_whatever_happens_it_counts_what_the_core_counts(steps: list[tuple[objec
     for what in steps:
         step(world, *what)  # type: ignore[arg-type]
         found = summary(world.router, world.now)
-        assert (found.waiting_turns, found.outstanding_turns) == (
-            world.router.waiting.for_room,
-            world.router.outstanding,
-        )
+        waiting, outstanding = world.router.waiting.for_room, world.router.outstanding
+        told = (waiting, outstanding) if found.executors else (waiting + outstanding, 0)
+        assert (found.waiting_turns, found.outstanding_turns) == told
         assert (found.wanted_tokens > 0) == (found.waiting_turns > 0)
         assert all(line.free_turns == 0 == line.free_tokens for line in found.executors if not line.open)
 
@@ -50,6 +49,17 @@ def test_an_executor_is_told_with_what_it_holds_and_how_long_that_takes_it() -> 
     assert line.load_seconds == pytest.approx(20 * prefill + 10 * decode / 2)
     assert (found.waiting_turns, found.wanted_tokens, found.prefill_tokens, found.new_tokens) == (1, 120, 20, 100)
     assert found.waiting_seconds == pytest.approx(20 / 1000 + 100 / (100 * 2))
+
+
+def test_of_executors_that_all_fell_silent_nothing_is_expected_any_more() -> None:
+    world = World()
+    world.beat(0)
+    for index in range(2):
+        world.ask(request(f"g{index}:0", context=20, max_tokens=10))
+    silent = summary(world.router, world.now + UNHEARD_SECONDS)
+    assert (silent.executors, silent.waiting_turns, silent.outstanding_turns) == ((), 2, 0)
+    assert (silent.wanted_tokens, silent.prefill_tokens) == (60, 40)
+    assert world.router.outstanding == 2, "what they hold is theirs until somebody is heard"
 
 
 def test_a_lender_is_told_with_its_users_and_who_is_gone_is_not() -> None:

@@ -20,6 +20,7 @@ import secrets
 
 from schemas.errors import UsageError
 from schemas.homes import slot_of
+from schemas.slack import MOVING
 from topics.catalog import DISPATCHED, HEARTBEATS, of_cell
 from topics.reader import Reader
 from topics.records import Place
@@ -69,7 +70,7 @@ class Stay:
     @property
     def leaving(self) -> str:
         """For where, to people; empty while it stays."""
-        return "" if self._leaving is None else f"it goes to cell {self._leaving}"
+        return "" if self._leaving is None else f"{MOVING} {self._leaving}"
 
     def changed(self, told: int | None) -> None:
         """The engine has changed to another policy version."""
