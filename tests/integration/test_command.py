@@ -216,5 +216,5 @@ def test_a_role_serves_its_metrics_and_ends_well_when_asked(broker: AnyBroker, n
         second = rose("router", *common, "--set", f"metrics.router={port}")
         stop(router)
     assert "rose_router_" in text
-    assert (well.returncode, well.stdout) == (0, "serves\n"), well.stderr
+    assert (well.returncode, well.stdout) == (0, "serves cell 0 of 1\n"), well.stderr
     refused(second, f"metrics cannot be served on 127.0.0.1:{port}", status=2)

@@ -222,10 +222,12 @@ def test_who_is_drained_ends_what_runs_in_its_time_and_takes_nothing_until_that_
         assert (back.outcome, back.reason) == (TurnOutcome.PREEMPTED, "it is drained: a new disk")
         assert asked.result() is sooner.result() is None
         assert "it holds nothing" in capsys.readouterr().out
+        former = router.beats[-1].incarnation
 
     with drains(settings) as told, running(settings, told.leave, lends=False) as (engine, router):
-        router.until(lambda: bool(router.beats) and "new disk" in router.beats[-1].paused_reason)
-        now = [beat.state for beat in router.beats if beat.incarnation == router.beats[-1].incarnation]
+        router.until(lambda: any(beat.incarnation != former and beat.paused_reason for beat in router.beats))
+        assert "new disk" in router.beats[-1].paused_reason
+        now = [beat.state for beat in router.beats if beat.incarnation != former]
         assert ExecutorState.READY not in now, "it outlives a start"
         engine.serve()
         release_drain(common, NAME)
