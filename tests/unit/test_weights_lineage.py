@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from schemas.weights import Order, WeightManifest
@@ -252,7 +252,8 @@ class World:
             base = placed.manifest.base_version
             if placed.offset in self.forgotten and placed.order != self.lineage.held:
                 continue
-            if placed.offset not in self.faults and (base is None or (placed.manifest.epoch, base) in whole):
+            proven = placed.order == self.lineage.held  # its base may have been forgotten since
+            if placed.offset not in self.faults and (proven or base is None or (placed.manifest.epoch, base) in whole):
                 whole.add(placed.order)
         return max(whole, default=None)
 
@@ -267,6 +268,7 @@ LINKS = st.tuples(
 
 
 @given(st.lists(LINKS, max_size=25), st.lists(st.booleans(), max_size=25))
+@example([(9, None, 0, None), (10, None, 0, Refusal.MISSING_CHUNK), (10, 1, 0, None)], [True])
 def test_whatever_the_log_the_best_version_that_can_be_proven_is_held(
     links: list[tuple[int, int | None, int, Refusal | None]], looks: list[bool]
 ) -> None:
