@@ -48,6 +48,9 @@ _POLL_SECONDS = 0.05
 QUIET: Mapping[str, str | int] = {"log_level": 0, "reconnect.backoff.ms": 50, "reconnect.backoff.max.ms": 250}
 """For clients that look for a broker which may be down."""
 
+_RESERVED: list[socket.socket] = []
+"""One for each port that was given away, held until this process ends."""
+
 
 class BrokerFailed(RoseError):
     """The broker cannot be started, died, or cannot save what it is sent. The message says why, and what to do."""
@@ -212,8 +215,9 @@ class Broker:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody has at this moment."""
-    free = itertools.islice((port for port in random.sample(PORTS, len(PORTS)) if not _taken(port)), count)
+    """Ports of loopback that nobody has at this moment, and that no other process is given by this while ours lives."""
+    looked_at = random.SystemRandom().sample(PORTS, len(PORTS))  # whoever seeds `random` does not choose for us
+    free = itertools.islice((port for port in looked_at if _reserved(port) and not _taken(port)), count)
     return list(free)
 
 
@@ -222,6 +226,18 @@ def _forbid_auto_create(admin: AdminClient) -> None:
     never = ConfigEntry("auto.create.topics.enable", "false", incremental_operation=AlterConfigOpType.SET)
     broker = ConfigResource(ConfigResource.Type.BROKER, "1", incremental_configs=[never])
     admin.incremental_alter_configs([broker])[broker].result()
+
+
+def _reserved(port: int) -> bool:
+    """Take the port from all that ask here: whoever is given one listens on it only seconds later."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0rose-port-{port}")  # a name that goes with its last holder, and as far as loopback reaches
+    except OSError:
+        claim.close()
+        return False
+    _RESERVED.append(claim)
+    return True
 
 
 def _taken(port: int) -> bool:

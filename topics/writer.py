@@ -66,6 +66,7 @@ class Writer:
 
     def __init__(self, settings: BusSettings, client_id: str, *, transactional_id: str | None = None) -> None:
         self._settings = settings
+        self._transactional = transactional_id is not None
         self._failure: tuple[KafkaError, str] | None = None
         """Of a delivery, and the topic."""
         self._stored = 0
@@ -261,7 +262,16 @@ class Writer:
                 self._producer.poll(1.0)
                 self._raise_failure()
             except KafkaException as error:
-                raise self._error(f"writing to {name}", error.args[0], name) from error
+                raise self._error(f"writing to {name}", self._cause(error.args[0]), name) from error
+
+    def _cause(self, error: KafkaError) -> KafkaError:
+        """Why this producer takes nothing any more: all of its calls but `produce` tell whether it was fenced."""
+        if error.code() == KafkaError._FATAL and self._transactional:
+            try:
+                self._producer.begin_transaction()
+            except KafkaException as fatal:
+                return fatal.args[0]
+        return error
 
     def _guarded(self, doing: str, call: Callable[..., object], *arguments: object) -> None:
         try:

@@ -319,6 +319,17 @@ def test_who_reads_on_sees_what_the_next_owner_of_a_transactional_id_commits(
     assert refused.value.fenced
 
 
+def test_a_writer_that_was_fenced_amid_a_transaction_says_so_at_whatever_it_does_next(settings: BusSettings) -> None:
+    """What it writes goes out by itself: the broker refuses it before the next record is handed over."""
+    old = Writer(settings, "test", transactional_id="test")
+    old.begin()
+    Writer(settings, "test", transactional_id="test")
+    with pytest.raises(BusError) as refused:
+        for _ in range(1_000_000):
+            old.write(PROMPTS, PROMPT, key="g", partition=0)
+    assert refused.value.fenced and "fenced by a newer instance" in str(refused.value)
+
+
 def test_a_transactions_marker_is_a_place_where_nothing_is(settings: BusSettings, reader: Reader) -> None:
     writer = Writer(settings, "test", transactional_id="test")
     for _ in range(2):

@@ -14,7 +14,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from tests.brokers import home_of, start
 from topics.admin import create_topics
-from topics.broker import Broker, BrokerFailed
+from topics.broker import Broker, BrokerFailed, free_ports
 from topics.catalog import PROMPTS, Partitions
 from topics.embedded import start_broker
 from topics.reader import Reader
@@ -74,6 +74,13 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         port = other.getsockname()[1]
         with pytest.raises(BrokerFailed, match=f"port {port} of 127.0.0.1 is taken"):
             start_broker(tmp_path, port=port)
+
+
+def test_a_port_is_given_to_one_process_while_it_lives() -> None:
+    asking = "import topics.broker as b; b.PORTS = range({0}, {0} + 1); print(b.free_ports(1))"
+    [own] = free_ports(1)
+    ask = [sys.executable, "-c", asking.format(own)]
+    assert subprocess.run(ask, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout == "[]\n"
 
 
 def test_a_folder_that_a_broker_already_uses_is_refused(tmp_path: Path) -> None:
