@@ -1,9 +1,11 @@
 """How to reach the broker. Keeps true: what the user gives librdkafka passes through verbatim and wins."""
 
 import math
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -57,7 +59,7 @@ class BusSettings:
         return {
             "bootstrap.servers": self.bootstrap,
             "client.id": client_id,
-            "error_cb": _report,
+            "error_cb": partial(_report, len(self.bootstrap.split(","))),
             "log_level": 2,
             "topic.metadata.refresh.interval.ms": 30_000,
             "socket.nagle.disable": True,
@@ -111,12 +113,18 @@ _said: dict[int, float] = {}
 """By kind of trouble, when it was last told."""
 
 
-def _report(error: KafkaError) -> None:
+_ALL_DOWN = re.compile(r"(\d+)/\1 brokers are down")
+
+
+def _report(servers: int, error: KafkaError) -> None:
     """For whoever wonders why nothing moves. librdkafka reconnects and retries by itself.
 
-    One broker of several that is away is no trouble: the others answer.
+    One broker of several that is away is no trouble: the others answer. When it is the first of the `servers` that a
+    client begins to know, librdkafka says that all are.
     """
     if error.code() in (KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT) and not error.fatal():
+        return
+    if (all_down := _ALL_DOWN.fullmatch(error.str())) is not None and int(all_down[1]) < servers:
         return
     now = time.monotonic()
     if now - _said.get(error.code(), -math.inf) >= COMPLAINT_SECONDS:

@@ -95,18 +95,16 @@ class Forked:
             return
         if self._pid is None and number in (signal.SIGTERM, signal.SIGKILL):
             self._status = -number
+            self._nursery.end_unborn(self)
+        elif number == signal.SIGKILL:
+            _kill(self.pid)
         else:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-                if number == signal.SIGKILL:
-                    os.killpg(self.pid, number)  # its session: what a server has started does not end with it
 
     def born(self, pid: int) -> None:
-        """It runs, unless it was ended before."""
+        """It runs, or did: one that was ended before is killed by the nursery."""
         self._pid = pid
-        if self._status is not None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
     def ended(self, status: int) -> None:
         """It runs no more."""
@@ -143,9 +141,13 @@ class Nursery:
                 self._open(output.fileno())
             role, number = Forked(self), next(self._numbers)
             self._roles[number] = role
-            with suppress(BrokenPipeError, ConnectionResetError):  # it has just ended, as `hear` will find
-                socket.send_fds(self._line, [json.dumps([number, name, *arguments]).encode()], [output.fileno()])
+            self._say([number, name, *arguments], output.fileno())
         return role
+
+    def end_unborn(self, role: Forked) -> None:
+        """Have it killed as soon as it is there, whether anybody asks after it or not."""
+        for number in [number for number, each in self._roles.items() if each is role]:
+            self._say([number])
 
     def hear(self, seconds: float | None) -> None:
         """Take in what the nursery has to say; wait so long for the first of it, or for ever."""
@@ -179,6 +181,10 @@ class Nursery:
             role.ended(-signal.SIGKILL)
         self._roles.clear()
 
+    def _say(self, words: Sequence[object], *descriptors: int) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has just ended, as `hear` will find
+            socket.send_fds(self._line, [json.dumps(words).encode()], descriptors)
+
     def _open(self, output: int) -> None:
         self._line, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
@@ -195,8 +201,15 @@ class Nursery:
             )
 
 
+def _kill(pid: int) -> None:
+    """SIGKILL to a role and to its session: what a server has started does not end with it."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
+
+
 def nurse(line_number: int) -> None:
-    """The nursery's program: fork a role for every message. What follows the loop runs in the roles."""
+    """The nursery's program: fork a role for every message, or end one. What follows the loop runs in the roles."""
     # Whoever looks for GPUs while it is imported must not open CUDA, which no fork inherits; vLLM sets this as well.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for stream in (sys.stdout, sys.stderr):
@@ -215,7 +228,12 @@ def nurse(line_number: int) -> None:
         said, outputs, _, _ = socket.recv_fds(line, MOST_BYTES, 1)
         if not said:
             sys.exit()
-        number, name, *arguments = json.loads(said)
+        number, *words = json.loads(said)
+        if not words:
+            for pid in [pid for pid, its in list(numbers.items()) if its == number]:
+                _kill(pid)
+            continue
+        name, *arguments = words
         for output in outputs:
             os.dup2(output, 1)
             os.dup2(output, 2)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from pipeline.command.nursery import Nursery
@@ -162,6 +163,18 @@ def test_a_role_that_is_not_born_yet_ends_at_once(nursery: Nursery, tmp_path: Pa
     assert router.poll() == -signal.SIGTERM
     assert nursery.start(("router", "--help"), name="router", log=log).wait() == 0
     assert log.read_text().count("Usage: rose router") == 1
+
+
+@pytest.mark.slow
+def test_a_role_that_is_ended_before_it_is_born_does_not_live_though_nobody_asks_after_it(
+    nursery: Nursery, router: Role, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    nursery.start(router.arguments, name="router", log=tmp_path / "log").send_signal(signal.SIGKILL)
+    nursery.start(("router", "--help"), name="router", log=out)
+    until(lambda: "Usage: rose router" in out.read_text())
+    [process] = [each for each in psutil.Process().children() if any("nurse(" in word for word in each.cmdline())]
+    until(lambda: not process.children())
 
 
 FAILING = """
