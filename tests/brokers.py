@@ -24,6 +24,19 @@ KINDS = [EXTERNAL] if os.environ.get("ROSE_BOOTSTRAP") else [EMBEDDED, KAFKA]
 any_broker = pytest.mark.parametrize("broker_kind", KINDS[:1], indirect=True)
 """Of a test to which all brokers are one: it needs one to run at all."""
 
+IF_KAFKA = [pytest.mark.long] if os.environ.get("KAFKA_HOME") else []
+"""Marks of what `make test` leaves to `make test-long` where there is an Apache Kafka."""
+
+kafka_first = pytest.mark.parametrize(
+    "broker_kind",
+    KINDS
+    if EXTERNAL in KINDS
+    else [pytest.param(KAFKA, marks=pytest.mark.slow), pytest.param(EMBEDDED, marks=[pytest.mark.slow, *IF_KAFKA])],
+    indirect=True,
+)
+"""Of a test that takes long on the embedded broker, whose readers never rest, and shows there what it shows on Apache
+Kafka."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExternalBroker:

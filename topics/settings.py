@@ -23,6 +23,10 @@ COMPLAINT_SECONDS = 30.0
 TRANSACTION_MILLISECONDS = 10_000
 """The broker aborts a transaction that is open for so long. Until then that of a dead producer holds up its readers."""
 
+FETCH_MILLISECONDS = 100
+"""An idle reader asks the broker again after so long. A new record wakes the fetch under way; a partition that is
+assigned or resumed meanwhile waits for its end."""
+
 CLIENT_CERTIFICATES = ("ssl.certificate.location", "ssl.certificate.pem", "ssl.keystore.location")
 """Where librdkafka is told of a client's own certificate."""
 
@@ -101,7 +105,7 @@ class BusSettings:
             "on_commit": _report_commit,
             "auto.offset.reset": "earliest",
             "isolation.level": "read_committed",
-            "fetch.wait.max.ms": 0 if self.embedded else 10,
+            "fetch.wait.max.ms": 0 if self.embedded else FETCH_MILLISECONDS,
             "fetch.message.max.bytes": 4 * 1024 * 1024,
             "receive.message.max.bytes": 512 * 1024 * 1024,
             "partition.assignment.strategy": "range",

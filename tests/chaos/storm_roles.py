@@ -267,10 +267,13 @@ class Roles:
     def _do_to_node(self, deed: Deed) -> None:
         assert isinstance(self._broker, Cluster)
         node = self._broker.nodes[deed.worker.number]
-        if deed.act is Act.KILL:
-            node.kill()
+        if deed.act in (Act.KILL, Act.LEAVE):
+            if deed.act is Act.KILL:
+                node.kill()
+            else:
+                node.stop()  # it hands its leaders over first, for seconds
             self._note(Change.ENDED, deed.worker, 0)
-            self._count("kill", deed.worker)
+            self._count(deed.act.value, deed.worker)
             self._starts += 1
             self._node_starts[deed.worker] = -self._starts
         else:

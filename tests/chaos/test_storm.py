@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.brokers import EMBEDDED, KAFKA, start, start_nodes
+from tests.brokers import EMBEDDED, IF_KAFKA, KAFKA, start, start_nodes
 from tests.chaos.stalls import SESSION_SECONDS
 from tests.chaos.storm import blow
 from tests.chaos.storm_plan import draw
@@ -40,9 +40,6 @@ def storm(seed: int, kind: str, folder: Path, *, rounds: int = 1, cells: int = 1
 
 
 # One short storm a suite: where there is an Apache Kafka, on that, which can do more.
-IF_KAFKA = [pytest.mark.long] if os.environ.get("KAFKA_HOME") else []
-
-
 @pytest.mark.parametrize("kind", [KAFKA, pytest.param(EMBEDDED, marks=IF_KAFKA)])
 def test_after_a_short_storm_the_law_holds_and_nothing_stalled(kind: str, tmp_path: Path) -> None:
     storm(FIRST_SEED, kind, tmp_path)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.brokers import AnyBroker
+from tests.brokers import AnyBroker, kafka_first
 from topics.admin import create_topics
 from topics.catalog import Partitions
 from topics.settings import BusSettings
@@ -126,6 +126,7 @@ def check_to_the_end(receiver: Child, *heard: object) -> None:
     assert versions and versions[-1] == LAST
 
 
+@kafka_first
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whoever_is_left_stands_at_the_last_version(

@@ -8,7 +8,7 @@ import pytest
 from pipeline.command.nursery import Forked
 from pipeline.routing.seat import SESSION_SECONDS, SeatLost, Seats
 from schemas.cells import CellSummary
-from tests.brokers import EMBEDDED, AnyBroker
+from tests.brokers import EMBEDDED, AnyBroker, kafka_first
 from tests.integration.router_kit import Bus, router_process
 from tests.roles import freeze, kill, stop, thaw
 from topics.admin import create_topics
@@ -69,6 +69,7 @@ def whole(bus: Bus) -> None:
     assert bus.most_held <= MAX_TURNS
 
 
+@kafka_first
 def test_they_share_the_cells_and_who_joins_or_leaves_takes_only_some(bus: Bus, routers: Routers) -> None:
     routers.begin(0)
     routers.until_shared_by(0)
@@ -85,6 +86,7 @@ def test_they_share_the_cells_and_who_joins_or_leaves_takes_only_some(bus: Bus, 
     whole(bus)
 
 
+@kafka_first
 def test_cells_of_one_that_is_killed_go_on_elsewhere(bus: Bus, routers: Routers, broker_kind: str) -> None:
     routers.begin(0, 1, 2)
     routers.until_shared_by(0, 1, 2)
@@ -101,6 +103,7 @@ def test_cells_of_one_that_is_killed_go_on_elsewhere(bus: Bus, routers: Routers,
     whole(bus)
 
 
+@kafka_first
 def test_one_that_was_frozen_does_no_harm_in_any_cell(bus: Bus, routers: Routers) -> None:
     routers.begin(0, 1, 2)
     routers.until_shared_by(0, 1, 2)

@@ -124,6 +124,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.long
 def test_all_nodes_go_with_their_killed_parent(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path), str(home_of(KAFKA))]
     pipe = subprocess.PIPE

@@ -10,7 +10,6 @@ from tests.integration.rose_command import TRAJECTORIES, Rose, small
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-# Beside this one a run of the demo that is ended and goes on is on Apache Kafka: see test_command_resume.
 @pytest.mark.parametrize("broker_kind", [EMBEDDED, pytest.param(KAFKA, marks=pytest.mark.long)], indirect=True)
 def test_the_demo_trains_settles_every_trajectory_and_reports(rose: Rose) -> None:
     told = rose("demo", *small())

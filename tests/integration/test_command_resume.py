@@ -7,20 +7,16 @@ from time import monotonic
 
 import pytest
 
-from tests.brokers import EMBEDDED, KAFKA
 from tests.integration.rose_command import Rose, small
 
 PATIENCE_SECONDS = 240.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
-# Beside this one the demo, which is shorter, runs on the embedded broker, whose readers never rest: see
-# test_command_demo.
-@pytest.mark.parametrize("broker_kind", [pytest.param(EMBEDDED, marks=pytest.mark.long), KAFKA], indirect=True)
 def test_a_run_that_was_ended_goes_on_where_it_was(rose: Rose) -> None:
     run = rose.folder / "runs" / "demo"
-    with rose.start("demo", *small(tasks__steps=6, run__executors=1)) as process:
+    with rose.start("demo", *small(tasks__steps=3, run__executors=1)) as process:
         deadline, never = monotonic() + PATIENCE_SECONDS, Event()
         while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text().count("\n"):
             assert process.poll() is None, process.communicate()[0]
@@ -32,6 +28,6 @@ def test_a_run_that_was_ended_goes_on_where_it_was(rose: Rose) -> None:
     assert "rose up --run demo" in told
     rose("up", "--run", "demo")
     terms = json.loads((run / "summary.json").read_text())["trajectories"]
-    assert terms["requested"] == 6 * 4 * 4
+    assert terms["requested"] == 3 * 4 * 4
     assert terms["in_flight"] == 0
     assert "0 lost" in rose("audit", "--run", "demo")

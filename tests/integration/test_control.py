@@ -15,7 +15,7 @@ from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.capacity import CapacityGrant
 from schemas.slack import ExecutorState
 from schemas.turns import TurnOutcome, VersionSpan
-from tests.brokers import AnyBroker, flags
+from tests.brokers import AnyBroker, flags, kafka_first
 from tests.integration.executor_kit import Router
 from tests.integration.played_engine import NAME, Engine, running
 from tests.integration.router_kit import router_process
@@ -126,6 +126,7 @@ def until_lends(router: Router) -> None:
     router.until(lambda: bool(router.beats) and router.beats[-1].state is ExecutorState.READY)
 
 
+@kafka_first
 def test_work_wakes_a_lender_its_end_parks_it_and_without_a_control_app_its_lease_runs_out(
     settings: BusSettings, tmp_path: Path
 ) -> None:
@@ -161,6 +162,7 @@ def test_work_wakes_a_lender_its_end_parks_it_and_without_a_control_app_its_leas
     assert {each.job for each in grants} == {run_id(settings.namespace, "demo")}
 
 
+@kafka_first
 def test_a_grant_by_hand_overrides_it_until_it_is_released_and_its_page_says_so(
     settings: BusSettings, tmp_path: Path
 ) -> None:
@@ -190,6 +192,7 @@ def test_a_grant_by_hand_overrides_it_until_it_is_released_and_its_page_says_so(
             stop(control)
 
 
+@kafka_first
 def test_what_is_no_summary_is_buried_and_the_next_one_is_read(settings: BusSettings, tmp_path: Path) -> None:
     with control_process(settings, tmp_path / "control.log"), lender(settings) as (_, router):
         until_parked(router, "needs one")

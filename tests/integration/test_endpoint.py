@@ -11,7 +11,7 @@ import torch
 from schemas.arrays import unpack_logprobs, unpack_tokens
 from schemas.slack import ExecutorState, WorkerClass
 from schemas.turns import Refusal, TurnOutcome, TurnResult
-from tests.brokers import AnyBroker, any_broker
+from tests.brokers import AnyBroker, any_broker, kafka_first
 from tests.integration.endpoint_kit import MOST_TOKENS, Lending, ScriptedEndpoint, lending
 from tests.integration.executor_kit import Router
 from tests.integration.policies import logprobs_of, new_policy, save_policy
@@ -81,6 +81,7 @@ def greedy(model: Any, count: int) -> list[int]:
     return tokens
 
 
+@kafka_first
 def test_turns_are_answered_under_versions_that_were_proven(
     router: Router, endpoint: ScriptedEndpoint, lender: Lending, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from schemas.homes import home_of
 from schemas.prompts import Sampling
 from schemas.samples import Sample
 from schemas.wire import encode
-from tests.brokers import EMBEDDED, any_broker
+from tests.brokers import EMBEDDED, any_broker, kafka_first
 from tests.integration.environment_kit import (
     GROUPS,
     PARTITIONS,
@@ -48,6 +48,7 @@ def are_shared(settings: BusSettings, workers: int) -> bool:
     return len(homes) == workers and all(homes) and set().union(*homes) == set(range(PARTITIONS.home))
 
 
+@kafka_first
 @pytest.mark.slow
 def test_workers_that_join_one_after_another_with_full_windows_read_on(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
@@ -115,6 +116,7 @@ def test_a_worker_that_freezes_or_dies_with_a_full_window_is_replaced_and_comes_
     assert once(executors) == undisturbed
 
 
+@kafka_first
 @pytest.mark.slow
 def test_a_prompt_that_lies_in_another_home_is_sent_on_and_repeated_ones_open_nothing(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
@@ -153,6 +155,7 @@ POISON = {
 }
 
 
+@kafka_first
 @pytest.mark.slow
 def test_what_is_poison_is_a_dead_letter_once_as_it_came_however_often_workers_start(
     executors: ScriptedExecutors, model: str, broker_kind: str
@@ -234,6 +237,7 @@ def test_an_environment_that_blocks_its_thread_fails_its_trajectories_and_no_oth
         assert samples[name].tokens == undisturbed[name].tokens and samples[name].reward == undisturbed[name].reward
 
 
+@kafka_first
 @pytest.mark.slow
 def test_recovery_reads_what_is_live_and_nothing_is_deleted_that_it_needs(
     executors: ScriptedExecutors, model: str

@@ -17,7 +17,7 @@ from schemas.homes import home_of
 from schemas.prompts import Prompt, Sampling
 from schemas.samples import Sample
 from schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
-from tests.brokers import EMBEDDED, AnyBroker, any_broker
+from tests.brokers import EMBEDDED, AnyBroker, any_broker, kafka_first
 from tests.integration.environment_kit import (
     GROUPS,
     PARTITIONS,
@@ -68,6 +68,7 @@ class Moody(Calculator):
 '''
 
 
+@kafka_first
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_worker_that_is_killed_and_started_again_changes_no_trajectory(
@@ -139,6 +140,7 @@ def test_what_is_aborted_and_decided_again_is_counted_once(executors: ScriptedEx
         assert metrics.ENVIRONMENT.get_sample_value(refused) == begun + 1
 
 
+@kafka_first
 @pytest.mark.slow
 def test_a_worker_whose_name_is_taken_ends_with_one_sentence(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, tmp_path: Path
@@ -174,6 +176,7 @@ def test_who_takes_over_waits_for_what_another_has_under_way(executors: Scripted
     assert [envelope.key for envelope in read_back(executors.settings, {place: OFFSET_BEGINNING})] == ["g1"]
 
 
+@kafka_first
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_and_started_again_changes_no_trajectory(
     executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str
@@ -308,6 +311,7 @@ def test_a_turn_whose_context_is_torn_is_asked_for_again_whole(
     executors.close()
 
 
+@kafka_first
 @pytest.mark.slow
 def test_no_more_groups_are_open_than_the_window_allows(executors: ScriptedExecutors, model: str) -> None:
     executors.settles = False

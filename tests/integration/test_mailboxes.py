@@ -14,7 +14,7 @@ import pytest
 from schemas.record import Record
 from schemas.slack import ExecutorState, SlackHeartbeat
 from schemas.turns import TurnDispatch, TurnOutcome, TurnResult
-from tests.brokers import AnyBroker, flags
+from tests.brokers import AnyBroker, flags, kafka_first
 from tests.integration.played_engine import Played, played
 from tests.integration.router_kit import router_process
 from tests.roles import rose
@@ -116,6 +116,7 @@ def attempts(settings: BusSettings) -> dict[str, list[TurnDispatch]]:
     return found
 
 
+@kafka_first
 def test_of_three_on_one_inbox_only_a_leavers_turns_move_whoever_joins_dies_freezes_or_starts_again(
     settings: BusSettings, asker: Asker, start: Callable[[str], Played]
 ) -> None:
@@ -179,6 +180,7 @@ def test_one_that_begins_under_the_name_of_another_takes_its_place_and_that_one_
     assert all(sent[0].worker == "twin" for sent in lost(settings))
 
 
+@kafka_first
 def test_one_that_is_drained_leaves_no_turn_behind_and_comes_back_drained_until_that_is_taken_back(
     settings: BusSettings, asker: Asker, start: Callable[[str], Played]
 ) -> None:

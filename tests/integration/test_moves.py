@@ -13,7 +13,7 @@ from schemas.capacity import CapacityGrant
 from schemas.record import Record
 from schemas.slack import ExecutorState, SlackHeartbeat
 from schemas.turns import TurnDispatch, TurnOutcome, TurnResult
-from tests.brokers import AnyBroker
+from tests.brokers import AnyBroker, kafka_first
 from tests.integration.played_engine import Played, played
 from tests.integration.router_kit import router_process
 from tests.integration.test_control import control_process
@@ -120,6 +120,7 @@ def nothing_lost(asker: Asker, settings: BusSettings) -> None:
         assert all(each.slot % CELLS == each.home % CELLS and not each.failures for each in dispatches)
 
 
+@kafka_first
 def test_of_two_in_one_cell_one_goes_where_turns_wait_and_comes_back_there_after_a_restart(
     settings: BusSettings, asker: Asker, start: Callable[[str, int], Played], tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pipeline.command.nursery import Forked
 from pipeline.routing.seat import LET_GO_SECONDS, SESSION_SECONDS
 from schemas.turns import TurnDispatch
-from tests.brokers import EMBEDDED, KAFKA, AnyBroker, start
+from tests.brokers import EMBEDDED, KAFKA, AnyBroker, kafka_first, start
 from tests.integration.router_kit import PARTITIONS, Bus, router_process
 from tests.roles import freeze, kill, thaw
 from topics.admin import create_topics
@@ -26,6 +26,7 @@ def bus(broker: AnyBroker, namespace: str) -> Iterator[Bus]:
     bus.close()
 
 
+@kafka_first
 def test_a_router_that_was_frozen_does_no_harm_when_it_goes_on(bus: Bus, broker_kind: str) -> None:
     with router_process(bus.settings, 0) as first:
         bus.beat(0, max_turns=3)
@@ -63,6 +64,7 @@ def test_a_freeze_shorter_than_the_session_is_over_when_it_is_over(bus: Bus) -> 
         bus.finish()
 
 
+@kafka_first
 def test_a_router_that_is_killed_is_replaced_within_its_session(bus: Bus, broker_kind: str) -> None:
     with ExitStack() as processes:
 

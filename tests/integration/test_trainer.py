@@ -15,7 +15,7 @@ from schemas.arrays import pack_tokens
 from schemas.errors import UsageError
 from schemas.samples import Outcome
 from schemas.weights import WeightManifest
-from tests.brokers import AnyBroker, any_broker
+from tests.brokers import AnyBroker, any_broker, kafka_first
 from tests.integration.trainer_kit import (
     GROUP_SIZE,
     GROUPS,
@@ -100,6 +100,7 @@ def test_every_sample_has_one_outcome_and_the_policy_learns(unkilled: tuple[Resu
     assert (run_folder / "model" / "turn_format.json").is_file()
 
 
+@kafka_first
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_trainer_killed_at_every_point_ends_with_the_same_policy(

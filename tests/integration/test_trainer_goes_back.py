@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from pipeline.accounting.audit import audit_log
 from schemas.samples import Outcome, Sample
 from schemas.turns import VersionSpan
-from tests.brokers import AnyBroker, any_broker
+from tests.brokers import AnyBroker, any_broker, kafka_first
 from tests.integration.trainer_kit import (
     GROUP_SIZE,
     GROUPS,
@@ -92,6 +92,7 @@ def of_version(samples: Iterable[Sample], version: int) -> list[Sample]:
     ]
 
 
+@kafka_first
 def test_what_versions_sampled_that_the_run_went_back_behind_is_superseded(
     settings: BusSettings, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -112,6 +113,7 @@ def test_what_versions_sampled_that_the_run_went_back_behind_is_superseded(
     assert [line["step"] for line in read_step_log(config.run_folder)] == [1, 2, 3, 4, 6]
 
 
+@kafka_first
 def test_a_trainer_that_is_killed_while_it_goes_back_goes_back_once(
     settings: BusSettings, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -128,6 +130,7 @@ def test_a_trainer_that_is_killed_while_it_goes_back_goes_back_once(
     assert newest_of(settings).order == (1, STEPS + 1)
 
 
+@kafka_first
 def test_a_trainer_without_an_end_that_goes_back_settles_nothing_twice(
     settings: BusSettings, model_folder: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fsspec.implementations.local import LocalFileSystem
 
 from schemas.weights import WeightManifest
-from tests.brokers import AnyBroker
+from tests.brokers import AnyBroker, kafka_first
 from tests.integration.test_weights import MODEL, WAIT_SECONDS, assert_equal, receiving, slice_of, staged, tensors_of
 from topics.admin import create_topics
 from topics.catalog import CHUNKS, Partitions
@@ -139,6 +139,7 @@ def test_a_broken_version_of_any_number_gives_way_to_the_next_best(settings: Bus
         assert_equal(staged(joiner), tensors_of(1))
 
 
+@kafka_first
 def test_a_trainer_that_goes_back_is_followed_and_the_one_before_it_is_not(settings: BusSettings) -> None:
     with receiving(settings, KEY) as receiver:
         before = WeightPublisher(settings, MODEL, key=KEY)
@@ -162,6 +163,7 @@ def test_a_trainer_that_goes_back_is_followed_and_the_one_before_it_is_not(setti
         assert_equal(staged(joiner), tensors_of(10))
 
 
+@kafka_first
 def test_a_version_is_stored_whole_again_at_a_start_and_nobody_swaps(settings: BusSettings) -> None:
     with receiving(settings) as receiver:
         with WeightPublisher(settings, MODEL) as publisher:
@@ -300,6 +302,7 @@ def test_chunks_that_cannot_be_deleted_end_nothing(settings: BusSettings, monkey
         assert_equal(staged(receiver), tensors_of(2))
 
 
+@kafka_first
 def test_a_version_at_which_anything_at_all_is_raised_gives_way_to_the_next_best(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -247,6 +248,7 @@ def of(cells: list[tuple[int, list[tuple[float, float]]]]) -> World:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(CELLS)
 def test_under_a_constant_load_moves_end(cells: list[tuple[int, list[tuple[float, float]]]]) -> None:

@@ -125,6 +125,7 @@ def test_every_alert_is_tested_to_fire_and_to_stay_silent() -> None:
     assert firing == silent == {rule["alert"] for rule in rules()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool, of Debian's package prometheus, is not there")
 def test_alerts_fire_and_stay_silent_in_promtool() -> None:
     for command in (["check", "rules", str(RULES)], ["test", "rules", str(TESTS)]):

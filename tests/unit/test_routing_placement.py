@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -156,6 +157,7 @@ STEPS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=500, print_blob=True)
 @given(st.lists(BEATS, max_size=8), st.lists(STEPS, max_size=60))
 def test_the_index_chooses_as_a_scan_over_all_executors_does(
@@ -187,6 +189,7 @@ def test_the_index_chooses_as_a_scan_over_all_executors_does(
                 book.pop(worker, None)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, print_blob=True, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),

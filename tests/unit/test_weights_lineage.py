@@ -159,6 +159,7 @@ def test_what_no_later_path_can_need_is_forgotten() -> None:
     assert sorted(lineage.versions) == [(0, 5), (0, 6), (0, 8)]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 30), st.one_of(st.none(), st.integers(0, 50)))
 def test_who_can_take_nothing_remembers_no_more_than_a_chain_and_what_it_holds(
     anchor_every: int, first_bad: int | None

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 
@@ -41,6 +42,9 @@ LOOK_SECONDS = 0.2
 
 AGAIN_SECONDS = 1.0
 """Before the broker is asked anew after trouble."""
+
+HASTY = {"fetch.wait.max.ms": "10"}
+"""What is wanted next waits for a fetch under way that finds nothing."""
 
 CLOSE_SECONDS = 5.0
 """How long its end is waited for."""
@@ -92,7 +96,8 @@ class Contexts:
     """Kept ones, and a thread that reads the others back. `close` it."""
 
     def __init__(self, settings: BusSettings, name: str) -> None:
-        self._settings = settings
+        hasty = {} if settings.embedded else HASTY
+        self._settings = replace(settings, properties={**hasty, **settings.properties})
         self._name = name
         self._kept = Kept()
         self._reading: dict[TurnKey, float] = {}

@@ -1,0 +1,36 @@
+"""A rolling restart of the broker's nodes under load, as one replaces them by a newer Kafka.
+
+Nothing excuses a stall here: of three nodes two are always well.
+
+ROSE_CHAOS_SEED repeats a seed.
+"""
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.brokers import start_nodes
+from tests.chaos.storm import blow
+from tests.chaos.storm_plan import Role, Worker
+from tests.chaos.storm_shape import Shape
+from tests.upgrade.rolling import FLEET, rolling
+
+SEED = int(os.environ.get("ROSE_CHAOS_SEED", random.randrange(2**20)))
+NODES = [Worker(Role.NODE, number) for number in range(3)]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not installed: it produces the prompts")
+def test_every_node_is_stopped_and_started_again_twice_and_nothing_stands_still(tmp_path: Path) -> None:
+    print(f"ROSE_CHAOS_SEED={SEED}")
+    workers = [worker for worker in FLEET if worker.role is not Role.LENDER]
+    shape = Shape(nodes=len(NODES), round_seconds=120.0, groups_per_second=0.7, blocking_groups=0)
+    with start_nodes(tmp_path / "broker") as broker:
+        report = blow(tmp_path / "roles", rolling(SEED, shape, workers, [*NODES, *NODES]), broker)
+    print(report)
+    assert not report.breaches and not report.crashes and not report.letters, str(report)
+    assert report.faults == {"leave node": 2 * len(NODES)}
