@@ -54,7 +54,7 @@ def standing(word: Word, now: float) -> Standing:
 
 
 class Health:
-    """Keeps the newest word: the loop's, or its watchdog's that the loop waits properly. Any thread reads it."""
+    """Keeps the newest word: the loop's, or that it waits properly. Any thread reads it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -5,7 +5,7 @@ Keeps true
 - Nothing is written that its readers would refuse.
 - The next owner of a transactional id fences the last, and what it commits is seen. The embedded broker hides what an
   id commits after an abort: there every owner writes under a new one, and ends what the last left open.
-- A commit ends, or its process does: see `topics/watchdog.py`.
+- A commit ends, or is given up: see `topics/hung.py`.
 - A dead letter is the message as it came; its key is its place, so that the same one twice counts once. Of one that no
   topic would take unless it is compressed, it is the beginning, and says so.
 """
@@ -13,6 +13,7 @@ Keeps true
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
@@ -24,10 +25,10 @@ from topics import metrics, tracing
 from topics.admin import reach
 from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS, Topic
 from topics.errors import BusError
+from topics.hung import HungCall, unless_hung
 from topics.reader import Reader, partitions_of
 from topics.records import Envelope, Place, Raw, Spoiled
 from topics.settings import BusSettings
-from topics.watchdog import watchdog
 
 STALL_SECONDS = 60.0
 """A flush gives up when nothing at all was stored for so long. A slow link is none: it takes what it takes."""
@@ -226,12 +227,16 @@ class Writer:
 
     def _commit(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader | None) -> None:
         places = [TopicPartition(self._settings.topic(topic), part, at) for (topic, part), at in offsets.items()]
-        with watchdog().watching("committing a transaction", lambda: reach(self._settings)):
-            if places and reader is not None:
-                self._rights = (*self._rights[:2], reader.right_to_group)
-                sending = producer.send_offsets_to_transaction
-                self._guarded("committing offsets", sending, places, reader.group_metadata(), TRANSACTION_SECONDS)
-            self._guarded("committing a transaction", producer.commit_transaction, TRANSACTION_SECONDS)
+        if places and reader is not None:
+            self._rights = (*self._rights[:2], reader.right_to_group)
+            offsets_go = partial(
+                producer.send_offsets_to_transaction, places, reader.group_metadata(), TRANSACTION_SECONDS
+            )
+            try:
+                self._guarded("committing offsets", unless_hung, offsets_go, partial(reach, self._settings))
+            except HungCall as hung:
+                raise BusError(f"committing offsets ({hung})", KafkaError(KafkaError._TIMED_OUT)) from hung
+        self._guarded("committing a transaction", producer.commit_transaction, TRANSACTION_SECONDS)
 
     def _produce(
         self,

@@ -32,5 +32,6 @@ def test_every_node_is_stopped_and_started_again_twice_and_nothing_stands_still(
     with start_nodes(tmp_path / "broker") as broker:
         report = blow(tmp_path / "roles", rolling(SEED, shape, workers, [*NODES, *NODES]), broker)
     print(report)
-    assert not report.breaches and not report.crashes and not report.letters, str(report)
+    assert not report.breaches and not report.letters, str(report)
+    assert report.crashes.keys() <= {"trainer"}, "it may be amid a commit, and is started again"
     assert report.faults == {"leave node": 2 * len(NODES)}

@@ -1,0 +1,80 @@
+"""What hangs is given up; what is slow, and whoever waits for a broker that is away, is not."""
+
+import threading
+from contextlib import suppress
+from functools import partial
+
+import pytest
+
+from tests.unit.test_health import Clock
+from topics.errors import BrokerUnreachable
+from topics.health import HUNG_SECONDS, Health
+from topics.hung import HungCall, unless_hung
+
+soon = partial(unless_hung, look_seconds=0.01, hung_seconds=0.05)
+
+
+class Away:
+    """A broker that does not answer until it is back."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.back = threading.Event()
+
+    def reach(self) -> None:
+        self.asked += 1
+        if not self.back.is_set():
+            raise BrokerUnreachable("127.0.0.1:9")
+
+
+def test_what_never_returns_is_given_up_and_what_does_is_not() -> None:
+    never = threading.Event()
+    for _ in range(50):
+        soon(lambda: never.wait(0.002), lambda: None)
+    with pytest.raises(HungCall, match="though the broker answers others"):
+        soon(never.wait, lambda: None)
+    never.set()
+
+
+def test_what_the_call_raises_is_raised() -> None:
+    def fail() -> None:
+        raise LookupError("of its own")
+
+    with pytest.raises(LookupError, match="of its own"):
+        soon(fail, lambda: None)
+
+
+def test_it_waits_while_no_broker_answers_anybody_and_the_loop_does_not_count_as_hung() -> None:
+    never, away, clock = threading.Event(), Away(), Clock()
+    health = Health(clock)
+    health.says("owns homes [0]")
+
+    def reach() -> None:
+        clock.now += HUNG_SECONDS
+        with suppress(BrokerUnreachable):
+            away.reach()
+            return
+        assert health.standing.alive, health.standing
+        if away.asked == 100:  # many times as many looks as would have been too many
+            away.back.set()
+        raise BrokerUnreachable("127.0.0.1:9")
+
+    with pytest.raises(HungCall):
+        soon(never.wait, reach, excuse=health.turned_over)
+    assert away.asked > 100
+    never.set()
+
+
+def test_who_returns_once_the_broker_is_back_is_not_given_up_however_long_it_was_away() -> None:
+    away = Away()
+
+    def call() -> None:
+        away.back.wait()
+
+    def reach() -> None:
+        if away.asked == 100:
+            away.back.set()
+        away.reach()
+
+    unless_hung(call, reach, excuse=lambda: None, look_seconds=0.01, hung_seconds=2.0)
+    assert away.asked >= 100
