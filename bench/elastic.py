@@ -1,0 +1,319 @@
+"""What elasticity is worth: one rollout three times, on dedicated executors alone, with whole workers, and with ROSE.
+
+    python -m bench.elastic --trace AzureLLMInferenceTrace_code.csv                   on the embedded broker
+    KAFKA_HOME=... python -m bench.elastic --trace AzureLLMInferenceTrace_code.csv    on Apache Kafka
+
+64 emulated executors (`bench.fleet`: the executor's contract on the real bus, with compute that is emulated), a real
+router, environment worker and control app. Half of the executors are dedicated. The others serve users of a real trace,
+played `--speed` times as fast; so are the delays of each arm, but none of ROSE's own clocks (heartbeats, summaries, the
+second between two decisions), which counts against it.
+- `fixed`: the dedicated ones alone.
+- `whole`: an allocator moves workers in whole. Users of one that is given to the rollout go to the others; it is there
+  `--allocation-delay` seconds later. It keeps as many as the most that users needed within the last delay, and takes
+  back at once (`bench.fleet.users`). By default the delay is that of loading the weights of a model of 30 billion
+  parameters alone, 34 s (ServerlessLLM, arXiv 2401.14351): no pod, image or compilation is counted.
+- `rose`: the control app grants, lenders join and leave turn by turn, and compute while they have no user. A guest that
+  is granted is there `--wake` seconds later.
+Then, once more with ROSE, the control app is killed in mid-run: how long do its grants outlive it?
+
+All arms have the same prompts, sample the same tokens and see the same users. Before each a few trajectories are run
+that are not counted: processes are cold, and a control app that has seen nobody come expects a lender to take 20 s.
+`--json FILE` writes one object with `checks` and each arm's figures. Exit status 1 if an arm is not clean: a trajectory
+lost or doubled, or an executor sent more than it offered.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.broker import scratch_broker
+from bench.check import Check
+from bench.fleet.arms import (
+    CONTROL,
+    LENGTHS,
+    MOST_WALL_SECONDS,
+    RATES,
+    Shape,
+    deeds_of,
+    prompts_of,
+    serving_of,
+    terms_of,
+    whole_plan,
+    worker_name,
+)
+from bench.fleet.executor import GRANT, MEMORY, USERS, What
+from bench.fleet.figures import Spread, Waiting, first_turns, from_grants, last_lent, last_turns_off, spread_of
+from bench.fleet.fleet import NAME, Line, Plan
+from bench.fleet.rollout import Rollout, job_of, rollout
+from bench.legs import on_the_bus
+from pipeline.accounting.audit import audit_log
+from topics.broker import Broker
+from topics.settings import BusSettings
+from workers.users.config import SLICE
+
+GROUPS = "elastic."
+"""What the names of those that are counted begin with."""
+
+WARM_GROUPS, WARM_GROUP_SIZE, WARM_TURNS = 4, 16, 2
+"""Of trajectories that are not counted."""
+
+KILLED_AFTER_SECONDS = 12.0
+
+OVER_FIXED, OVER_WHOLE = 1.3, 1.1
+"""Times as long as ROSE takes."""
+
+FIRST_MILLISECONDS = 250.0
+"""At p99, from room to the first turn on it: an executor's change of state is acted on within it."""
+
+OFF_MILLISECONDS = 200.0
+"""At p99, from users who take memory to the last turn off: one heartbeat."""
+
+LEASE_SECONDS_OVER = 0.25
+"""A grant is on its way, and turns go back, for so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One rollout, as it was."""
+
+    seconds: float
+    """From the prompts to the last sample."""
+    alone: float
+    """That the longest trajectory decodes for: no arm takes less."""
+    bus: Spread | None
+    """Milliseconds of a turn on the bus: nothing that is emulated."""
+    turns: int
+    preempted: int
+    refused: int
+    machine: float
+    """Share of all processors that was used meanwhile, by anybody."""
+    processors: Mapping[str, float]
+    """Share of one that each role used."""
+    audit: str
+    """What is wrong with the log; empty for nothing."""
+    overfilled: int
+    lines: Sequence[Line]
+    waiting: Waiting
+    outlived: float | None = None
+    """Seconds from the control app's end to the last lender's."""
+
+    @property
+    def clean(self) -> bool:
+        return not self.audit and not self.overfilled
+
+
+def run_arm(settings: BusSettings, shape: Shape, name: str, folder: Path, *, kills: bool = False) -> Arm:
+    """One rollout to its end; with `kills` the control app dies in the middle of it. Raises Stalled."""
+    plan = Plan(
+        bus=settings,
+        job=job_of(settings),
+        executors=terms_of(shape, name),
+        lengths=LENGTHS,
+        serving=serving_of(shape) if name == "rose" else None,
+        deeds=deeds_of(shape, name),
+        journal=str(folder / "journal.jsonl"),
+    )
+    prompts, killed_at = prompts_of(GROUPS, shape.groups, shape.group_size), 0.0
+    control = CONTROL if name == "rose" else None
+    with rollout(settings, plan, folder, groups=shape.groups, control=control) as running:
+        _warm_up(running)
+        psutil.cpu_percent()
+        before = running.processor_seconds()
+        running.submit(prompts)
+        if kills:
+            killed_at = _kill_control(running)
+        running.until(lambda: running.ended(prompts))
+        machine, took, after = psutil.cpu_percent() / 100, time.time() - running.began_at, running.processor_seconds()
+        if kills:  # what holds until then shows
+            time.sleep(max(0.0, killed_at + CONTROL["lease_seconds"] + 1.0 - time.time()))
+        lines = running.fleet.stop()
+        waiting = Waiting(running.waiting())
+    shares = {role: (after[role] - before[role]) / took for role in after}
+    last = last_lent(lines, [worker_name(number) for number in range(shape.lenders)]) if kills else None
+    return _arm_of(running, lines, waiting, machine, shares, outlived=None if last is None else last - killed_at)
+
+
+def _arm_of(
+    running: Rollout,
+    lines: Sequence[Line],
+    waiting: Waiting,
+    machine: float,
+    processors: Mapping[str, float],
+    *,
+    outlived: float | None,
+) -> Arm:
+    samples = [sample for sample in running.trainer.samples if sample.group_id.startswith(GROUPS)]
+    decoded = [sum(turn.end - turn.start for turn in sample.turns) for sample in samples]
+    counts = {line.what: int(line.reason) for line in lines if line.worker == NAME}
+    audit = audit_log(running.settings)
+    return Arm(
+        seconds=max(sample.completed_at for sample in samples) - running.began_at,
+        alone=max(decoded) / RATES.decode_tokens_per_second,
+        bus=spread_of([on_the_bus(turn.times) for sample in samples for turn in sample.turns]),
+        turns=counts["completed"],
+        preempted=counts["preempted"],
+        refused=counts["refused"],
+        machine=machine,
+        processors=processors,
+        audit="" if audit.clean and audit.settled == audit.requested else str(audit),
+        overfilled=sum(line.what == What.OVERFILLED.value for line in lines),
+        lines=[line for line in lines if line.at >= running.began_at],
+        waiting=waiting,
+        outlived=outlived,
+    )
+
+
+def _warm_up(running: Rollout) -> None:
+    """A few trajectories, until nobody lends again."""
+    prompts = prompts_of("warm.", WARM_GROUPS, WARM_GROUP_SIZE, most_turns=WARM_TURNS)
+    running.submit(prompts, go=False)
+    running.until(lambda: running.ended(prompts))
+    running.until(lambda: not running.lending())
+
+
+def _kill_control(running: Rollout) -> float:
+    """SIGKILL the control app in mid-run; when."""
+    assert running.control is not None
+    time.sleep(KILLED_AFTER_SECONDS)  # by then lenders lend
+    running.control.send_signal(signal.SIGKILL)
+    return time.time()
+
+
+def checks_of(arms: Mapping[str, Arm]) -> list[Check]:
+    """The bounds on all arms together."""
+    fixed, whole, rose, orphaned = (arms[name] for name in ("fixed", "whole", "rose", "orphaned"))
+    turns = f"{rose.turns} turns"
+    lease = CONTROL["lease_seconds"] + LEASE_SECONDS_OVER
+    outlived = float("inf") if orphaned.outlived is None else orphaned.outlived
+    checks = [
+        Check("fixed_over_rose", round(fixed.seconds / rose.seconds, 2), "times", OVER_FIXED, "min", turns),
+        Check("whole_over_rose", round(whole.seconds / rose.seconds, 2), "times", OVER_WHOLE, "min", turns),
+        Check("grants_outlive_control_app", round(outlived, 2), "s", lease, "max", f"a lease of {lease:g} s"),
+        Check("arms_not_clean", sum(not arm.clean for arm in arms.values()), "", 0, "max", f"{len(arms)} arms"),
+    ]
+    for name, spread, bound in (
+        ("free_to_first_turn_p99", spreads_of(rose)["users left to first turn"], FIRST_MILLISECONDS),
+        ("burst_to_last_turn_off_p99", spreads_of(rose)["users' memory to last turn off"], OFF_MILLISECONDS),
+    ):
+        if spread is not None:
+            checks.append(Check(name, spread.p99, "ms", bound, "max", f"{spread.many} times"))
+    return checks
+
+
+def spreads_of(arm: Arm) -> dict[str, Spread | None]:
+    """How fast capacity is taken and left."""
+    first, off = first_turns(arm.lines, arm.waiting), last_turns_off(arm.lines)
+    return {
+        "a turn on the bus": arm.bus,
+        "grant to first turn": spread_of(from_grants(arm.lines, arm.waiting)),
+        "guest there to first turn": spread_of(first[GRANT]),
+        "users left to first turn": spread_of(first[USERS]),
+        "users' memory to last turn off": spread_of(off.get(MEMORY, ())),
+        "last moment to compute in to last turn off": spread_of(off.get(USERS, ())),
+        "grant's end to last turn off": spread_of(off.get(GRANT, ())),
+    }
+
+
+def figures_of(arm: Arm) -> dict[str, Any]:
+    """One arm, for a program to read."""
+    plain = (
+        "seconds",
+        "alone",
+        "turns",
+        "preempted",
+        "refused",
+        "machine",
+        "processors",
+        "audit",
+        "overfilled",
+        "outlived",
+    )
+    spreads = {name: spread._asdict() for name, spread in spreads_of(arm).items() if spread is not None}
+    return {**{name: getattr(arm, name) for name in plain}, "milliseconds": spreads}
+
+
+def show(arms: Mapping[str, Arm], checks: Sequence[Check]) -> None:
+    """All arms, then the checks."""
+    for name, arm in arms.items():
+        shares = ", ".join(f"{role} {share:.0%}" for role, share in sorted(arm.processors.items()))
+        print(f"{name:9} {arm.seconds:7.1f} s (the longest alone {arm.alone:.1f} s), ", end="")
+        print(f"{arm.turns} turns ({arm.turns / arm.seconds:.0f}/s), ", end="")
+        print(
+            f"{arm.preempted} preempted, {arm.refused} refused; {arm.machine:.0%} of the machine; of one core {shares}"
+        )
+        for what, spread in spreads_of(arm).items():
+            if spread is not None:
+                print(f"  {what:44} {spread.median:9.1f} ms median {spread.p99:9.1f} ms p99, {spread.many} times")
+        if not arm.clean:
+            print(f"  NOT CLEAN: {arm.overfilled} turns more than offered; {arm.audit}")
+    for check in checks:
+        print(check)
+
+
+def run_arms(broker: Broker, shape: Shape, folder: Path, names: Sequence[str]) -> dict[str, Arm]:
+    """One after another, each in topics of its own."""
+    arms = {}
+    for name in names:
+        kills = name == "orphaned"
+        settings = broker.settings(f"{name}-arm.")
+        arms[name] = run_arm(settings, shape, "rose" if kills else name, folder / name, kills=kills)
+        print(f"{name}: {arms[name].seconds:.1f} s", file=sys.stderr)
+    return arms
+
+
+ARMS = ("fixed", "whole", "rose", "orphaned")
+
+
+def shape_of(arguments: argparse.Namespace) -> Shape:
+    """What the command line says."""
+    names = ("dedicated", "lenders", "groups", "group_size", "trace", "speed", "allocation_delay", "wake")
+    return Shape(**{name: getattr(arguments, name) for name in names})
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, default=SLICE, help="of users; six and a half minutes come with ROSE")
+    parser.add_argument("--dedicated", type=int, default=32, help="executors")
+    parser.add_argument("--lenders", type=int, default=32, help="serving workers")
+    parser.add_argument("--groups", type=int, default=48, help="of trajectories")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--speed", type=float, default=6.0, help="seconds of the trace in each second")
+    parser.add_argument("--allocation-delay", type=float, default=34.0, help="seconds of the trace")
+    parser.add_argument("--wake", type=float, default=5.0, help="seconds of the trace")
+    parser.add_argument("--only", nargs="*", choices=ARMS, default=ARMS, help="these arms; checks need all of them")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the result as JSON")
+    arguments = parser.parse_args()
+    shape = shape_of(arguments)
+    folder = Path(tempfile.mkdtemp(prefix="rose-elastic-"))
+    with scratch_broker() as broker:
+        arms = run_arms(broker, shape, folder, arguments.only)
+        checks = checks_of(arms) if set(arms) == set(ARMS) else []
+    print(f"broker: {broker.name}; {shape.dedicated} dedicated executors, {shape.lenders} serving workers, emulated")
+    print(f"users are short of whole workers for {whole_plan(shape)[1]:.1f} s of {MOST_WALL_SECONDS:.0f} s planned")
+    show(arms, checks)
+    if arguments.json:
+        result = {
+            "broker": broker.name,
+            "checks": [asdict(check) for check in checks],
+            "arms": {name: figures_of(arm) for name, arm in arms.items()},
+        }
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    clean = all(arm.clean for arm in arms.values())
+    if clean:
+        shutil.rmtree(folder)
+    sys.exit(not clean)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""An emulated executor: the real inbox, gate, lease, memory and heartbeats, around an engine that is emulated. Pure.
+
+Keeps true, as `workers.executor.loop` and a lender's guest do
+- Every turn taken on is answered once, and listed in each heartbeat until then; what does not fit is refused.
+- While its gate is closed it holds nothing: what it held goes back, with what was sampled of it.
+- A lender computes while it has no user, and not for a moment beside one. Where its users want memory it is cut: whole
+  turns go back at once, of which least is lost.
+- A guest is there `wake_seconds` after the grant that wakes it, and one that is parked forgets what it had cached.
+
+What would not have fit the largest of its offers of late either is told as `overfilled`: nobody may send that.
+
+Example
+    dispatched(g:0 turn 0)      -> Wanted: its context
+    context(..., 150 tokens)    -> nothing
+    step(0.2 s later)           -> a heartbeat that lists it
+    step(1.5 s later)           -> COMPLETED, a heartbeat
+"""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+from bench.fleet.engine import VERSION, Engine, Lengths, Rates, sampled_of
+from bench.fleet.users import Step
+from schemas.arrays import ITEM_BYTES, count
+from schemas.capacity import CapacityGrant, Voice
+from schemas.contexts import Torn
+from schemas.slack import HELD, ExecutorState, SlackHeartbeat, WorkerClass
+from schemas.turns import Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
+from workers.executor.answers import Start, ended, refused
+from workers.executor.gate import FREELY, Gate, Leave
+from workers.executor.heartbeats import TTL_SECONDS, Heartbeats
+from workers.executor.inbox import Inbox, Verdict, tokens_of
+from workers.executor.lease import Lease
+from workers.executor.parts import begun_from
+from workers.executor.words import ABORTED, Done, Lent, Park, Slack, Tick, Wake
+from workers.lender.memory import Memory, Shares, Use
+
+BEAT_SECONDS = 0.2
+"""Between two heartbeats while nothing changes."""
+
+LEAST_ROOM_TOKENS = 128
+"""Of budget with which a lender counts as having room."""
+
+NOT_TOLD, BUILT = "it was not told to lend", "its guest is being built"
+
+STOPPED = "it stops"
+
+GRANT, USERS, MEMORY, GROWN = "grant", "users", "memory", "grown"
+"""Who has turns come and go, in a journal."""
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What one executor is."""
+
+    name: str
+    slot: int
+    rates: Rates
+    lends: bool = False
+    """It is a serving worker that follows grants; else it is dedicated."""
+    kv_bytes_per_token: int = 1
+    wake_seconds: float = 0.0
+    """Until a guest that was granted is there, its weights with it."""
+
+
+class What(Enum):
+    """What a journal tells of."""
+
+    GRANTED = "granted"
+    """A grant that says something new, or renews one, was read; `since`: when it was written."""
+    FREE = "free"
+    """A lender can take turns; `reason`: who has let it, `grant` or `users`. `since`: when that grant was written, or
+    now."""
+    FIRST = "first"
+    """It took the first turn on; `since`: when it was free; `reason` as there."""
+    SHUT = "shut"
+    """It takes none any more; `reason`: who has that so."""
+    OFF = "off"
+    """Turns that had to go are answered; `since`: when users came, or its gate closed. `reason`: `memory` that users
+    took, `grown` beyond what is left after that, `users` who left no moment to compute in, or `grant`."""
+    OVERFILLED = "overfilled"
+    """It was sent more than it offered."""
+
+
+class Note(NamedTuple):
+    """For the journal."""
+
+    what: What
+    at: float
+    since: float
+    reason: str = ""
+
+
+class Wanted(NamedTuple):
+    """The context of a turn that was taken on."""
+
+    dispatch: TurnDispatch
+
+
+class Back(NamedTuple):
+    """Turns that had to go: once all are on the log, the note's moment is known."""
+
+    results: Sequence[TurnResult]
+    note: Note
+
+
+Said = TurnResult | SlackHeartbeat | Wanted | Back | Note
+
+
+@dataclass(slots=True)
+class Offers:
+    """What heartbeats offered of late, which a router may still act on."""
+
+    recent: deque[tuple[float, int, int]] = field(default_factory=deque)
+
+    def take(self, beat: SlackHeartbeat, now: float) -> None:
+        self.recent.append((now, beat.max_turns, beat.token_budget))
+        while self.recent[0][0] < now - TTL_SECONDS:
+            self.recent.popleft()
+
+    def fit(self, turns: int, tokens: int) -> bool:
+        """Whether one of them did."""
+        return any(turns <= most and tokens <= budget for _, most, budget in self.recent)
+
+
+class EmulatedExecutor:
+    """One start of one executor. `now`: unix seconds that never jump."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        lengths: Lengths,
+        incarnation: int,
+        now: float,
+        *,
+        lease: Lease | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        """`lease` and `memory`: of a lender."""
+        self.terms = terms
+        self._lengths = lengths
+        self._lease = lease
+        self._memory = memory
+        self._now = self._beat_at = now
+        self._start = Start(terms.name, WorkerClass.SERVING if terms.lends else WorkerClass.DEDICATED, incarnation)
+        self._inbox = Inbox(terms.name, incarnation, max_turns=terms.rates.max_turns, token_budget=0)
+        self._beats = Heartbeats(self._start, terms.slot, by_grant=terms.lends)
+        self._gate = Gate(self._leave, lends=terms.lends)
+        self._engine = Engine(terms.rates)
+        self._shares: Shares | None = None
+        self._offers = Offers()
+        self._waiting: dict[TurnKey, float] = {}
+        """Whose contexts are awaited; since when."""
+        self._keys: dict[str, tuple[TurnKey, float]] = {}
+        """In the engine; since when they are here."""
+        self._answered: deque[int] = deque(maxlen=HELD)
+        self._parked = NOT_TOLD if terms.lends else ""
+        self._built_at = 0.0
+        self._computed_at = now
+        self._users = Step(now, 0, 0)
+        self._cuts = 0
+        self._shut = GRANT if terms.lends else ""
+        """Who keeps it from lending; empty where nobody does."""
+        self._freed: Note | None = None
+        """Of a lender that has taken no turn on since it was free."""
+        self._granted_at = 0.0
+        """When the newest grant was written."""
+        self._beat_of: tuple[object, ...] = ()
+
+    @property
+    def incarnation(self) -> int:
+        return self._start.incarnation
+
+    @property
+    def holds(self) -> int:
+        """Turns."""
+        return len(self._inbox)
+
+    def claimed(self, claim: int) -> None:
+        """A router has claimed the inbox."""
+        self._inbox.claimed(claim)
+
+    def granted(self, grant: CapacityGrant | None, now: float, *, voice: Voice, seen: bool) -> list[Said]:
+        """The newest grant under one of its two keys was read."""
+        assert self._lease is not None
+        self._lease.take(grant, now, voice=voice, seen=seen)
+        if grant is None or not grant.lend or not seen:
+            return []
+        self._granted_at = grant.granted_at
+        return [Note(What.GRANTED, now, grant.granted_at, grant.reason)]
+
+    def dispatched(self, dispatch: TurnDispatch, offset: int, now: float) -> list[Said]:
+        """A dispatch came from its inbox."""
+        answer = self._inbox.offer(dispatch, self._version, offset=offset)
+        if answer.verdict is Verdict.DROP:
+            return []
+        if answer.verdict is Verdict.REFUSE:
+            said: list[Said] = [self._refused(dispatch, answer.reason, answer.refusal, now)]
+            fits = self._offers.fit(len(self._inbox) + 1, self._inbox.tokens + tokens_of(dispatch))
+            if answer.refusal is Refusal.ROOM and not fits:
+                said.append(Note(What.OVERFILLED, now, now, "/".join(map(str, dispatch.key))))
+            return said
+        if self._gate.reason:
+            self._inbox.release(dispatch.key)
+            return [self._refused(dispatch, self._gate.reason, Refusal.ROOM, now)]
+        self._waiting[dispatch.key] = now
+        if self._freed is None:
+            return [Wanted(dispatch)]
+        freed, self._freed = self._freed, None
+        return [Wanted(dispatch), Note(What.FIRST, now, freed.at, freed.reason)]
+
+    def context(self, dispatch: TurnDispatch, context: bytes | Torn, now: float) -> list[Said]:
+        """What it goes on from, or why that cannot be had; of a turn that went back meanwhile it means nothing."""
+        if self._waiting.pop(dispatch.key, None) is None:
+            return []
+        if isinstance(context, Torn):
+            self._inbox.release(dispatch.key)
+            asked = Refusal.CONTEXT if dispatch.request.chain else Refusal.ENGINE
+            return [self._refused(dispatch, str(context), asked, now)]
+        name = "/".join(map(str, dispatch.key))
+        request = dispatch.request
+        whole, finish = sampled_of(request.trajectory_id, request.turn, request.sampling, self._lengths)
+        begun = 0 if dispatch.begun is None else count(dispatch.begun.tokens)
+        rest = whole[ITEM_BYTES * begun :]
+        if not rest:
+            self._inbox.release(dispatch.key)
+            return [self._refused(dispatch, "nothing of it is left to sample", Refusal.ENGINE, now)]
+        self._keys[name] = dispatch.key, now
+        self._engine.take(name, request, count(begun_from(dispatch, context)), rest, finish, now)
+        return []
+
+    def step(self, users: Step, idle_seconds: float, now: float) -> list[Said]:
+        """Time has passed, so much of it without a user; `users`, who are there now, came or went last at `at`."""
+        self._now, self._users = now, users
+        if idle_seconds > 0:
+            self._computed_at = now
+        if self._parked == BUILT and now >= self._built_at:
+            self._parked, self._computed_at = "", now
+        said: list[Said] = [self._done(done) for done in self._engine.advance(idle_seconds, now)]
+        said += self._share_memory(now)
+        said += self._open_or_close(now)
+        said += self._note_room(now)
+        state = (self._state, self._gate.reason, self._inbox.token_budget)
+        if state != self._beat_of or now >= self._beat_at:
+            self._beat_of, self._beat_at = state, now + BEAT_SECONDS
+            said.append(self._beat(self._state, now))
+        return said
+
+    def stop(self, now: float) -> list[Said]:
+        """It leaves: everything goes back, and its last heartbeat says what it has answered."""
+        self._gate.reason = STOPPED
+        back = self._give_up(STOPPED, now)
+        return [*back, self._beat(ExecutorState.STOPPING, now, self._answered)]
+
+    @property
+    def _version(self) -> int:
+        return -1 if self._parked else VERSION
+
+    @property
+    def _state(self) -> ExecutorState:
+        return ExecutorState.PAUSED if self._gate.reason else ExecutorState.READY
+
+    def _leave(self) -> Leave:
+        return FREELY if self._lease is None else self._lease.leave(self._now)
+
+    def _share_memory(self, now: float) -> list[Said]:
+        """What turns may hold beside users; those that have to go for them."""
+        if self._memory is None or self._parked:
+            return []
+        per_token = self.terms.kv_bytes_per_token
+        use = Use(serving_bytes=self._users.tokens, guest_bytes=self._engine.held_tokens * per_token)
+        most, grow = self.terms.rates.kv_tokens * per_token, not self._users.running
+        self._shares = self._memory.decide(use, most_bytes=most, policy_version=VERSION, grow=grow, now=now)
+        self._cuts += self._shares.cuts
+        back: list[TurnResult] = []
+        while self._engine.held_tokens * per_token > self._shares.budget_bytes:
+            done = self._engine.give_up(self._engine.youngest(), now, "serving takes its memory")
+            back.append(self._done(done))
+        note = Note(What.OFF, now, self._users.at, MEMORY) if self._shares.cuts else Note(What.OFF, now, now, GROWN)
+        return [Back(back, note)] if back else []
+
+    def _open_or_close(self, now: float) -> list[Said]:
+        """Follow what the grant and the users let it."""
+        before = self._gate.reason
+        order = self._gate.follow(self._tick(), busy=bool(self._keys))
+        if isinstance(order, Wake) and self._parked == NOT_TOLD:
+            self._parked, self._built_at = BUILT, now + self.terms.wake_seconds
+        elif isinstance(order, Park):
+            self._parked, self._shares = NOT_TOLD, None
+        self._inbox.token_budget = self._gate.budget_tokens
+        why, since = (GRANT, now) if self._parked else (USERS, self._computed_at)
+        back = self._give_up(self._gate.reason, now) if self._gate.reason and not before else []
+        if isinstance(order, Park):
+            self._engine.drop()
+        return [Back(back, Note(What.OFF, now, since, why))] if back else []
+
+    def _note_room(self, now: float) -> list[Said]:
+        room = not self._gate.reason and self._inbox.token_budget >= LEAST_ROOM_TOKENS
+        shut = GRANT if self._parked else "" if room else USERS
+        before, self._shut = self._shut, shut
+        if not self.terms.lends or shut == before:
+            return []
+        if not shut:
+            self._freed = Note(What.FREE, now, self._granted_at if before == GRANT else now, before)
+            return [self._freed]
+        self._freed = None
+        return [Note(What.SHUT, now, now, shut)]
+
+    def _give_up(self, reason: str, now: float) -> list[TurnResult]:
+        back = [self._done(self._engine.give_up(name, now, reason)) for name in list(self._engine.running)]
+        for key in list(self._waiting):
+            del self._waiting[key]
+            back.append(self._refused(self._inbox.release(key), reason, Refusal.ROOM, now))
+        return back
+
+    def _done(self, done: Done) -> TurnResult:
+        key, received_at = self._keys.pop(done.name)
+        dispatch = self._inbox.release(key)
+        outcome = TurnOutcome.PREEMPTED if done.finish_reason == ABORTED else TurnOutcome.COMPLETED
+        self._answered.append(held_hash(key))
+        return ended(self._start, dispatch, done, outcome, done.reason, received_at=received_at)
+
+    def _refused(self, dispatch: TurnDispatch, reason: str, refusal: Refusal | None, now: float) -> TurnResult:
+        self._answered.append(held_hash(dispatch.key))
+        return refused(self._start, dispatch, reason, refusal, now=now)
+
+    def _beat(self, state: ExecutorState, now: float, turns: Collection[int] | None = None) -> SlackHeartbeat:
+        tick = self._tick()
+        self._beats.heard(tick)
+        self._cuts = 0
+        beat = self._beats.next(
+            tick, self._inbox, state=state, version=self._version, paused=self._gate.reason, now=now, turns=turns
+        )
+        self._offers.take(beat, now)
+        return beat
+
+    def _tick(self) -> Tick:
+        rates, per_token = self.terms.rates, self.terms.kv_bytes_per_token
+        total = rates.kv_tokens * per_token
+        if self._memory is not None:
+            total = self._shares.budget_bytes if self._shares is not None else 0
+        lends, busy = self.terms.lends, bool(self._users.running)
+        return Tick(
+            version=self._version,
+            device="emulated",
+            running=len(self._engine.running),
+            waiting=0,
+            kv_bytes_total=total,
+            kv_bytes_free=max(0, total - self._engine.held_tokens * per_token),
+            kv_bytes_per_token=per_token,
+            prefill_tokens_per_second=rates.prefill_tokens_per_second,
+            decode_tokens_per_second=rates.decode_tokens_per_second,
+            steps=0,
+            step_seconds=0.0,
+            held_seconds=self._now - self._computed_at if busy and not self._parked else 0.0,
+            parked=self._parked,
+            slack=Slack(self._users.running, 0, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {}) if lends else None,
+            lent=Lent(total, self._shares.frozen, cuts=self._cuts) if self._shares is not None else None,
+        )

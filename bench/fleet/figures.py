@@ -1,0 +1,86 @@
+"""What a fleet's journal says. Pure; times are unix seconds."""
+
+import statistics
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from bench.fleet.executor import GRANT, USERS, What
+from bench.fleet.fleet import Line
+
+
+class Spread(NamedTuple):
+    """Milliseconds, and of how many times."""
+
+    median: float
+    p99: float
+    many: int
+
+
+def spread_of(seconds: Sequence[float]) -> Spread | None:
+    """None of fewer than two."""
+    if len(seconds) < 2:
+        return None
+    p99 = statistics.quantiles(seconds, n=100, method="inclusive")[98]
+    return Spread(round(1000 * statistics.median(seconds), 1), round(1000 * p99, 1), len(seconds))
+
+
+class Waiting:
+    """Whether turns waited for room, as the router's summaries say."""
+
+    def __init__(self, told: Iterable[tuple[float, int]]) -> None:
+        """When each was written, and how many waited."""
+        self._told = sorted(told)
+        self._times = [at for at, _ in self._told]
+
+    def throughout(self, since: float, until: float) -> bool:
+        """Whether each summary from the last one before `since` to the first one after `until` says so."""
+        begin, end = bisect_right(self._times, since) - 1, bisect_right(self._times, until)
+        between = self._told[max(begin, 0) : end + 1]
+        return begin >= 0 and len(between) > 0 and all(many for _, many in between)
+
+
+def first_turns(lines: Iterable[Line], waiting: Waiting) -> Mapping[str, Sequence[float]]:
+    """Seconds from free capacity to the first turn on it, by who had freed it, where turns waited all the while."""
+    found: dict[str, list[float]] = {GRANT: [], USERS: []}
+    for line in lines:
+        if line.what == What.FIRST.value and waiting.throughout(line.since, line.at):
+            found[line.reason].append(line.at - line.since)
+    return found
+
+
+def from_grants(lines: Iterable[Line], waiting: Waiting) -> Sequence[float]:
+    """The same from the moment at which a grant was written: with the guest's wake."""
+    granted: dict[str, float] = {}
+    found = []
+    for line in lines:
+        if line.what == What.FREE.value:
+            granted[line.worker] = line.since
+        elif line.what == What.FIRST.value and line.reason == GRANT and waiting.throughout(line.since, line.at):
+            found.append(line.at - granted[line.worker])
+    return found
+
+
+def last_turns_off(lines: Iterable[Line]) -> Mapping[str, Sequence[float]]:
+    """Seconds from what had turns go to the last of them answered on the log, by what that was."""
+    found: dict[str, list[float]] = {}
+    for line in lines:
+        if line.what == What.OFF.value:
+            found.setdefault(line.reason, []).append(line.at - line.since)
+    return found
+
+
+def last_lent(lines: Iterable[Line], lenders: Collection[str]) -> float | None:
+    """When the last lender had parked and all its turns were off; None if one of them still lends."""
+    lends: dict[str, bool] = dict.fromkeys(lenders, False)
+    at = 0.0
+    for line in lines:
+        if line.worker not in lends:
+            continue
+        if line.what == What.FREE.value:
+            lends[line.worker] = True
+        elif line.what in (What.SHUT.value, What.OFF.value):
+            if line.reason == GRANT:
+                at = max(at, line.at)
+            lends[line.worker] = lends[line.worker] and line.reason != GRANT
+    return None if any(lends.values()) else at

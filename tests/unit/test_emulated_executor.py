@@ -1,0 +1,254 @@
+"""Emulated executors keep the executor's contract, whatever comes; their compute takes the time that rates give."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.fleet.engine import Engine, Lengths, Rates, sampled_of
+from bench.fleet.executor import BEAT_SECONDS, Back, EmulatedExecutor, Note, Said, Terms, Wanted, What
+from bench.fleet.fleet import Serving, memory_of
+from bench.fleet.users import Pace, Step
+from schemas.arrays import count
+from schemas.capacity import CapacityGrant, Voice
+from schemas.prompts import Sampling
+from schemas.slack import ExecutorState, SlackHeartbeat
+from schemas.turns import Part, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, VersionSpan, held_hash
+from tests.unit.routing_world import dispatched, request
+from workers.executor.gate import HELD_SECONDS
+from workers.executor.lease import Lease
+
+RATES = Rates(prefill_tokens_per_second=500.0, decode_tokens_per_second=10.0, max_turns=2, kv_tokens=1024)
+LENGTHS = Lengths(median_tokens=14.0, trajectory_sigma=0.35, turn_sigma=0.5, token=21)
+SERVING = Serving(
+    trace="",
+    pace=Pace(prefill_tokens_per_second=8000.0, tpot_seconds=0.03),
+    speed=1.0,
+    kv_bytes=40_000,
+    headroom=0.2,
+    quiet_seconds=1.0,
+)
+JOB = "ns:demo"
+INCARNATION = 7
+SAMPLING = Sampling(max_tokens=64, stop_token_ids=(2,))
+LEASE_SECONDS = 6.0
+
+
+def lender(wake_seconds: float = 0.5) -> EmulatedExecutor:
+    terms = Terms(name="w0", slot=0, rates=RATES, lends=True, kv_bytes_per_token=16, wake_seconds=wake_seconds)
+    memory = memory_of(terms, SERVING)
+    return EmulatedExecutor(terms, LENGTHS, INCARNATION, 0.0, lease=Lease(JOB, needed=True), memory=memory)
+
+
+def dedicated() -> EmulatedExecutor:
+    return EmulatedExecutor(Terms(name="w0", slot=0, rates=RATES), LENGTHS, INCARNATION, 0.0)
+
+
+def turn(name: str = "g:0", *, attempt: int = 0, begun: Part | None = None) -> TurnDispatch:
+    asked = request(name, sampling=SAMPLING)
+    return dispatched(asked, incarnation=INCARNATION, attempt=attempt, begun=begun)
+
+
+class Played:
+    """An executor and its books, kept from what it says alone."""
+
+    def __init__(self, executor: EmulatedExecutor) -> None:
+        self.executor = executor
+        self.now = 0.0
+        self.users = Step(0.0, 0, 0)
+        self.answers: list[TurnResult] = []
+        self.notes: list[Note] = []
+        self.beat: SlackHeartbeat | None = None
+
+    def hear(self, said: list[Said]) -> None:
+        for each in said:
+            match each:
+                case Wanted(dispatch):
+                    self.hear(self.executor.context(dispatch, bytes(4 * dispatch.request.context_tokens), self.now))
+                case Back(results, note):
+                    self.answers += results
+                    self.notes.append(note)
+                case TurnResult():
+                    self.answers.append(each)
+                case SlackHeartbeat():
+                    self.beat = each
+                case Note():
+                    self.notes.append(each)
+
+    def dispatch(self, dispatch: TurnDispatch) -> None:
+        self.hear(self.executor.dispatched(dispatch, 10, self.now))
+
+    def grant(self, *, lend: bool = True) -> None:
+        said = CapacityGrant(
+            worker="w0",
+            lend=lend,
+            kv_bytes=0,
+            token_budget=0,
+            granted_at=self.now,
+            lease_seconds=LEASE_SECONDS,
+            job=JOB,
+        )
+        self.hear(self.executor.granted(said, self.now, voice=Voice.LEASED, seen=True))
+
+    def serve(self, running: int, tokens: int) -> None:
+        self.users = Step(self.now, running, tokens)
+
+    def go_on(self, seconds: float, step: float = 0.05) -> None:
+        for _ in range(round(seconds / step)):
+            self.now += step
+            self.hear(self.executor.step(self.users, 0.0 if self.users.running else step, self.now))
+
+    def what(self) -> list[What]:
+        return [note.what for note in self.notes]
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("turn"), st.integers(0, 5)),
+        st.tuples(st.just("users"), st.integers(0, 40_000)),
+        st.tuples(st.just("grant"), st.booleans()),
+        st.tuples(st.just("time"), st.floats(0.05, 3.0)),
+    ),
+    max_size=40,
+)
+
+
+@given(EVENTS, st.booleans())
+def test_every_turn_is_answered_once_and_nothing_is_held_while_the_gate_is_closed(
+    events: list[tuple[str, float]], lends: bool
+) -> None:
+    played = Played(lender() if lends else dedicated())
+    asked: list[TurnKey] = []
+    for kind, value in events:
+        if kind == "turn":
+            attempt = sum(key.trajectory_id == f"g:{value}" for key in asked)
+            dispatch = turn(f"g:{value}", attempt=attempt)
+            asked.append(dispatch.key)
+            played.dispatch(dispatch)
+        elif kind == "users" and lends:
+            played.serve(int(value > 0), int(value))
+        elif kind == "grant" and lends:
+            played.grant(lend=bool(value))
+        elif kind == "time":
+            played.go_on(value)
+        if played.beat is not None and played.beat.state is ExecutorState.PAUSED:
+            assert not played.executor.holds
+        assert played.executor.holds <= RATES.max_turns
+        answered = {answer.key for answer in played.answers}
+        assert len(asked) - len(answered) == played.executor.holds
+    played.go_on(BEAT_SECONDS + 0.1)
+    assert played.beat is not None
+    held = {held_hash(key).to_bytes(8, "little") for key in asked} - {
+        held_hash(answer.key).to_bytes(8, "little") for answer in played.answers
+    }
+    assert {played.beat.holds[at : at + 8] for at in range(0, len(played.beat.holds), 8)} == held
+    played.hear(list(played.executor.stop(played.now)))
+    assert sorted(answer.key for answer in played.answers) == sorted(asked)
+    assert played.beat.state is ExecutorState.STOPPING
+    assert all(answer.part.flaw == "" for answer in played.answers if answer.tokens)
+
+
+@given(st.lists(st.floats(0.05, 2.0), max_size=6))
+def test_a_turn_in_parts_is_what_it_is_in_one(times: list[float]) -> None:
+    whole, _ = sampled_of("g:0", 0, SAMPLING, LENGTHS)
+    begun: Part | None = None
+    for attempt, seconds in enumerate([*times, 60.0]):
+        played = Played(dedicated())
+        played.go_on(0.05)
+        played.dispatch(turn(attempt=attempt, begun=begun))
+        played.go_on(seconds)
+        played.hear(list(played.executor.stop(played.now)))
+        [answer] = played.answers
+        if answer.outcome is TurnOutcome.COMPLETED:
+            assert (answer.tokens, answer.finish_reason) == (whole, "stop")
+            assert answer.spans == (VersionSpan(0, count(whole), 0),)
+            return
+        assert whole.startswith(answer.tokens)
+        begun = answer.part if answer.tokens else None
+    raise AssertionError("it never ended")
+
+
+def test_a_turn_takes_the_time_that_rates_give_and_a_cached_prefix_saves_its_part() -> None:
+    engine = Engine(RATES)
+    asked = request("g:0", context=100, sampling=SAMPLING)
+    engine.take("first", asked, 100, bytes(4 * 8), "stop", 0.0)
+    assert not engine.advance(0.99, 0.99)
+    [done] = engine.advance(0.02, 1.01)
+    assert (done.cached_tokens, count(done.tokens), done.device_seconds) == (0, 8, pytest.approx(0.2 + 0.81 / 2))
+    engine.take("second", request("g:0", 1, context=110, sampling=SAMPLING), 110, bytes(4 * 8), "stop", 2.0)
+    assert not engine.advance(0.8, 2.8)
+    [done] = engine.advance(0.02, 2.82)
+    assert done.cached_tokens == 108
+
+
+def test_a_lender_lends_from_its_grant_on_until_its_lease_runs_out() -> None:
+    played = Played(lender())
+    played.go_on(1.0)
+    assert played.beat is not None and played.beat.state is ExecutorState.PAUSED and played.beat.by_grant
+    played.grant()
+    played.go_on(0.3)
+    assert "being built" in played.beat.paused_reason
+    played.go_on(0.4)
+    assert played.beat.state is ExecutorState.READY and played.beat.token_budget == RATES.kv_tokens
+    played.dispatch(turn())
+    played.serve(1, 100)  # who computes nothing meanwhile
+    played.go_on(4.0)
+    played.serve(0, 0)
+    played.go_on(0.9)
+    assert not played.answers
+    played.go_on(0.6)
+    assert [answer.outcome for answer in played.answers] == [TurnOutcome.COMPLETED]
+    assert "ran out" in played.beat.paused_reason
+    assert played.what() == [What.GRANTED, What.FREE, What.FIRST, What.SHUT]
+
+
+def test_users_who_want_its_memory_have_turns_off_at_once_and_those_who_stay_have_the_rest_off() -> None:
+    played = Played(lender(wake_seconds=0.0))
+    played.grant()
+    played.go_on(0.2)
+    for number in range(2):
+        played.dispatch(turn(f"g:{number}"))
+    played.go_on(0.5)
+    played.serve(9, 36_000)
+    played.go_on(0.05)
+    assert {answer.outcome for answer in played.answers} == {TurnOutcome.PREEMPTED} and not played.executor.holds
+    assert played.notes[-2].what is What.OFF and played.notes[-2].since == played.users.at
+
+    played.serve(0, 0)
+    played.go_on(3.0)
+    played.dispatch(turn("g:2"))
+    played.serve(1, 100)
+    played.grant()
+    played.go_on(HELD_SECONDS - 0.2)
+    assert played.executor.holds == 1
+    played.go_on(0.4)
+    assert played.executor.holds == 0 and played.answers[-1].reason.startswith("serving left it no moment")
+
+
+def test_who_is_sent_more_than_it_ever_offered_refuses_and_tells() -> None:
+    played = Played(dedicated())
+    played.go_on(0.1)
+    for number in range(RATES.max_turns + 1):
+        played.dispatch(turn(f"g:{number}"))
+    assert [answer.refusal for answer in played.answers] == [Refusal.ROOM]
+    assert played.what() == [What.OVERFILLED]
+
+
+def test_what_an_offer_of_a_moment_ago_allowed_is_nobodys_fault() -> None:
+    played = Played(lender(wake_seconds=0.0))
+    played.grant()
+    played.go_on(0.2)
+    played.serve(9, 36_000)
+    played.go_on(0.05)
+    assert played.beat is not None and played.beat.token_budget < RATES.kv_tokens
+    played.dispatch(turn())
+    assert [answer.refusal for answer in played.answers] == [Refusal.ROOM]
+    assert What.OVERFILLED not in played.what()
+
+
+def test_a_dispatch_is_answered_by_the_start_that_it_is_for_alone() -> None:
+    played = Played(dedicated())
+    played.go_on(0.1)
+    played.dispatch(msgspec.structs.replace(turn(), incarnation=INCARNATION - 1))
+    played.go_on(3.0)
+    assert not played.answers and not played.executor.holds
