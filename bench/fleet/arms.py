@@ -13,7 +13,7 @@ from bench.fleet.users import Pace, short_seconds, users_of, whole_workers
 from schemas.prompts import Prompt
 from workers.users.traces import read_trace
 
-RATES = Rates(prefill_tokens_per_second=500.0, decode_tokens_per_second=10.0, max_turns=2, kv_tokens=640)
+RATES = Rates(prefill_tokens_per_second=500.0, decode_tokens_per_second=10.0, max_turns=2, kv_tokens=400)
 """So slow that 64 executors make fewer than a hundred turns a second, and the machine is not what is measured."""
 
 LENGTHS = Lengths(median_tokens=14.0, trajectory_sigma=0.25, turn_sigma=0.4, token=21)
@@ -21,8 +21,10 @@ LENGTHS = Lengths(median_tokens=14.0, trajectory_sigma=0.25, turn_sigma=0.4, tok
 SERVING_PACE = Pace(prefill_tokens_per_second=8000.0, tpot_seconds=0.03)
 """Of users' requests."""
 
-SERVING_BYTES, GUEST_BYTES_PER_TOKEN = 36_000, 32
-"""KV memory of a serving worker, in that of one token of its own, and what a token of a guest takes of it."""
+SERVING_BYTES, GUEST_BYTES_PER_TOKEN = 36_000, 90
+"""KV memory of a device in that of one token of serving's, and what a token of a rollout takes of it. Users' peaks are
+29,262 where a worker's share of Azure's code trace is largest: that and the headroom fill it. Two turns fill what they
+leave, as the dozens do that a real device would hold: memory is short, and bursts are felt."""
 
 HEADROOM, QUIET_SECONDS = 0.2, 10.0
 """The defaults of `workers.lender.config`."""

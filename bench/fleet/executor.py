@@ -43,8 +43,8 @@ from workers.lender.memory import Memory, Shares, Use
 BEAT_SECONDS = 0.2
 """Between two heartbeats while nothing changes."""
 
-LEAST_ROOM_TOKENS = 128
-"""Of budget with which a lender counts as having room."""
+ROOM_TOKENS = 180
+"""Left of its budget with which a lender counts as having room: nine of ten turns of the calculator fit."""
 
 NOT_TOLD, BUILT = "it was not told to lend", "its guest is being built"
 
@@ -73,12 +73,12 @@ class What(Enum):
     GRANTED = "granted"
     """A grant that says something new, or renews one, was read; `since`: when it was written."""
     FREE = "free"
-    """A lender can take turns; `reason`: who has let it, `grant` or `users`. `since`: when that grant was written, or
-    now."""
+    """A lender has room for a turn more; `reason`: who has let it, `grant` or `users`. `since`: when that grant was
+    written, or now."""
     FIRST = "first"
     """It took the first turn on; `since`: when it was free; `reason` as there."""
     SHUT = "shut"
-    """It takes none any more; `reason`: who has that so."""
+    """It has none any more, and not for the turns that it holds; `reason`: who has that so."""
     OFF = "off"
     """Turns that had to go are answered; `since`: when users came, or its gate closed. `reason`: `memory` that users
     took, `grown` beyond what is left after that, `users` who left no moment to compute in, or `grant`."""
@@ -164,7 +164,9 @@ class EmulatedExecutor:
         self._users = Step(now, 0, 0)
         self._cuts = 0
         self._shut = GRANT if terms.lends else ""
-        """Who keeps it from lending; empty where nobody does."""
+        """Who keeps one turn more from it; empty where nobody but those that it holds does."""
+        self._most_tokens = 0
+        """The widest budget since its guest is there: what users leave when they are gone."""
         self._freed: Note | None = None
         """Of a lender that has taken no turn on since it was free."""
         self._granted_at = 0.0
@@ -299,9 +301,8 @@ class EmulatedExecutor:
         return [Back(back, Note(What.OFF, now, since, why))] if back else []
 
     def _note_room(self, now: float) -> list[Said]:
-        room = not self._gate.reason and self._inbox.token_budget >= LEAST_ROOM_TOKENS
-        shut = GRANT if self._parked else "" if room else USERS
-        before, self._shut = self._shut, shut
+        before, self._shut = self._shut, self._who_shuts()
+        shut = self._shut
         if not self.terms.lends or shut == before:
             return []
         if not shut:
@@ -309,6 +310,18 @@ class EmulatedExecutor:
             return [self._freed]
         self._freed = None
         return [Note(What.SHUT, now, now, shut)]
+
+    def _who_shuts(self) -> str:
+        """Who keeps one turn more from it. Full of turns, it is as it was: users have no part in that."""
+        inbox = self._inbox
+        self._most_tokens = 0 if self._parked else max(self._most_tokens, inbox.token_budget)
+        if self._parked:
+            return GRANT
+        if self._gate.reason:
+            return USERS
+        if len(inbox) == inbox.max_turns or self._most_tokens - inbox.tokens < ROOM_TOKENS:
+            return self._shut
+        return "" if inbox.token_budget - inbox.tokens >= ROOM_TOKENS else USERS
 
     def _give_up(self, reason: str, now: float) -> list[TurnResult]:
         back = [self._done(self._engine.give_up(name, now, reason)) for name in list(self._engine.running)]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.fleet.engine import Engine, Lengths, Rates, sampled_of
-from bench.fleet.executor import BEAT_SECONDS, Back, EmulatedExecutor, Note, Said, Terms, Wanted, What
+from bench.fleet.executor import BEAT_SECONDS, USERS, Back, EmulatedExecutor, Note, Said, Terms, Wanted, What
 from bench.fleet.fleet import Serving, memory_of
 from bench.fleet.users import Pace, Step
 from schemas.arrays import count
@@ -223,6 +223,29 @@ def test_users_who_want_its_memory_have_turns_off_at_once_and_those_who_stay_hav
     assert played.executor.holds == 1
     played.go_on(0.4)
     assert played.executor.holds == 0 and played.answers[-1].reason.startswith("serving left it no moment")
+
+
+def test_room_goes_and_comes_back_with_users_and_not_with_the_turns_that_are_held() -> None:
+    played = Played(lender(wake_seconds=0.0))
+    played.grant()
+    played.go_on(0.2)
+    for number in range(RATES.max_turns):
+        played.dispatch(turn(f"g:{number}"))
+    played.go_on(4.0)
+    assert not played.executor.holds
+    assert played.what() == [What.GRANTED, What.FREE, What.FIRST]
+
+    played.serve(9, 36_000)
+    played.go_on(0.05)
+    played.grant()
+    played.serve(0, 0)
+    played.go_on(4 * SERVING.quiet_seconds)
+    played.dispatch(turn("g:7"))
+    assert [(note.what, note.reason) for note in played.notes[3:] if note.what is not What.GRANTED] == [
+        (What.SHUT, USERS),
+        (What.FREE, USERS),
+        (What.FIRST, USERS),
+    ]
 
 
 def test_who_is_sent_more_than_it_ever_offered_refuses_and_tells() -> None:
