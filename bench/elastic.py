@@ -91,7 +91,7 @@ class Arm:
     alone: float
     """That the longest trajectory decodes for: no arm takes less."""
     bus: Spread | None
-    """Milliseconds of a turn on the bus: nothing that is emulated."""
+    """Milliseconds on the bus of a turn that was sent once: nothing that is emulated."""
     turns: int
     preempted: int
     refused: int
@@ -159,7 +159,7 @@ def _arm_of(
     return Arm(
         seconds=max(sample.completed_at for sample in samples) - running.began_at,
         alone=max(decoded) / RATES.decode_tokens_per_second,
-        bus=spread_of([on_the_bus(turn.times) for sample in samples for turn in sample.turns]),
+        bus=spread_of([on_the_bus(turn.times) for sample in samples for turn in sample.turns if not turn.attempt]),
         turns=counts["completed"],
         preempted=counts["preempted"],
         refused=counts["refused"],

@@ -50,7 +50,7 @@ NOT_TOLD, BUILT = "it was not told to lend", "its guest is being built"
 
 STOPPED = "it stops"
 
-GRANT, USERS, MEMORY, GROWN = "grant", "users", "memory", "grown"
+GRANT, USERS, MEMORY, GROWN, TURNS = "grant", "users", "memory", "grown", "turns"
 """Who has turns come and go, in a journal."""
 
 
@@ -127,7 +127,7 @@ class Offers:
         return any(turns <= most and tokens <= budget for _, most, budget in self.recent)
 
 
-class EmulatedExecutor:
+class FleetExecutor:
     """One start of one executor. `now`: unix seconds that never jump."""
 
     def __init__(
@@ -164,7 +164,7 @@ class EmulatedExecutor:
         self._users = Step(now, 0, 0)
         self._cuts = 0
         self._shut = GRANT if terms.lends else ""
-        """Who keeps one turn more from it; empty where nobody but those that it holds does."""
+        """Who keeps one turn more from it: those that it holds already, or somebody else; empty where nobody does."""
         self._most_tokens = 0
         """The widest budget since its guest is there: what users leave when they are gone."""
         self._freed: Note | None = None
@@ -301,26 +301,28 @@ class EmulatedExecutor:
         return [Back(back, Note(What.OFF, now, since, why))] if back else []
 
     def _note_room(self, now: float) -> list[Said]:
-        before, self._shut = self._shut, self._who_shuts()
-        shut = self._shut
-        if not self.terms.lends or shut == before:
+        before, shut = self._shut, self._who_shuts()
+        self._shut = shut
+        if not self.terms.lends or shut in (before, TURNS):
             return []
-        if not shut:
-            self._freed = Note(What.FREE, now, self._granted_at if before == GRANT else now, before)
-            return [self._freed]
-        self._freed = None
-        return [Note(What.SHUT, now, now, shut)]
+        if shut:
+            self._freed = None
+            return [Note(What.SHUT, now, now, shut)]
+        if before == TURNS:  # one of them has ended: nobody gave it anything
+            return []
+        self._freed = Note(What.FREE, now, self._granted_at if before == GRANT else now, before)
+        return [self._freed]
 
     def _who_shuts(self) -> str:
-        """Who keeps one turn more from it. Full of turns, it is as it was: users have no part in that."""
+        """Who keeps one turn more from it. Where it would have no room without users either, it is not they."""
         inbox = self._inbox
         self._most_tokens = 0 if self._parked else max(self._most_tokens, inbox.token_budget)
         if self._parked:
             return GRANT
         if self._gate.reason:
             return USERS
-        if len(inbox) == inbox.max_turns or self._most_tokens - inbox.tokens < ROOM_TOKENS:
-            return self._shut
+        if len(inbox) == inbox.max_turns or (len(inbox) and self._most_tokens - inbox.tokens < ROOM_TOKENS):
+            return TURNS
         return "" if inbox.token_budget - inbox.tokens >= ROOM_TOKENS else USERS
 
     def _give_up(self, reason: str, now: float) -> list[TurnResult]:

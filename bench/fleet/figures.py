@@ -77,10 +77,8 @@ def last_lent(lines: Iterable[Line], lenders: Collection[str]) -> float | None:
     for line in lines:
         if line.worker not in lends:
             continue
-        if line.what == What.FREE.value:
-            lends[line.worker] = True
-        elif line.what in (What.SHUT.value, What.OFF.value):
-            if line.reason == GRANT:
-                at = max(at, line.at)
-            lends[line.worker] = lends[line.worker] and line.reason != GRANT
+        if line.what in (What.FREE.value, What.SHUT.value):
+            lends[line.worker] = line.what == What.FREE.value or line.reason != GRANT
+        if line.what in (What.SHUT.value, What.OFF.value) and line.reason == GRANT:
+            at = max(at, line.at)
     return None if any(lends.values()) else at

@@ -29,7 +29,7 @@ from threading import Event, Thread
 import msgspec
 
 from bench.fleet.engine import Lengths
-from bench.fleet.executor import Back, EmulatedExecutor, Note, Said, Terms, Wanted
+from bench.fleet.executor import Back, FleetExecutor, Note, Said, Terms, Wanted
 from bench.fleet.users import Pace, Step, Users, users_of
 from schemas.capacity import CapacityGrant, Voice, spoken_in
 from schemas.contexts import Torn
@@ -118,7 +118,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-Taking = Callable[[EmulatedExecutor, float], Sequence[Said]]
+Taking = Callable[[FleetExecutor, float], Sequence[Said]]
 """Something that an executor takes in at a moment."""
 
 
@@ -128,7 +128,7 @@ class Seat:
 
     terms: Terms
     users: Users | None
-    executor: EmulatedExecutor | None = None
+    executor: FleetExecutor | None = None
     frozen: bool = False
     missed: "list[Taking]" = field(default_factory=list)
     """What came while it was frozen."""
@@ -206,7 +206,7 @@ class Fleet:
             lends = terms.lends and self._plan.serving is not None
             lease = Lease(self._plan.job, needed=True) if lends else None
             memory = memory_of(terms, self._plan.serving) if lends and self._plan.serving else None
-            seat.executor = EmulatedExecutor(terms, self._plan.lengths, incarnation, now, lease=lease, memory=memory)
+            seat.executor = FleetExecutor(terms, self._plan.lengths, incarnation, now, lease=lease, memory=memory)
             seat.frozen, seat.looked_at = False, now
             seat.missed.clear()
             self._note(terms.name, Act.START.value, now)
@@ -223,7 +223,7 @@ class Fleet:
             elif deed.act is not Act.START and seat.executor is not None:
                 self._do_to(seat, seat.executor, deed.act, now)
 
-    def _do_to(self, seat: Seat, executor: EmulatedExecutor, act: Act, now: float) -> None:
+    def _do_to(self, seat: Seat, executor: FleetExecutor, act: Act, now: float) -> None:
         self._note(seat.terms.name, act.value, now)
         if act is Act.FREEZE:
             seat.frozen = True
@@ -238,7 +238,7 @@ class Fleet:
             if act is Act.STOP:
                 self._leave(seat, executor, now)
 
-    def _leave(self, seat: Seat, executor: EmulatedExecutor, now: float) -> None:
+    def _leave(self, seat: Seat, executor: FleetExecutor, now: float) -> None:
         *back, last = executor.stop(now)
         self._carry(seat, back)
         self._writer.flush()  # its last heartbeat lists answers that are on the log
@@ -337,21 +337,21 @@ class Fleet:
         self._reader.close()
 
 
-def _dispatched(dispatch: TurnDispatch, offset: int, executor: EmulatedExecutor, now: float) -> Sequence[Said]:
+def _dispatched(dispatch: TurnDispatch, offset: int, executor: FleetExecutor, now: float) -> Sequence[Said]:
     return executor.dispatched(dispatch, offset, now)
 
 
-def _context(dispatch: TurnDispatch, context: bytes | Torn, executor: EmulatedExecutor, now: float) -> Sequence[Said]:
+def _context(dispatch: TurnDispatch, context: bytes | Torn, executor: FleetExecutor, now: float) -> Sequence[Said]:
     return executor.context(dispatch, context, now) if dispatch.incarnation == executor.incarnation else ()
 
 
-def _claimed(claim: int, executor: EmulatedExecutor, _: float) -> Sequence[Said]:
+def _claimed(claim: int, executor: FleetExecutor, _: float) -> Sequence[Said]:
     executor.claimed(claim)
     return ()
 
 
 def _granted(
-    grant: CapacityGrant | None, voice: Voice, seen: bool, executor: EmulatedExecutor, now: float
+    grant: CapacityGrant | None, voice: Voice, seen: bool, executor: FleetExecutor, now: float
 ) -> Sequence[Said]:
     return executor.granted(grant, now, voice=voice, seen=seen)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.fleet.engine import Engine, Lengths, Rates, sampled_of
-from bench.fleet.executor import BEAT_SECONDS, USERS, Back, EmulatedExecutor, Note, Said, Terms, Wanted, What
+from bench.fleet.executor import BEAT_SECONDS, USERS, Back, FleetExecutor, Note, Said, Terms, Wanted, What
 from bench.fleet.fleet import Serving, memory_of
 from bench.fleet.users import Pace, Step
 from schemas.arrays import count
@@ -34,14 +34,14 @@ SAMPLING = Sampling(max_tokens=64, stop_token_ids=(2,))
 LEASE_SECONDS = 6.0
 
 
-def lender(wake_seconds: float = 0.5) -> EmulatedExecutor:
+def lender(wake_seconds: float = 0.5) -> FleetExecutor:
     terms = Terms(name="w0", slot=0, rates=RATES, lends=True, kv_bytes_per_token=16, wake_seconds=wake_seconds)
     memory = memory_of(terms, SERVING)
-    return EmulatedExecutor(terms, LENGTHS, INCARNATION, 0.0, lease=Lease(JOB, needed=True), memory=memory)
+    return FleetExecutor(terms, LENGTHS, INCARNATION, 0.0, lease=Lease(JOB, needed=True), memory=memory)
 
 
-def dedicated() -> EmulatedExecutor:
-    return EmulatedExecutor(Terms(name="w0", slot=0, rates=RATES), LENGTHS, INCARNATION, 0.0)
+def dedicated() -> FleetExecutor:
+    return FleetExecutor(Terms(name="w0", slot=0, rates=RATES), LENGTHS, INCARNATION, 0.0)
 
 
 def turn(name: str = "g:0", *, attempt: int = 0, begun: Part | None = None) -> TurnDispatch:
@@ -52,7 +52,7 @@ def turn(name: str = "g:0", *, attempt: int = 0, begun: Part | None = None) -> T
 class Played:
     """An executor and its books, kept from what it says alone."""
 
-    def __init__(self, executor: EmulatedExecutor) -> None:
+    def __init__(self, executor: FleetExecutor) -> None:
         self.executor = executor
         self.now = 0.0
         self.users = Step(0.0, 0, 0)
@@ -234,6 +234,16 @@ def test_room_goes_and_comes_back_with_users_and_not_with_the_turns_that_are_hel
     played.go_on(4.0)
     assert not played.executor.holds
     assert played.what() == [What.GRANTED, What.FREE, What.FIRST]
+
+    held = [turn(f"g:{number}") for number in range(8, 8 + RATES.max_turns)]
+    for each in held:
+        played.dispatch(each)
+    played.serve(1, 22_000)
+    played.go_on(0.05)
+    played.grant()
+    played.serve(0, 0)
+    played.go_on(4.0)
+    assert played.what().count(What.SHUT) == 0 and not played.executor.holds
 
     played.serve(9, 36_000)
     played.go_on(0.05)
