@@ -10,7 +10,8 @@ Keeps true
   turn uses go first, the one that was used longest ago before the others, and of a turn its last before its first. A
   turn reuses the leading blocks of its context that are there; its last token is computed in any case (as in vLLM).
 
-Pure: `now` is handed in, and what has happened until then is handed out.
+Pure: `now` is handed in, and what has happened until then is handed out. For simulated time, and for turns that run to
+their end: `bench.fleet` emulates executors on a real bus, that pause, are cut and go, and has a simpler engine.
 
 Example, with steps of 10 ms and 0.1 ms a token, blocks of 32 tokens
     add(100 tokens of context, 3 to sample) at 0   -> step 1 ends at 0.020, with the first token
