@@ -196,9 +196,9 @@ def checks_of(arms: Mapping[str, Arm]) -> list[Check]:
     lease = CONTROL["lease_seconds"] + LEASE_SECONDS_OVER
     outlived = float("inf") if orphaned.outlived is None else orphaned.outlived
     return [
-        Check("fixed_over_rose", round(fixed.seconds / rose.seconds, 2), "times", OVER_FIXED, "min", turns),
-        Check("whole_over_rose", round(whole.seconds / rose.seconds, 2), "times", OVER_WHOLE, "min", turns),
-        Check("grants_outlive_control_app", round(outlived, 2), "s", lease, "max", f"a lease of {lease:g} s"),
+        Check("fixed_over_rose", fixed.seconds / rose.seconds, "times", OVER_FIXED, "min", turns),
+        Check("whole_over_rose", whole.seconds / rose.seconds, "times", OVER_WHOLE, "min", turns),
+        Check("grants_outlive_control_app", outlived, "s", lease, "max", f"a lease of {lease:g} s"),
         _within(spreads_of(rose)["free to first turn"], "free_to_first_turn_p99", FIRST_MILLISECONDS),
         _within(spreads_of(rose)["users' memory to last turn off"], "burst_to_last_turn_off_p99", OFF_MILLISECONDS),
         Check("arms_not_clean", sum(not arm.clean for arm in arms.values()), "", 0, "max", f"{len(arms)} arms"),
