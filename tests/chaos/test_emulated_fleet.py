@@ -47,7 +47,7 @@ UNTOUCHED = 1
 """Dedicated executors to which nothing is done: no work waits for good."""
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.skipif(EXTERNAL in KINDS, reason="it wants a broker of its own"),
 ]
@@ -89,7 +89,7 @@ def draw(dice: random.Random, terms: tuple[Terms, ...]) -> tuple[Deed, ...]:
 
 @pytest.mark.parametrize(
     ("kind", "executors", "groups"),
-    [(EMBEDDED, 24, 12), pytest.param(KAFKA, 64, 40, marks=pytest.mark.long)],
+    [(EMBEDDED, 24, 12), (KAFKA, 64, 40)],
 )
 def test_executors_that_join_and_leave_in_mid_step_lose_and_double_nothing(
     kind: str, executors: int, groups: int, tmp_path: Path
