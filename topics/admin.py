@@ -106,20 +106,20 @@ def reach(settings: BusSettings) -> AdminClient:
 def create_topics(settings: BusSettings, partitions: Partitions, *, replication_factor: int = 1) -> list[str]:
     """Create what the catalog has and the broker lacks, inboxes too; return the names of topics created.
 
-    All topics have their leaders then. Raises BrokerUnreachable or BusError.
+    All are asked for: the broker's list may still have what was deleted a moment ago. All topics have their leaders
+    then. Raises BrokerUnreachable or BusError.
     """
     client = reach(settings)
     there = client.list_topics(timeout=ADMIN_SECONDS).topics
-    missing = {
-        settings.topic(topic): NewTopic(
+    wanted = [
+        NewTopic(
             settings.topic(topic),
             num_partitions=partitions.of(topic.spread),
             replication_factor=replication_factor,
             config=wanted_settings(topic),
         )
         for topic in CATALOG
-        if settings.topic(topic) not in there
-    }
+    ]
     counts = {
         settings.topic(topic): len(there[settings.topic(topic)].partitions)
         if settings.topic(topic) in there
@@ -131,14 +131,13 @@ def create_topics(settings: BusSettings, partitions: Partitions, *, replication_
         _add_partitions(client, inboxes, partitions.slots)
         counts[inboxes] = partitions.slots
     created = []
-    if missing:
-        for name, future in client.create_topics(list(missing.values()), request_timeout=ADMIN_SECONDS).items():
-            try:
-                future.result()
-                created.append(name)
-            except KafkaException as error:
-                if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:  # another creator was quicker
-                    raise BusError(f"creating topic {name}", error.args[0], f"Create on topic {name}") from error
+    for name, future in client.create_topics(wanted, request_timeout=ADMIN_SECONDS).items():
+        try:
+            future.result()
+            created.append(name)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise BusError(f"creating topic {name}", error.args[0], f"Create on topic {name}") from error
     _await_leaders(client, [TopicPartition(name, number) for name, count in counts.items() for number in range(count)])
     return created
 

@@ -70,18 +70,22 @@ ENDS_SECONDS = 30.0
 ENDS_TURN_SECONDS = 3.0
 """How long one question to a leader may take before the leaders are looked up again."""
 
+KNOWN_SECONDS = 1.0
+"""How long a broker may take to hear of a topic that was made through another, or made anew."""
+
 
 def ends_of(consumer: Consumer, partition: TopicPartition) -> tuple[int, int]:
     """The first offset kept and the next one to be written. Raises TopicMissing or BusError.
 
     librdkafka goes on asking a leader that is gone, so it is asked again in short turns, with the leaders looked up.
     """
+    known_at = time.monotonic() + KNOWN_SECONDS
 
     def ask(seconds: float) -> tuple[int, int]:
         try:
             low, high = consumer.get_watermark_offsets(partition, timeout=min(seconds, ENDS_TURN_SECONDS))
         except KafkaException as error:
-            if error.args[0].code() in NO_SUCH_PLACE:
+            if error.args[0].code() in NO_SUCH_PLACE and time.monotonic() > known_at:
                 raise missing(consumer, partition.topic) from error
             with suppress(KafkaException):
                 consumer.list_topics(partition.topic, timeout=ENDS_TURN_SECONDS)
@@ -89,7 +93,8 @@ def ends_of(consumer: Consumer, partition: TopicPartition) -> tuple[int, int]:
         return int(low), int(high)
 
     name = partition.topic
-    return _insist(f"reading the ends of {name}", ask, ENDS_SECONDS, f"Describe on topic {name}")
+    moves = (*MOVES, *NO_SUCH_PLACE)
+    return _insist(f"reading the ends of {name}", ask, ENDS_SECONDS, f"Describe on topic {name}", moves=moves)
 
 
 def partitions_of(client: Consumer | Producer, name: str) -> int:
@@ -114,7 +119,9 @@ def missing(consumer: Consumer, name: str) -> TopicMissing | BusError:
     return TopicMissing(name)
 
 
-def _insist(doing: str, ask: Callable[[float], Answer], seconds: float, *rights: str) -> Answer:
+def _insist(
+    doing: str, ask: Callable[[float], Answer], seconds: float, *rights: str, moves: Sequence[int] = MOVES
+) -> Answer:
     """What `ask`, told how long it may take, returns; asked again while brokers move. Raises BusError."""
     deadline = time.monotonic() + seconds
     while True:
@@ -122,7 +129,7 @@ def _insist(doing: str, ask: Callable[[float], Answer], seconds: float, *rights:
         try:
             return ask(max(left, ASK_AGAIN_SECONDS))  # a timeout below 0 would wait for ever
         except KafkaException as error:
-            if error.args[0].code() not in MOVES or left < ASK_AGAIN_SECONDS:
+            if error.args[0].code() not in moves or left < ASK_AGAIN_SECONDS:
                 raise BusError(doing, error.args[0], *rights) from error
             time.sleep(ASK_AGAIN_SECONDS)
 

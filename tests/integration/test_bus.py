@@ -14,20 +14,20 @@ from typing import Any
 
 import msgspec
 import pytest
-from confluent_kafka import Producer, TopicPartition
+from confluent_kafka import Consumer, Producer, TopicPartition
 
 from schemas.errors import RecordError
 from schemas.prompts import Prompt
 from schemas.wire import encode
 from tests.brokers import AnyBroker
 from tests.golden.examples import OUTCOME, PROMPT
-from topics.admin import create_topics
+from topics.admin import create_topics, reach
 from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS, Partitions
 from topics.errors import BusError
 from topics.fetch import REACH, Fetch, Find
 from topics.letters import buried, read_letters
 from topics.log import await_decided, read_back
-from topics.reader import Reader
+from topics.reader import Reader, ends_of
 from topics.records import EndOfPartition, Envelope, Item, Place, Raw, Spoiled
 from topics.resting import RestingConsumer
 from topics.retention import delete_before
@@ -68,6 +68,31 @@ def read_until(reader: Reader, count: int) -> list[Item]:
 def reader(settings: BusSettings) -> Iterator[Reader]:
     with closing(Reader(settings, "test", group="test", ends=True)) as reader:
         yield reader
+
+
+def test_a_topic_that_comes_while_it_is_asked_for_is_not_called_missing(broker: AnyBroker, namespace: str) -> None:
+    settings = broker.settings(namespace)
+
+    class Late(Consumer):  # type: ignore[misc]
+        """Looks the leaders up once it was told that there is no such topic, and that is when it is made."""
+
+        def list_topics(self, *named: Any, **timeout: Any) -> Any:
+            create_topics(settings, Partitions(home=HOMES, slots=1, samples=1, chunks=1))
+            return super().list_topics(*named, **timeout)
+
+    with closing(Late(settings.consumer("test", "test"))) as consumer:
+        assert ends_of(consumer, TopicPartition(settings.topic(PROMPTS), 0)) == (0, 0)
+
+
+def test_a_topic_that_was_deleted_is_there_when_it_was_created_anew(settings: BusSettings) -> None:
+    admin = reach(settings)
+    for _ in range(3):
+        for deleted in admin.delete_topics([settings.topic(PROMPTS)]).values():
+            deleted.result()
+        assert create_topics(settings, Partitions(home=HOMES, slots=1, samples=1, chunks=1)) == [
+            settings.topic(PROMPTS)
+        ]
+        put(settings, [encode(PROMPT)])
 
 
 def test_what_is_no_record_is_handed_out_as_it_came_and_nothing_is_written(
