@@ -9,6 +9,7 @@ same fleets and arrivals. A record takes no time on the bus, for any of them.
 
 - reused: prompt tokens found in the executors' caches, over what one cache without bounds, shared by all, would have.
 - wait: from the moment that a turn is asked for until the step that begins its prefill.
+- turn: mean seconds from the moment that a turn is asked for until it is answered; what ROSE's placement keeps short.
 - load: seconds that what an executor computed takes it with all lanes busy, so that equal loads are work in proportion
   to what the executors are capable of. The largest over the mean.
 - busy: share of the time in which an executor computed anything; full: that which it would need with all lanes busy.
@@ -281,12 +282,14 @@ def figures(simulation: Simulation) -> dict[str, float]:
         work = each.finished.work
         machine = workload.machines[each.executor]
         loads[each.executor] += machine.seconds(work.context_tokens - each.finished.cached_tokens, work.new_tokens)
+    turns = [each.finished.finished_at - each.asked_at for each in served]
     makespan = max(each.finished.finished_at for each in served) - min(each.asked_at for each in served)
     percentiles = statistics.quantiles(waits, n=100)
     return {
         "reused": sum(each.finished.cached_tokens for each in served) / sum(reusable(workload)),
         "wait_p50_seconds": percentiles[49],
         "wait_p99_seconds": percentiles[98],
+        "turn_seconds": statistics.mean(turns),
         "load": max(loads) / statistics.mean(loads),
         "busy": statistics.mean(engine.busy_seconds for engine in simulation.engines) / makespan,
         "full": statistics.mean(loads) / makespan,
@@ -345,11 +348,13 @@ def checks_of(workload: Workload, found: dict[str, dict[str, float]]) -> list[Ch
 def table(found: dict[str, dict[str, float]]) -> str:
     """A row for each policy."""
     lines = [
-        f"  {'':14} {'reused':>7} {'wait p50':>9} {'p99 (s)':>9} {'load':>6} {'busy':>6} {'full':>6} {'makespan':>9}"
+        f"  {'':14} {'reused':>7} {'wait p50':>9} {'p99 (s)':>9} {'turn':>8} {'load':>6} {'busy':>6} {'full':>6}"
+        f" {'makespan':>9}"
     ]
     lines += [
         f"  {name:14} {each['reused']:7.4f} {each['wait_p50_seconds']:9.4f} {each['wait_p99_seconds']:9.4f}"
-        f" {each['load']:6.3f} {each['busy']:6.3f} {each['full']:6.3f} {each['makespan_seconds']:9.1f}"
+        f" {each['turn_seconds']:8.4f} {each['load']:6.3f} {each['busy']:6.3f} {each['full']:6.3f}"
+        f" {each['makespan_seconds']:9.1f}"
         for name, each in found.items()
     ]
     return "\n".join(lines)

@@ -161,7 +161,7 @@ class PlacementCost(msgspec.Struct, frozen=True, kw_only=True):
     prefill_seconds: Seconds
     decode_seconds: Seconds
     risk_seconds: Seconds = 0.0
-    """The price of staleness and of a lender that may take its slack back."""
+    """The price of staleness, of a lender that may take its slack back, and of what the turn delays."""
     cached_tokens: Count = 0
     """Tokens of the context that the router believes to be in the worker's prefix cache."""
     passed_over: Id | None = None

@@ -1,4 +1,5 @@
-"""Peers: executors that differ in nothing but how long a turn would wait there, and which of them has the least.
+"""Peers: executors that are alike and as crowded, so that they differ in nothing but how long a turn would wait there;
+and which of them has the least.
 
 Keeps true
 - Of two peers the one with the lesser wait is the cheaper for every turn. So a search looks at the first of each group
@@ -7,11 +8,12 @@ Keeps true
   entry of a heap until it is exact. So a key has to be lowered at once, and may be raised when it comes up.
 - A seat stands in no group whose turns are too big for it to be found: `most` of its group is never below its room.
 
-A wait has a part that is as long at any time, the seat's `load`, and the prefills before it, which end at `free_at`.
-While they last `free_at + load` stays in order among the seats whose prefill is `busy`, and `load` among the `idle`.
+A wait has a part that is as long at any time, the seat's `risk_seconds`, and the prefills before it, which end at
+`free_at`. While they last the sum of both stays in order among the seats whose prefill is `busy`, and `risk_seconds`
+among the `idle`.
 
 Example, at 10 s
-    idle: w1 owes 0.3 s        busy: w2 owes nothing, and is free at 10.2 s        -> w2 is the first
+    idle: w1 risks 0.3 s       busy: w2 risks nothing, and is free at 10.2 s       -> w2 is the first
     w2 is sent a prefill of 1 s: its key stays 10.2, below its 11.2              -> mended when it comes up: w1 is
     at 12 s w2 comes up among the busy                                            -> moved to the idle, and is the first
 """
@@ -43,7 +45,8 @@ class Kind(NamedTuple):
     """What peers have in common."""
 
     prefill: Pace
-    decode: Pace
+    step: Pace
+    """Of a step, whatever it computes: `seconds` is what it takes beside those of its tokens."""
     frozen: bool
     seeded: bool
 
@@ -74,7 +77,11 @@ class Seat:
     beat: SlackHeartbeat
     kind: Kind
     price: float = 0.0
-    """Seconds of prefill of a token, and what that risks."""
+    """Seconds of a token of context that is not cached, and what that takes from others."""
+    decode: float = 0.0
+    """Seconds of a new token, and what that takes from others."""
+    crowd: float = 0.0
+    """Turns that it holds, as far as costs tell them apart."""
     open: bool = False
     budget: int = CLOSED
     """Tokens that it could hold if it held nothing; CLOSED where it may be sent nothing."""
@@ -84,16 +91,12 @@ class Seat:
     """Of a turn there, whatever its length."""
     again_tokens: float = 0.0
     """Tokens that were computed again elsewhere because it took a turn back: the running mean over its turns."""
-    decode_wait_per_token: float = 0.0
-    """Seconds that a new turn waits for each token that the executor owes: its decode time, spread over its lanes."""
     held_turns: int = 0
     held_tokens: int = 0
     held_new_tokens: float = 0.0
     """Expected of the turns that it holds."""
     room: int = CLOSED
     """Tokens that one more turn may hold; CLOSED when there is room for no turn."""
-    load: float = 0.0
-    """Seconds: what it owes, and what it risks whatever the turn."""
     free_at: float = 0.0
     """When the prefills that it was sent are over."""
     peers: "Peers | None" = None
@@ -106,7 +109,7 @@ class Seat:
 
     def wait(self, now: float) -> float:
         """Seconds that a turn would wait, and what it risks there whatever its length."""
-        return self.load if self.free_at <= now else self.load + (self.free_at - now)
+        return self.risk_seconds if self.free_at <= now else self.risk_seconds + (self.free_at - now)
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +118,7 @@ class Peers:
 
     price: float
     decode: float
-    """Seconds of a token."""
+    """Of each of its seats."""
     seeded: bool
     least: int
     """Room of the smallest that belongs here."""
@@ -144,10 +147,10 @@ class Peers:
                 self.index.enter(seat)
             elif seat.free_at > now:
                 heappop(idle)
-                seat.entry, seat.is_busy = (seat.free_at + seat.load, number, seat), True
+                seat.entry, seat.is_busy = (seat.free_at + seat.risk_seconds, number, seat), True
                 heappush(busy, seat.entry)
-            elif seat.load > key:
-                seat.entry = (seat.load, number, seat)
+            elif seat.risk_seconds > key:
+                seat.entry = (seat.risk_seconds, number, seat)
                 heapreplace(idle, seat.entry)
             elif seat.search == search or seat.room < need:
                 return self._deep(need, now, search, limit)
@@ -167,18 +170,18 @@ class Peers:
                 self.index.enter(seat)
             elif seat.free_at <= now:
                 heappop(busy)
-                seat.entry, seat.is_busy = (seat.load, number, seat), False
+                seat.entry, seat.is_busy = (seat.risk_seconds, number, seat), False
                 heappush(idle, seat.entry)
-                if seat.load < least and seat.search != search and seat.room >= need:
-                    best, least = seat, seat.load
+                if seat.risk_seconds < least and seat.search != search and seat.room >= need:
+                    best, least = seat, seat.risk_seconds
                     until = now + least + SLACK_SECONDS
-            elif seat.free_at + seat.load > key:
-                seat.entry = (seat.free_at + seat.load, number, seat)
+            elif seat.free_at + seat.risk_seconds > key:
+                seat.entry = (seat.free_at + seat.risk_seconds, number, seat)
                 heapreplace(busy, seat.entry)
             elif seat.search == search or seat.room < need:
                 return self._deep(need, now, search, limit)
             else:
-                return seat if seat.load + (seat.free_at - now) < least else best
+                return seat if seat.risk_seconds + (seat.free_at - now) < least else best
         return best
 
     def _deep(self, need: int, now: float, search: int, limit: float) -> Seat | None:
@@ -250,7 +253,7 @@ class Index:
         """Of the newest search."""
         self._groups: list[Peers] = []
         """In the order in which they are looked at: those that had the cheapest seat move up."""
-        self._known: dict[tuple[Kind, int], Peers] = {}
+        self._known: dict[tuple[Kind, float, int], Peers] = {}
 
     def enter(self, seat: Seat) -> None:
         """Let it stand where it belongs, and nowhere if it has no room."""
@@ -258,7 +261,7 @@ class Index:
             seat.entry = seat.peers = None
             return
         size = (seat.room.bit_length() + 1) // 2
-        peers = self._known.get((seat.kind, size))
+        peers = self._known.get((seat.kind, seat.crowd, size))
         if peers is None:
             peers = self._add(seat, size)
         seat.peers = peers
@@ -269,7 +272,7 @@ class Index:
         peers, entry = seat.peers, seat.entry
         if peers is None or entry is None or seat.room > peers.most:
             self.enter(seat)
-        elif (seat.free_at + seat.load if seat.is_busy else seat.load) < entry[0]:
+        elif (seat.free_at + seat.risk_seconds if seat.is_busy else seat.risk_seconds) < entry[0]:
             self._push(seat, peers)
 
     def search(self, ask: Ask, now: float, number: int, found: Found) -> None:
@@ -315,18 +318,18 @@ class Index:
     def _add(self, seat: Seat, size: int) -> Peers:
         self._known = {key: peers for key, peers in self._known.items() if peers.idle or peers.busy}
         least, most = 4**size // 4, 4**size - 1
-        peers = Peers(seat.price, seat.kind.decode.seconds, seat.kind.seeded, least, most, self)
-        self._known[seat.kind, size] = peers
+        peers = Peers(seat.price, seat.decode, seat.kind.seeded, least, most, self)
+        self._known[seat.kind, seat.crowd, size] = peers
         self._groups = [each for each in self._groups if each.idle or each.busy] + [peers]
         return peers
 
     def _push(self, seat: Seat, peers: Peers) -> None:
         if seat.free_at > self.now:
             heap, seat.is_busy = peers.busy, True
-            seat.entry = (seat.free_at + seat.load, seat.number, seat)
+            seat.entry = (seat.free_at + seat.risk_seconds, seat.number, seat)
         else:
             heap, seat.is_busy = peers.idle, False
-            seat.entry = (seat.load, seat.number, seat)
+            seat.entry = (seat.risk_seconds, seat.number, seat)
         heappush(heap, seat.entry)
         if len(heap) > peers.most_entries:
             peers.tidy()

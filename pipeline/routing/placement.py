@@ -1,8 +1,10 @@
 """Placement: what a turn would cost on every executor, and which is the cheapest.
 
 Keeps true
-- One cost in seconds: `wait + (context - cached) / prefill rate + expected new / decode rate + risk`. Affinity,
+- One cost in seconds: `wait + (context - cached) / prefill rate + expected new * seconds of a step + risk`. Affinity,
   hardware, load and freshness are terms of this sum, not special cases.
+- It is what the turn takes, and what it takes from others: who is sent where that sum is least makes the turns of all
+  as short as one choice at a time can.
 - Only open executors are chosen, never one whose room (turns, tokens) the turn would overfill, and for a turn with a
   seed only such as take seeds.
 - The answer is that of a scan over all executors; the index of `peers` only makes it cheap.
@@ -10,16 +12,23 @@ Keeps true
   in which the executors were met. Of more than MANY equals it decides between those whose own hashes are next to the
   key's, on a ring: so it never has to look at a fleet that is idle as a whole.
 
-Rates are those that heartbeats taught (`pace`). `wait` has two parts. Prefills are run one after another: each one sent
-pushes the moment at which the executor's prefill is free, and that moment comes nearer by itself as time passes; but
-prompts that its engine says have not begun lie before it still, however long ago they were sent.
-Decodes share the executor: what it still owes of expected tokens is spread over the turns that it runs at once.
-`risk` has four parts. An executor behind the newest policy version samples tokens that may come too late. One that took
+Rates are those that heartbeats taught (`pace`). Prefills are run one after another, and `wait` is for those that were
+sent before: each pushes the moment at which the executor's prefill is free, and that moment comes nearer by itself as
+time passes; but prompts that its engine says have not begun lie before it still, however long ago they were sent.
+Whoever runs there shares the steps: each token that is computed in one makes it longer for all. So those that an
+executor holds, its `crowd`, make each step longer for this turn; and each token that this turn computes, of its context
+or new, delays all of them. That is the first part of `risk`, and why a prefix is worth more where many run.
+It has four others. An executor behind the newest policy version samples tokens that may come too late. One that took
 turns back before may do so again: what was computed again elsewhere is spread over all turns that it was given. What is
 prefilled delays whoever comes next: without that, the members of a group that arrive together would each compute their
 prompt on another idle executor, which is no slower for them than waiting for the first to have done it. And on a
 frozen lender, whose cache cannot grow, it takes the place of a prefix that somebody comes back for: so those come back
 there first, and others where else they find room.
+
+Example: 32 tokens of context and 4 new ones, where a token takes 0.1 ms, and a step 3 ms beside that of its tokens
+    an idle executor without them    32 * 0.1 * (1 + 0.5) + 4 * 3.0                    = 17 ms
+    with 31 cached, beside 16 turns  1 * 0.1 * (1 + 0.5 + 16) + 4 * (3.0 + 2 * 1.6)    = 27 ms
+    with none, beside 16 turns       32 * 0.1 * (1 + 0.5 + 16) + 4 * (3.0 + 2 * 1.6)   = 81 ms
 """
 
 import hashlib
@@ -28,7 +37,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeline.routing.pace import learned
+from pipeline.routing.pace import crowd_of, learned, step_rate
 from pipeline.routing.peers import CLOSED, Ask, Found, Index, Kind, Seat
 from pipeline.routing.room import NEVER, Largest, Shortage
 from schemas.slack import SlackHeartbeat
@@ -79,7 +88,7 @@ class Load(NamedTuple):
     held_turns: int = 0
     held_tokens: int = 0
     seconds: float = 0.0
-    """Until it has done what it holds."""
+    """In which it does as much as it holds, with all its lanes busy."""
 
 
 def lanes(beat: SlackHeartbeat) -> int:
@@ -215,7 +224,8 @@ class Placement:
         if seat is None:
             return Load()
         free_turns = max(0, seat.beat.max_turns - seat.held_turns) if seat.open else 0
-        seconds = seat.held_new_tokens * seat.decode_wait_per_token + max(0.0, seat.free_at - now)
+        decoded = lanes(seat.beat) * seat.beat.hardware.decode_tokens_per_second
+        seconds = seat.held_new_tokens / decoded + max(0.0, seat.free_at - now)
         return Load(
             free_turns, max(0, seat.room), seat.held_turns, seat.held_tokens, min(seconds, LONGEST_WAIT_SECONDS)
         )
@@ -232,37 +242,30 @@ class Placement:
 
     def _seat(self, beat: SlackHeartbeat) -> Seat:
         self._numbers += 1
-        hardware = beat.hardware
-        kind = Kind(
-            learned(hardware.prefill_tokens_per_second, None),
-            learned(hardware.decode_tokens_per_second, None),
-            beat.frozen,
-            beat.seeded,
-        )
+        prefill = learned(beat.hardware.prefill_tokens_per_second, None)
+        kind = Kind(prefill, learned(step_rate(beat), None), beat.frozen, beat.seeded)
         seat = self.seats[beat.worker] = Seat(self._numbers, _hash(beat.worker), beat, kind)
-        seat.price, seat.decode_wait_per_token = _price(kind), kind.decode.seconds / lanes(beat)
+        _reprice(seat)
         insort(self._ring, (seat.hash, seat.number, seat))
         return seat
 
     @staticmethod
     def _learn(seat: Seat, before: SlackHeartbeat) -> bool:
         """What the newest heartbeat says of rates and bounds; most say nothing new."""
-        beat, kind, hardware = seat.beat, seat.kind, seat.beat.hardware
-        prefill = learned(hardware.prefill_tokens_per_second, kind.prefill)
-        decode = learned(hardware.decode_tokens_per_second, kind.decode)
+        beat, kind = seat.beat, seat.kind
+        prefill = learned(beat.hardware.prefill_tokens_per_second, kind.prefill)
+        step = learned(step_rate(beat), kind.step)
         if (
             prefill is not kind.prefill
-            or decode is not kind.decode
+            or step is not kind.step
             or beat.frozen is not kind.frozen
             or beat.seeded is not kind.seeded
         ):
-            seat.kind = Kind(prefill, decode, beat.frozen, beat.seeded)
-            seat.price, seat.entry = _price(seat.kind), None
+            seat.kind = Kind(prefill, step, beat.frozen, beat.seeded)
+            _reprice(seat)
             Placement._weigh(seat)
-        elif beat.token_budget == before.token_budget and beat.max_turns == before.max_turns:
-            return False
-        seat.decode_wait_per_token = decode.seconds / lanes(beat)
-        return True
+            return True
+        return beat.token_budget != before.token_budget or beat.max_turns != before.max_turns
 
     def _open(self, seat: Seat, before: SlackHeartbeat, *, open: bool) -> bool:
         """Keep the largest budgets; whether one of them has grown."""
@@ -288,8 +291,10 @@ class Placement:
         seat.risk_seconds = seat.staleness_seconds + seat.again_tokens * seat.kind.prefill.seconds
 
     def _refresh(self, seat: Seat) -> None:
-        seat.load = seat.held_new_tokens * seat.decode_wait_per_token + seat.risk_seconds
-        beat = seat.beat
+        crowd, beat = crowd_of(seat.held_turns), seat.beat
+        if crowd != seat.crowd:
+            seat.crowd = crowd
+            _reprice(seat)
         seat.room = (
             CLOSED if not seat.open or seat.held_turns >= beat.max_turns else beat.token_budget - seat.held_tokens
         )
@@ -311,7 +316,7 @@ class Placement:
 
     @staticmethod
     def _cost(seat: Seat, ask: Ask, now: float) -> float:
-        cost = ask.context_tokens * seat.price + ask.new_tokens * seat.kind.decode.seconds + seat.wait(now)
+        cost = ask.context_tokens * seat.price + ask.new_tokens * seat.decode + seat.wait(now)
         return cost - _cached(seat, ask) * seat.price
 
     def _settle(self, ask: Ask, now: float, found: Found) -> None:
@@ -347,14 +352,16 @@ class Placement:
     def _choice(self, ask: Ask, now: float, found: Found) -> Choice:
         best, passed = found.best, found.passed
         assert best is not None
-        kind, beat = best.kind, best.beat
+        kind, beat, token_seconds = best.kind, best.beat, best.kind.prefill.seconds
         cached = _cached(best, ask)
-        prefill_seconds = (ask.context_tokens - cached) * kind.prefill.seconds
+        computed, shared_seconds = ask.context_tokens - cached, token_seconds * best.crowd
         cost = PlacementCost(
-            wait_seconds=max(0.0, best.free_at - now) + best.held_new_tokens * best.decode_wait_per_token,
-            prefill_seconds=prefill_seconds,
-            decode_seconds=ask.new_tokens * kind.decode.seconds,
-            risk_seconds=best.risk_seconds + _displacement(kind) * prefill_seconds,
+            wait_seconds=max(0.0, best.free_at - now),
+            prefill_seconds=computed * token_seconds,
+            decode_seconds=ask.new_tokens * (kind.step.seconds + shared_seconds),
+            risk_seconds=best.risk_seconds
+            + computed * (_displacement(kind) * token_seconds)
+            + (computed + ask.new_tokens) * shared_seconds,
             cached_tokens=cached,
             passed_over=None if passed is None else passed.beat.worker,
             passed_over_seconds=0.0 if passed is None else found.second,
@@ -374,8 +381,12 @@ def _displacement(kind: Kind) -> float:
     return DISPLACEMENT + FROZEN_DISPLACEMENT * kind.frozen
 
 
-def _price(kind: Kind) -> float:
-    return kind.prefill.seconds * (1 + _displacement(kind))
+def _reprice(seat: Seat) -> None:
+    """Its kind or its crowd has changed, and with that whose peer it is."""
+    kind, crowd = seat.kind, seat.crowd
+    seat.price = kind.prefill.seconds * (1 + crowd + _displacement(kind))
+    seat.decode = kind.step.seconds + 2 * crowd * kind.prefill.seconds
+    seat.entry = None
 
 
 def _hash(name: str) -> int:

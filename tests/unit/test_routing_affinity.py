@@ -60,9 +60,9 @@ def test_what_waits_for_its_prefill_does_not_make_decoding_slower() -> None:
     world.beat(0)
     for index in range(3):
         world.ask(request(f"g{index}:0", context=300))
-    before = world.router.placement.seats["w0"].load
+    before = world.router.placement.seats["w0"].decode
     world.beat(0, rollout=Tenant(running=1, waiting=2))
-    assert world.router.placement.seats["w0"].load == before > 0.0
+    assert world.router.placement.seats["w0"].decode == before > 0.0
 
 
 def test_a_cache_of_another_policy_version_is_worth_nothing() -> None:

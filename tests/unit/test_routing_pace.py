@@ -1,10 +1,13 @@
 """What is learned of executors: how fast they are, and how long turns get."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.routing.lengths import Lengths
-from pipeline.routing.pace import STEPS, Pace, learned
+from pipeline.routing.pace import CROWD_STEPS, STEPS, Pace, crowd_of, learned, step_rate
+from schemas.slack import Hardware, Tenant
+from tests.unit.routing_world import heartbeat
 
 RATES = st.floats(1e-3, 1e12)
 STEP = 2 ** (1 / STEPS)
@@ -27,6 +30,31 @@ def test_noise_moves_nobody(rate: float, noise: list[float]) -> None:
     for factor in noise:
         pace = learned(min(1e12, rate * factor), pace)
     assert pace is first
+
+
+@given(st.floats(1e-4, 0.1), st.floats(1e-6, 1e-3), st.integers(0, 256))
+def test_how_fast_an_engine_is_does_not_depend_on_how_many_ran_when_it_was_measured(
+    base_seconds: float, token_seconds: float, running: int
+) -> None:
+    step_seconds = base_seconds + token_seconds * max(1, running)
+    hardware = Hardware(prefill_tokens_per_second=1 / token_seconds, decode_tokens_per_second=1 / step_seconds)
+    found = 1 / step_rate(heartbeat(0, hardware=hardware, rollout=Tenant(running=running)))
+    assert found == pytest.approx(max(base_seconds, token_seconds), rel=1e-6)
+
+
+@given(RATES, RATES, st.integers(0, 4096))
+def test_a_step_takes_time_whatever_was_measured(prefill: float, decode: float, running: int) -> None:
+    hardware = Hardware(prefill_tokens_per_second=prefill, decode_tokens_per_second=decode)
+    rate = step_rate(heartbeat(0, hardware=hardware, rollout=Tenant(running=running)))
+    assert 0 < rate <= prefill * (1 + 1e-9)
+
+
+@given(st.integers(1, 4096))
+def test_a_crowd_is_counted_to_within_half_a_step_and_never_the_less_for_another_turn(turns: int) -> None:
+    half = 2 ** (0.5 / CROWD_STEPS)
+    assert 1 / half - 1e-9 <= crowd_of(turns) / turns <= half + 1e-9
+    assert crowd_of(turns) <= crowd_of(turns + 1)
+    assert crowd_of(0) == 0.0
 
 
 @given(st.lists(st.tuples(st.integers(0, 511), st.integers(0, 600), st.integers(1, 500)), max_size=60))

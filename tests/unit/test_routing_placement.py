@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.routing.pace import Pace, learned
+from pipeline.routing.pace import Pace, crowd_of, learned, step_rate
 from pipeline.routing.peers import Ask
 from pipeline.routing.placement import (
     AGAIN_KEPT,
@@ -22,7 +22,6 @@ from pipeline.routing.placement import (
     TIE_SECONDS,
     WINDOW,
     Placement,
-    lanes,
 )
 from schemas.limits import CONTEXT_TOKENS
 from schemas.slack import HELD, Hardware, SlackHeartbeat, Tenant
@@ -40,16 +39,14 @@ class Scan:
         self.offers: dict[str, tuple[SlackHeartbeat, bool, int]] = {}
         self.paces: dict[str, tuple[Pace, Pace]] = {}
         self.held: dict[str, list[tuple[int, float]]] = {}
-        self.owed: dict[str, float] = {}
         self.again: dict[str, float] = {}
         self.prefill_free_at: dict[str, float] = {}
 
     def offer(self, beat: SlackHeartbeat, is_open: bool, lag: int) -> None:
-        prefill, decode = self.paces.get(beat.worker, (None, None))
-        hardware = beat.hardware
+        prefill, step = self.paces.get(beat.worker, (None, None))
         self.paces[beat.worker] = (
-            learned(hardware.prefill_tokens_per_second, prefill),
-            learned(hardware.decode_tokens_per_second, decode),
+            learned(beat.hardware.prefill_tokens_per_second, prefill),
+            learned(step_rate(beat), step),
         )
         self.again[beat.worker] = self.again.get(beat.worker, 0.0) * AGAIN_KEPT
         self.offers[beat.worker] = beat, is_open, lag
@@ -60,13 +57,14 @@ class Scan:
         room = beat.token_budget - sum(tokens for tokens, _ in held)
         if not is_open or len(held) >= beat.max_turns or room < ask.room_tokens or ask.seeded > beat.seeded:
             return math.inf
-        prefill, decode = (pace.seconds for pace in self.paces[worker])
-        load = self.owed.get(worker, 0.0) * (decode / lanes(beat))
-        load += lag * STALENESS_SECONDS + self.again[worker] * prefill
+        prefill, step = (pace.seconds for pace in self.paces[worker])
+        risk = lag * STALENESS_SECONDS + self.again[worker] * prefill
         free_at = self.prefill_free_at.get(worker, 0.0)
-        wait = load + (free_at - now) if free_at > now else load
-        price = prefill * (1 + DISPLACEMENT + (FROZEN_DISPLACEMENT if beat.frozen else 0.0))
-        return ask.context_tokens * price + ask.new_tokens * decode + wait - dict(ask.cached).get(worker, 0) * price
+        wait = risk + (free_at - now) if free_at > now else risk
+        crowd = crowd_of(len(held))
+        price = prefill * (1 + crowd + (DISPLACEMENT + (FROZEN_DISPLACEMENT if beat.frozen else 0.0)))
+        new = ask.new_tokens * (step + 2 * crowd * prefill)
+        return ask.context_tokens * price + new + wait - dict(ask.cached).get(worker, 0) * price
 
     def choose(self, ask: Ask, now: float) -> str | None:
         costs = {worker: self.cost(worker, ask, now) for worker in self.offers}
@@ -85,12 +83,10 @@ class Scan:
         seconds = (ask.context_tokens - dict(ask.cached).get(worker, 0)) * prefill.seconds
         self.prefill_free_at[worker] = free_at + seconds
         self.held.setdefault(worker, []).append((ask.room_tokens, ask.new_tokens))
-        self.owed[worker] = self.owed.get(worker, 0.0) + ask.new_tokens
 
     def release(self, worker: str) -> tuple[int, float]:
         tokens, new_tokens = self.held[worker].pop()
         self.again[worker] *= 1 - AGAIN_WEIGHT
-        self.owed[worker] = self.owed[worker] - new_tokens if self.held[worker] else 0.0
         if not self.held[worker]:
             self.prefill_free_at[worker] = 0.0
         return tokens, new_tokens
@@ -185,7 +181,7 @@ def test_the_index_chooses_as_a_scan_over_all_executors_does(
             scan.offers[worker] = scan.offers[worker][0], False, scan.offers[worker][2]
         elif what == "remove" and not scan.held.get(worker):
             placement.remove(worker)
-            for book in (scan.offers, scan.paces, scan.held, scan.owed, scan.again, scan.prefill_free_at):
+            for book in (scan.offers, scan.paces, scan.held, scan.again, scan.prefill_free_at):
                 book.pop(worker, None)
 
 
@@ -276,6 +272,37 @@ def test_few_groups_move_when_an_executor_leaves() -> None:
         first, second = before.choose(ask, 0.0), after.choose(ask, 0.0)
         assert first is not None and second is not None
         assert second.worker == first.worker or first.worker == "w3"
+
+
+def filled(kinds: list[tuple[int, float]]) -> Placement:
+    """Executors by how many turns each holds, none in its prefill, and the seconds of a step; a token adds 0.1 ms."""
+    placement = Placement()
+    for worker, (turns, step_seconds) in enumerate(kinds):
+        rates = Hardware(prefill_tokens_per_second=10_000.0, decode_tokens_per_second=1 / (step_seconds + 1e-4))
+        beat = heartbeat(worker, hardware=rates, max_turns=64, token_budget=100_000, rollout=Tenant(running=1))
+        placement.offer(beat, open=True, lag_versions=0)
+        for _ in range(turns):
+            placement.hold(f"w{worker}", 50, 4.0)
+    return placement
+
+
+def placed(placement: Placement, ask: Ask) -> str:
+    choice = placement.choose(ask, 0.0)
+    assert choice is not None
+    return choice.worker
+
+
+def test_who_computes_much_goes_where_few_are_delayed_by_it() -> None:
+    placement = filled([(32, 0.003), (2, 0.012)])
+    assert placed(placement, Ask(200, 4.0, 210, "a")) == "w1", "the slower one, for all that run on the faster"
+    assert placed(placement, Ask(200, 4.0, 210, "a", (("w0", 199),))) == "w0", "little is left to compute there"
+    assert placed(filled([(0, 0.003), (2, 0.012)]), Ask(200, 4.0, 210, "a")) == "w0"
+
+
+def test_a_prefix_is_worth_more_where_more_would_wait_for_it_to_be_computed_again() -> None:
+    ask = Ask(32, 4.0, 50, "a", (("w0", 31),))
+    assert placed(filled([(16, 0.003), (0, 0.003)]), ask) == "w1", "nobody is delayed there"
+    assert placed(filled([(16, 0.003), (16, 0.003)]), ask) == "w0"
 
 
 def test_a_frozen_lender_is_gone_back_to_and_filled_only_where_there_is_no_other_room() -> None:

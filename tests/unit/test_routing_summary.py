@@ -45,8 +45,8 @@ def test_an_executor_is_told_with_what_it_holds_and_how_long_that_takes_it() -> 
     (line,) = found.executors
     assert (line.worker, line.open, line.serving, line.by_grant) == ("w0", True, False, False)
     assert (line.held_turns, line.held_tokens, line.free_turns, line.free_tokens) == (1, 30, 1, 70)
-    prefill, decode = learned(1000.0, None).seconds, learned(100.0, None).seconds
-    assert line.load_seconds == pytest.approx(20 * prefill + 10 * decode / 2)
+    prefill = learned(1000.0, None).seconds
+    assert line.load_seconds == pytest.approx(20 * prefill + 10 / 100.0 / 2)
     assert (found.waiting_turns, found.wanted_tokens, found.prefill_tokens, found.new_tokens) == (1, 120, 20, 100)
     assert found.waiting_seconds == pytest.approx(20 / 1000 + 100 / (100 * 2))
 
