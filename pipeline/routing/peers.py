@@ -8,12 +8,11 @@ Keeps true
   entry of a heap until it is exact. So a key has to be lowered at once, and may be raised when it comes up.
 - A seat stands in no group whose turns are too big for it to be found: `most` of its group is never below its room.
 
-A wait has a part that is as long at any time, the seat's `risk_seconds`, and the prefills before it, which end at
-`free_at`. While they last the sum of both stays in order among the seats whose prefill is `busy`, and `risk_seconds`
-among the `idle`.
+A wait has a part that is as long at any time, the seat's `load`, and the prefills before it, which end at `free_at`.
+While they last `free_at + load` stays in order among the seats whose prefill is `busy`, and `load` among the `idle`.
 
 Example, at 10 s
-    idle: w1 risks 0.3 s       busy: w2 risks nothing, and is free at 10.2 s       -> w2 is the first
+    idle: w1 has a load of 0.3 s   busy: w2 has none, and is free at 10.2 s        -> w2 is the first
     w2 is sent a prefill of 1 s: its key stays 10.2, below its 11.2              -> mended when it comes up: w1 is
     at 12 s w2 comes up among the busy                                            -> moved to the idle, and is the first
 """
@@ -97,6 +96,8 @@ class Seat:
     """Expected of the turns that it holds."""
     room: int = CLOSED
     """Tokens that one more turn may hold; CLOSED when there is room for no turn."""
+    load: float = 0.0
+    """Seconds: what any turn there takes from those that it holds, and what it risks."""
     free_at: float = 0.0
     """When the prefills that it was sent are over."""
     peers: "Peers | None" = None
@@ -109,7 +110,7 @@ class Seat:
 
     def wait(self, now: float) -> float:
         """Seconds that a turn would wait, and what it risks there whatever its length."""
-        return self.risk_seconds if self.free_at <= now else self.risk_seconds + (self.free_at - now)
+        return self.load if self.free_at <= now else self.load + (self.free_at - now)
 
 
 @dataclass(slots=True, eq=False)
@@ -147,10 +148,10 @@ class Peers:
                 self.index.enter(seat)
             elif seat.free_at > now:
                 heappop(idle)
-                seat.entry, seat.is_busy = (seat.free_at + seat.risk_seconds, number, seat), True
+                seat.entry, seat.is_busy = (seat.free_at + seat.load, number, seat), True
                 heappush(busy, seat.entry)
-            elif seat.risk_seconds > key:
-                seat.entry = (seat.risk_seconds, number, seat)
+            elif seat.load > key:
+                seat.entry = (seat.load, number, seat)
                 heapreplace(idle, seat.entry)
             elif seat.search == search or seat.room < need:
                 return self._deep(need, now, search, limit)
@@ -170,18 +171,18 @@ class Peers:
                 self.index.enter(seat)
             elif seat.free_at <= now:
                 heappop(busy)
-                seat.entry, seat.is_busy = (seat.risk_seconds, number, seat), False
+                seat.entry, seat.is_busy = (seat.load, number, seat), False
                 heappush(idle, seat.entry)
-                if seat.risk_seconds < least and seat.search != search and seat.room >= need:
-                    best, least = seat, seat.risk_seconds
+                if seat.load < least and seat.search != search and seat.room >= need:
+                    best, least = seat, seat.load
                     until = now + least + SLACK_SECONDS
-            elif seat.free_at + seat.risk_seconds > key:
-                seat.entry = (seat.free_at + seat.risk_seconds, number, seat)
+            elif seat.free_at + seat.load > key:
+                seat.entry = (seat.free_at + seat.load, number, seat)
                 heapreplace(busy, seat.entry)
             elif seat.search == search or seat.room < need:
                 return self._deep(need, now, search, limit)
             else:
-                return seat if seat.risk_seconds + (seat.free_at - now) < least else best
+                return seat if seat.load + (seat.free_at - now) < least else best
         return best
 
     def _deep(self, need: int, now: float, search: int, limit: float) -> Seat | None:
@@ -272,7 +273,7 @@ class Index:
         peers, entry = seat.peers, seat.entry
         if peers is None or entry is None or seat.room > peers.most:
             self.enter(seat)
-        elif (seat.free_at + seat.risk_seconds if seat.is_busy else seat.risk_seconds) < entry[0]:
+        elif (seat.free_at + seat.load if seat.is_busy else seat.load) < entry[0]:
             self._push(seat, peers)
 
     def search(self, ask: Ask, now: float, number: int, found: Found) -> None:
@@ -326,10 +327,10 @@ class Index:
     def _push(self, seat: Seat, peers: Peers) -> None:
         if seat.free_at > self.now:
             heap, seat.is_busy = peers.busy, True
-            seat.entry = (seat.free_at + seat.risk_seconds, seat.number, seat)
+            seat.entry = (seat.free_at + seat.load, seat.number, seat)
         else:
             heap, seat.is_busy = peers.idle, False
-            seat.entry = (seat.risk_seconds, seat.number, seat)
+            seat.entry = (seat.load, seat.number, seat)
         heappush(heap, seat.entry)
         if len(heap) > peers.most_entries:
             peers.tidy()

@@ -16,8 +16,9 @@ Rates are those that heartbeats taught (`pace`). Prefills are run one after anot
 sent before: each pushes the moment at which the executor's prefill is free, and that moment comes nearer by itself as
 time passes; but prompts that its engine says have not begun lie before it still, however long ago they were sent.
 Whoever runs there shares the steps: each token that is computed in one makes it longer for all. So those that an
-executor holds, its `crowd`, make each step longer for this turn; and each token that this turn computes, of its context
-or new, delays all of them. That is the first part of `risk`, and why a prefix is worth more where many run.
+executor holds, its `crowd`, make each step longer for this turn; each token of context that this turn computes delays
+all of them; and its new tokens delay each of them for as long as that one still runs. That is the first part of `risk`,
+and why a prefix is worth more where many run.
 It has four others. An executor behind the newest policy version samples tokens that may come too late. One that took
 turns back before may do so again: what was computed again elsewhere is spread over all turns that it was given. What is
 prefilled delays whoever comes next: without that, the members of a group that arrive together would each compute their
@@ -26,9 +27,9 @@ frozen lender, whose cache cannot grow, it takes the place of a prefix that some
 there first, and others where else they find room.
 
 Example: 32 tokens of context and 4 new ones, where a token takes 0.1 ms, and a step 3 ms beside that of its tokens
-    an idle executor without them    32 * 0.1 * (1 + 0.5) + 4 * 3.0                    = 17 ms
-    with 31 cached, beside 16 turns  1 * 0.1 * (1 + 0.5 + 16) + 4 * (3.0 + 2 * 1.6)    = 27 ms
-    with none, beside 16 turns       32 * 0.1 * (1 + 0.5 + 16) + 4 * (3.0 + 2 * 1.6)   = 81 ms
+    an idle executor without them        32 * 0.1 * (1 + 0.5) + 4 * 3.0                             = 17 ms
+    with 31 cached, beside 16 like it    1 * 0.1 * (1 + 0.5 + 16) + 4 * (3.0 + 1.6) + 32 * 0.1      = 23 ms
+    with none cached, beside 16 like it  32 * 0.1 * (1 + 0.5 + 16) + 4 * (3.0 + 1.6) + 32 * 0.1     = 78 ms
 """
 
 import hashlib
@@ -54,6 +55,9 @@ DISPLACEMENT = 0.5
 
 FROZEN_DISPLACEMENT = 1.0
 """The same on a frozen lender: what loses its prefix there is computed again."""
+
+LEFT = 0.5
+"""Of what was expected of the turns that an executor holds, what they still owe: as if each was half way."""
 
 LONGEST_WAIT_SECONDS = 1e9
 """For an executor's prefill, as far as it is counted: what is slower than that has gone wrong in telling its rates."""
@@ -291,6 +295,7 @@ class Placement:
         seat.risk_seconds = seat.staleness_seconds + seat.again_tokens * seat.kind.prefill.seconds
 
     def _refresh(self, seat: Seat) -> None:
+        seat.load = seat.held_new_tokens * (LEFT * seat.kind.prefill.seconds) + seat.risk_seconds
         crowd, beat = crowd_of(seat.held_turns), seat.beat
         if crowd != seat.crowd:
             seat.crowd = crowd
@@ -359,9 +364,7 @@ class Placement:
             wait_seconds=max(0.0, best.free_at - now),
             prefill_seconds=computed * token_seconds,
             decode_seconds=ask.new_tokens * (kind.step.seconds + shared_seconds),
-            risk_seconds=best.risk_seconds
-            + computed * (_displacement(kind) * token_seconds)
-            + (computed + ask.new_tokens) * shared_seconds,
+            risk_seconds=best.load + computed * (_displacement(kind) * token_seconds + shared_seconds),
             cached_tokens=cached,
             passed_over=None if passed is None else passed.beat.worker,
             passed_over_seconds=0.0 if passed is None else found.second,
@@ -385,7 +388,7 @@ def _reprice(seat: Seat) -> None:
     """Its kind or its crowd has changed, and with that whose peer it is."""
     kind, crowd = seat.kind, seat.crowd
     seat.price = kind.prefill.seconds * (1 + crowd + _displacement(kind))
-    seat.decode = kind.step.seconds + 2 * crowd * kind.prefill.seconds
+    seat.decode = kind.step.seconds + crowd * kind.prefill.seconds
     seat.entry = None
 
 

@@ -17,6 +17,7 @@ from pipeline.routing.placement import (
     AGAIN_WEIGHT,
     DISPLACEMENT,
     FROZEN_DISPLACEMENT,
+    LEFT,
     MANY,
     STALENESS_SECONDS,
     TIE_SECONDS,
@@ -39,6 +40,7 @@ class Scan:
         self.offers: dict[str, tuple[SlackHeartbeat, bool, int]] = {}
         self.paces: dict[str, tuple[Pace, Pace]] = {}
         self.held: dict[str, list[tuple[int, float]]] = {}
+        self.owed: dict[str, float] = {}
         self.again: dict[str, float] = {}
         self.prefill_free_at: dict[str, float] = {}
 
@@ -58,12 +60,13 @@ class Scan:
         if not is_open or len(held) >= beat.max_turns or room < ask.room_tokens or ask.seeded > beat.seeded:
             return math.inf
         prefill, step = (pace.seconds for pace in self.paces[worker])
-        risk = lag * STALENESS_SECONDS + self.again[worker] * prefill
+        load = self.owed.get(worker, 0.0) * (LEFT * prefill)
+        load += lag * STALENESS_SECONDS + self.again[worker] * prefill
         free_at = self.prefill_free_at.get(worker, 0.0)
-        wait = risk + (free_at - now) if free_at > now else risk
+        wait = load + (free_at - now) if free_at > now else load
         crowd = crowd_of(len(held))
         price = prefill * (1 + crowd + (DISPLACEMENT + (FROZEN_DISPLACEMENT if beat.frozen else 0.0)))
-        new = ask.new_tokens * (step + 2 * crowd * prefill)
+        new = ask.new_tokens * (step + crowd * prefill)
         return ask.context_tokens * price + new + wait - dict(ask.cached).get(worker, 0) * price
 
     def choose(self, ask: Ask, now: float) -> str | None:
@@ -83,10 +86,12 @@ class Scan:
         seconds = (ask.context_tokens - dict(ask.cached).get(worker, 0)) * prefill.seconds
         self.prefill_free_at[worker] = free_at + seconds
         self.held.setdefault(worker, []).append((ask.room_tokens, ask.new_tokens))
+        self.owed[worker] = self.owed.get(worker, 0.0) + ask.new_tokens
 
     def release(self, worker: str) -> tuple[int, float]:
         tokens, new_tokens = self.held[worker].pop()
         self.again[worker] *= 1 - AGAIN_WEIGHT
+        self.owed[worker] = self.owed[worker] - new_tokens if self.held[worker] else 0.0
         if not self.held[worker]:
             self.prefill_free_at[worker] = 0.0
         return tokens, new_tokens
@@ -181,7 +186,7 @@ def test_the_index_chooses_as_a_scan_over_all_executors_does(
             scan.offers[worker] = scan.offers[worker][0], False, scan.offers[worker][2]
         elif what == "remove" and not scan.held.get(worker):
             placement.remove(worker)
-            for book in (scan.offers, scan.paces, scan.held, scan.again, scan.prefill_free_at):
+            for book in (scan.offers, scan.paces, scan.held, scan.owed, scan.again, scan.prefill_free_at):
                 book.pop(worker, None)
 
 
