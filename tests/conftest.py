@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         roles.place_of_forks = config.workerinput[FORKED]
     elif config.getoption("tx", None):
-        config.stash[FORKS] = Forks()
+        config.stash[FORKS] = Forks(config.args)
         config.option.tx = [config.stash[FORKS].gateway] * len(config.option.tx)
     hypothesis.settings.register_profile("rose", deadline=None)  # how fast it is says a benchmark
     hypothesis.settings.load_profile("rose")
@@ -51,6 +51,12 @@ def pytest_configure_node(node: Any) -> None:
     if SHARED not in config.stash:
         config.stash[SHARED] = start(KAFKA, Path(tempfile.mkdtemp(prefix="rose-tests-kafka-")))
     node.workerinput[KAFKA] = config.stash[SHARED].bootstrap
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What takes minutes is not quick: `-m "not slow"` asks for none of it."""
+    if item.get_closest_marker("long") is not None:
+        item.add_marker(pytest.mark.slow)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -1,12 +1,13 @@
-"""The processes that run tests side by side, forked from one that has imported what they want.
+"""The processes that run tests side by side, forked from one that has imported the tests and what they want.
 
 Keeps true
 - A test finds in its process what it would find in one that was started: its own signals, environment, standard input.
 - Where one process runs all tests (`-n 0`) there is nothing of this.
 
-vLLM alone takes ten seconds of a core to import, and every process that runs tests collects all of them.
+vLLM alone takes ten seconds of a core to import, the tests themselves as many, and every process that runs tests collects
+all of them.
 
-    forks = Forks()
+    forks = Forks(["tests"])
     config.option.tx = [forks.gateway] * 6  # of pytest-xdist
 """
 
@@ -23,6 +24,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+
+import pytest
 
 from topics.processes import end_with
 
@@ -72,7 +75,8 @@ class Fork:
 class Forks:
     """Where they are forked."""
 
-    def __init__(self) -> None:
+    def __init__(self, paths: Sequence[str]) -> None:
+        """`paths`: the folders and files whose tests they run."""
         self._folder = Path(tempfile.mkdtemp(prefix="rose-tests-"))
         self.place = str(self._folder / "forks")
         """For `Fork`."""
@@ -80,9 +84,9 @@ class Forks:
             line.bind(self.place)
             line.listen()
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import fork_all; fork_all({line.fileno()})"],
-                cwd=Path(__file__).parents[1],
+                [sys.executable, "-c", f"from {__name__} import fork_all; fork_all({line.fileno()}, {list(paths)})"],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 pass_fds=(line.fileno(),),
                 preexec_fn=end_with(os.getpid(), signal.SIGKILL),
             )
@@ -96,11 +100,12 @@ class Forks:
         shutil.rmtree(self._folder)
 
 
-def fork_all(number: int) -> None:
+def fork_all(number: int, paths: Sequence[str]) -> None:
     """Import, then fork for each who asks. What follows the loop runs in the forks."""
     for module in WANTED:
         with suppress(Exception):  # whoever imports it again says why it cannot be
             import_module(module)
+    pytest.main(["--collect-only", "-qq", *paths])  # what cannot be imported is told by those who run it
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
