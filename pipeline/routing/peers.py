@@ -7,6 +7,8 @@ Keeps true
 - A seat stands in one group by one entry, whose key is never above what the seat would wait. A search mends the first
   entry of a heap until it is exact. So a key has to be lowered at once, and may be raised when it comes up.
 - A seat stands in no group whose turns are too big for it to be found: `most` of its group is never below its room.
+- A group that has no seat any more holds nothing of those that it had, and groups are no more than a few times as many
+  as have seats: so it costs nothing that executors come, go, or tell of other rates each time.
 
 A wait has a part that is as long at any time, the seat's `load`, and the prefills before it, which end at `free_at`.
 While they last `free_at + load` stays in order among the seats whose prefill is `busy`, and `load` among the `idle`.
@@ -126,6 +128,8 @@ class Peers:
     most: int
     """Room of the biggest."""
     index: "Index"
+    seats: int = 0
+    """That stand here."""
     most_entries: int = FEWEST
     """That a heap may have: at least twice those that count."""
     idle: list[Entry] = field(default_factory=list)
@@ -255,18 +259,31 @@ class Index:
         self._groups: list[Peers] = []
         """In the order in which they are looked at: those that had the cheapest seat move up."""
         self._known: dict[tuple[Kind, float, int], Peers] = {}
+        self._most_groups = FEWEST
+        """That there may be before those without a seat are dropped: at least twice those that have one."""
 
     def enter(self, seat: Seat) -> None:
         """Let it stand where it belongs, and nowhere if it has no room."""
+        self.leave(seat)
         if seat.room < 0:
-            seat.entry = seat.peers = None
             return
         size = (seat.room.bit_length() + 1) // 2
         peers = self._known.get((seat.kind, seat.crowd, size))
         if peers is None:
             peers = self._add(seat, size)
         seat.peers = peers
+        peers.seats += 1
         self._push(seat, peers)
+
+    def leave(self, seat: Seat) -> None:
+        """Let it stand nowhere."""
+        peers, seat.peers, seat.entry = seat.peers, None, None
+        if peers is None:
+            return
+        peers.seats -= 1
+        if not peers.seats:
+            peers.idle.clear()
+            peers.busy.clear()
 
     def mend(self, seat: Seat) -> None:
         """Its wait or its room has changed: see to it that it is still found."""
@@ -310,18 +327,25 @@ class Index:
     def within(self, ask: Ask, now: float, most: float, many: int) -> list[Seat]:
         """Those where the turn costs `most` seconds at most without a cached prefix; no more than `many` are named."""
         found: list[Seat] = []
+        need, context, new = ask.room_tokens, ask.context_tokens, ask.new_tokens
         for peers in self._groups:
-            if peers.most >= ask.room_tokens and (peers.seeded or not ask.seeded):
-                base = ask.context_tokens * peers.price + ask.new_tokens * peers.decode
-                found += peers.within(base, most, ask.room_tokens, now, many - len(found))
+            if peers.most < need or (ask.seeded and not peers.seeded):
+                continue
+            base = context * peers.price + new * peers.decode
+            limit, idle, busy = most - base + SLACK_SECONDS, peers.idle, peers.busy
+            if (idle and idle[0][0] <= limit) or (busy and busy[0][0] - now <= limit):
+                found += peers.within(base, most, need, now, many - len(found))
         return found
 
     def _add(self, seat: Seat, size: int) -> Peers:
-        self._known = {key: peers for key, peers in self._known.items() if peers.idle or peers.busy}
+        if len(self._groups) >= self._most_groups:
+            self._known = {key: peers for key, peers in self._known.items() if peers.seats}
+            self._groups = [peers for peers in self._groups if peers.seats]
+            self._most_groups = max(FEWEST, 2 * len(self._groups))
         least, most = 4**size // 4, 4**size - 1
         peers = Peers(seat.price, seat.decode, seat.kind.seeded, least, most, self)
         self._known[seat.kind, seat.crowd, size] = peers
-        self._groups = [each for each in self._groups if each.idle or each.busy] + [peers]
+        self._groups = [*self._groups, peers]
         return peers
 
     def _push(self, seat: Seat, peers: Peers) -> None:

@@ -151,7 +151,7 @@ class Placement:
             self.close(worker)
             del self.seats[worker]
             self._ring.remove((seat.hash, seat.number, seat))
-            seat.entry = None
+            self._index.leave(seat)
 
     def take(self, choice: Choice, ask: Ask, now: float) -> None:
         """Charge a turn to the executor that was chosen for it."""

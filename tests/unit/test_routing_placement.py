@@ -1,5 +1,6 @@
 """Placement answers what a scan over all executors would."""
 
+import gc
 import hashlib
 import math
 from random import Random
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.routing.pace import Pace, crowd_of, learned, step_rate
-from pipeline.routing.peers import Ask
+from pipeline.routing.peers import FEWEST, Ask, Seat
 from pipeline.routing.placement import (
     AGAIN_KEPT,
     AGAIN_WEIGHT,
@@ -80,13 +81,16 @@ class Scan:
             equals = round_from_key[:WINDOW]
         return max(equals, key=lambda worker: weight(worker, ask.tie_key))
 
+    def hold(self, worker: str, room_tokens: int, new_tokens: float) -> None:
+        self.held.setdefault(worker, []).append((room_tokens, new_tokens))
+        self.owed[worker] = self.owed.get(worker, 0.0) + new_tokens
+
     def take(self, worker: str, ask: Ask, now: float) -> None:
         prefill, _ = self.paces[worker]
         free_at = max(self.prefill_free_at.get(worker, 0.0), now)
         seconds = (ask.context_tokens - dict(ask.cached).get(worker, 0)) * prefill.seconds
         self.prefill_free_at[worker] = free_at + seconds
-        self.held.setdefault(worker, []).append((ask.room_tokens, ask.new_tokens))
-        self.owed[worker] = self.owed.get(worker, 0.0) + ask.new_tokens
+        self.hold(worker, ask.room_tokens, ask.new_tokens)
 
     def release(self, worker: str) -> tuple[int, float]:
         tokens, new_tokens = self.held[worker].pop()
@@ -221,6 +225,93 @@ def test_so_it_does_in_a_fleet_with_many_equals_as_it_fills_and_empties(
             beat, is_open, _ = scan.offers[f"w{random.randrange(workers)}"]
             placement.offer(beat, open=is_open, lag_versions=0)
             scan.offer(beat, is_open, 0)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, print_blob=True, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 60), st.booleans())
+def test_so_it_does_where_everybody_is_crowded_otherwise_and_says_other_things_each_time(
+    seed: int, workers: int, wide: bool
+) -> None:
+    """Crowds from none to hundreds, room that just suffices or just does not, rates that follow what ran by chance."""
+    random, placement, scan, now = Random(seed), Placement(), Scan(), 1.0
+    for step in range(250):
+        now += random.choice([0.0, 0.0, 0.001, 0.05, 3.0])
+        worker, what = f"w{(number := random.randrange(workers))}", random.random()
+        held = scan.held.get(worker, [])
+        if what < 0.3 or worker not in scan.offers:
+            need = sum(tokens for tokens, _ in held) + random.choice([20, 63, 64, 65, 255, 256, 257, 2050])
+            beat = heartbeat(
+                number,
+                hardware=odd_hardware(random, wide=wide),
+                max_turns=min(HELD, max(0, len(held) + random.choice([-1, 0, 1, 1, 4, 500]))),
+                token_budget=max(0, need + random.choice([-1, 0, 0, 1, 4 ** random.randint(0, 9)])),
+                rollout=Tenant(running=random.choice([0, 1, len(held), 2 * len(held) + 3, 2**53])),
+                frozen=random.random() < 0.3,
+                seeded=random.random() < 0.8,
+            )
+            is_open, lag = random.random() < 0.9, random.choice([0, 0, 0, 1])
+            placement.offer(beat, open=is_open, lag_versions=lag)
+            scan.offer(beat, is_open, lag)
+        elif what < 0.4:
+            for _ in range(random.choice([1, 2, 5, 90])):
+                turn = random.choice([0, 20, 64]), random.choice([1.0, 30.0])
+                placement.hold(worker, *turn)
+                scan.hold(worker, *turn)
+        elif what < 0.55:
+            for _ in range(random.choice([1, 3, len(held)])):
+                if scan.held.get(worker):
+                    placement.release(worker, *scan.release(worker))
+        elif what < 0.58 and not held:
+            placement.remove(worker)
+            for book in (scan.offers, scan.paces, scan.held, scan.owed, scan.again, scan.prefill_free_at):
+                book.pop(worker, None)
+        elif what < 0.62:
+            placement.owes(worker, 0.3, now)
+            scan.prefill_free_at[worker] = max(scan.prefill_free_at.get(worker, 0.0), now + 0.3)
+        elif what < 0.66:
+            placement.computed_again(worker, 500)
+            scan.again[worker] += AGAIN_WEIGHT * 500
+        else:
+            context = random.choice([1, 19, 20, 63, 64, 200])
+            holders = {f"w{random.randrange(workers)}": random.randint(1, context) - 1 for _ in range(2)}
+            cached = tuple((holder, tokens) for holder, tokens in holders.items() if tokens)
+            most = random.choice([1, 44, 64 - context % 64, 2000])
+            ask = Ask(context, random.uniform(1, 50), context + most, f"g{step}", cached, random.random() < 0.2)
+            choose(placement, scan, ask, now)
+
+
+def odd_hardware(random: Random, *, wide: bool) -> Hardware:
+    """Rates that need not fit each other."""
+    most = 5 if wide else 2
+    prefill, decode = (10.0 ** random.uniform(-most / 5, most) for _ in range(2))
+    return Hardware(prefill_tokens_per_second=100 * prefill, decode_tokens_per_second=decode)
+
+
+def test_nothing_is_kept_of_executors_that_come_and_go_unseen_by_any_search() -> None:
+    placement, random, before = Placement(), Random(0), seats_alive()
+    for number, speed in ((0, 1e4), (2000, 2e4)):
+        near = Hardware(prefill_tokens_per_second=100 * speed, decode_tokens_per_second=speed)
+        placement.offer(heartbeat(number, hardware=near), open=True, lag_versions=0)
+    for number in range(1, 2000):
+        odd = Hardware(
+            prefill_tokens_per_second=10 ** random.uniform(-3, 0), decode_tokens_per_second=10 ** random.uniform(-3, 0)
+        )
+        beat = heartbeat(number, hardware=odd, token_budget=4 ** random.randint(4, 12), frozen=random.random() < 0.5)
+        placement.offer(beat, open=True, lag_versions=0)
+        for _ in range(random.randint(0, 3)):
+            placement.hold(beat.worker, 1, 1.0)
+        placement.choose(Ask(10, 5.0, 15, f"g{number}"), 0.0)
+        for _ in range(placement.seats[beat.worker].held_turns):
+            placement.release(beat.worker, 1, 1.0)
+        placement.remove(beat.worker)
+    assert seats_alive() - before <= 2 * FEWEST, "of 2,000"
+
+
+def seats_alive() -> int:
+    """Anywhere in this process."""
+    gc.collect()
+    return sum(isinstance(each, Seat) for each in gc.get_objects())
 
 
 def hardware(random: Random, speeds: int) -> Hardware:
