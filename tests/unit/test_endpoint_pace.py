@@ -2,11 +2,13 @@
 
 import itertools
 from math import inf
+from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.lender.endpoint.pace import Pace, Window, late
+from workers.lender.endpoint.pace import Pace, Rates, Window, late
 
 TTFT, TPOT, MOST = 1.0, 0.1, 64
 
@@ -94,3 +96,38 @@ def test_late_is_told_by_buckets_that_are_surely_over_the_budget() -> None:
     assert late(nothing, {0.1: 18.0, 0.25: 18.0, inf: 20.0}, 0.2)
     before = {0.1: 0.0, 0.25: 0.0, inf: 500.0}
     assert not late(before, {0.1: 10.0, 0.25: 10.0, inf: 510.0}, 0.2)
+
+
+BASE_SECONDS, TOKEN_SECONDS = 0.008, 0.00005
+"""Of a step of the endpoint's engine."""
+
+
+@given(st.floats(0.0, 0.2), st.integers(0, 2**32 - 1))
+def test_what_the_way_to_an_endpoint_takes_makes_its_tokens_no_dearer(away: float, seed: int) -> None:
+    """Its requests come over a network, most of a few tokens; it is told as the engine that it is."""
+    random, rates = Random(seed), Rates()
+    for _ in range(300):
+        running = random.randint(1, 32)
+        computed = random.randint(1, 60) if random.random() < 0.9 else random.randint(500, 3000)
+        rates.first_token(computed, away + BASE_SECONDS + TOKEN_SECONDS * (computed + running))
+        rates.decoded(BASE_SECONDS + TOKEN_SECONDS * running, running)
+    assert 1 / rates.prefill == pytest.approx(TOKEN_SECONDS, rel=0.2)
+    for running in (0, 1, 16, 64):
+        step = BASE_SECONDS + TOKEN_SECONDS * max(1, running)
+        assert 1 / rates.decode(running) == pytest.approx(step, rel=0.1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 65_536), st.floats(0, 600)), max_size=30),
+    st.lists(st.tuples(st.floats(0, 600), st.integers(1, 4096)), max_size=30),
+    st.integers(0, 4096),
+)
+def test_whatever_was_measured_a_step_takes_no_less_than_its_tokens(
+    first: list[tuple[int, float]], decoded: list[tuple[float, int]], running: int
+) -> None:
+    rates = Rates()
+    for computed, seconds in first:
+        rates.first_token(computed, seconds)
+    for seconds, others in decoded:
+        rates.decoded(seconds, others)
+    assert 1e-3 <= rates.decode(running) * max(1, running) <= rates.prefill * (1 + 1e-9) <= 1e12

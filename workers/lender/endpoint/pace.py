@@ -17,6 +17,8 @@ Example (most 8): full and on time for three windows -> 2, 4, 8; late -> 4; late
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from workers.executor.step_cost import StepCost
+
 LATE_SHARE = 0.05
 """Share of latencies over the budget from which on a window is late."""
 
@@ -103,16 +105,46 @@ def late(before: Buckets, after: Buckets, budget_seconds: float) -> bool:
 
 
 class Rates:
-    """Tokens a second, of one turn, fading: the newest turn counts for a fifth."""
+    """Tokens a second, as the turns that ended show them, fading.
+
+    Keeps true
+    - Prefill is what each token more of a prompt adds to the time to the first one. The rest of that is the network's,
+      the queue's and a step's own, and says nothing about how fast tokens are computed: most prompts are a few tokens.
+    - Who decodes for `n` turns at once computes `n` tokens in each step: prefill is no slower than that.
+    - What was measured of decoding is of as many turns as ran then; what is told is of as many as run now, as if each
+      of them added a token to the step.
+
+    Example: 30 tokens took 50 ms to the first token, 1030 took 100 ms, and 32 turns decode at 100 tokens/s each
+        prefill is 20,000 tokens/s; alone, a turn is told to decode at 1 / (10 - 31 * 0.05 ms) = 118 tokens/s
+    """
 
     NEWEST = 0.2
+    """Of a decoded turn in what is known."""
+
+    GUESSED = (1, 0.05), (2000, 0.25)
+    """Tokens and seconds to the first one, as if they had been seen: a guess of what a token adds, which short prompts
+    alone, whose times are noise, change but slowly."""
 
     def __init__(self) -> None:
-        self.prefill = 10_000.0
-        self.decode = 100.0
+        self._first = StepCost(base_seconds=0.05, token_seconds=1e-4)
+        for tokens, seconds in self.GUESSED:
+            self._first.observe(tokens, seconds)
+        self._decode = 100.0
+        self._running = 1.0
+        """Turns that ran while `_decode` was measured."""
 
     def first_token(self, computed_tokens: int, seconds: float) -> None:
-        self.prefill += self.NEWEST * (max(computed_tokens, 1) / max(seconds, 1e-6) - self.prefill)
+        self._first.observe(max(computed_tokens, 1), max(seconds, 1e-6))
 
-    def decoded(self, seconds_per_token: float) -> None:
-        self.decode += self.NEWEST * (1.0 / max(seconds_per_token, 1e-6) - self.decode)
+    def decoded(self, seconds_per_token: float, running: int) -> None:
+        """A turn was, beside `running - 1` others."""
+        self._decode += self.NEWEST * (1.0 / max(seconds_per_token, 1e-6) - self._decode)
+        self._running += self.NEWEST * (running - self._running)
+
+    @property
+    def prefill(self) -> float:
+        return max(self._first.prefill_tokens_per_second, self._running * self._decode)
+
+    def decode(self, running: int) -> float:
+        """Of one turn while so many run."""
+        return 1.0 / (1.0 / self._decode + (max(1, running) - self._running) / self.prefill)

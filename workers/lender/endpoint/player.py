@@ -264,13 +264,14 @@ class Player:
 
     def _forget(self, turn: Turn) -> None:
         self._pass_time()
+        running = len(self._running)
         if self._running.pop(turn.name, None) is None:
             self._waiting.remove(turn)
             return
         if turn.first_token_at:
             self._rates.first_token(len(turn.context) - turn.cached_tokens, turn.first_token_at - turn.sent_at)
         if len(turn.tokens) > 1:
-            self._rates.decoded((turn.last_token_at - turn.first_token_at) / (len(turn.tokens) - 1))
+            self._rates.decoded((turn.last_token_at - turn.first_token_at) / (len(turn.tokens) - 1), running)
 
     def _told(self, turn: Turn, finish_reason: str, reason: str = "") -> Done:
         spans = (VersionSpan(0, len(turn.tokens), turn.version),) if turn.tokens else ()
@@ -381,7 +382,7 @@ class Player:
             kv_bytes_free=max(0, self._kv.bytes_total - held * self._kv.bytes_per_token),
             kv_bytes_per_token=self._kv.bytes_per_token,
             prefill_tokens_per_second=self._rates.prefill,
-            decode_tokens_per_second=self._rates.decode,
+            decode_tokens_per_second=self._rates.decode(len(self._running)),
             steps=0,
             step_seconds=0.0,
             most_turns=self._pace.limit,
