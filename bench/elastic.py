@@ -213,7 +213,7 @@ def _within(spread: Spread | None, name: str, bound: float) -> Check:
 
 def spreads_of(arm: Arm) -> dict[str, Spread | None]:
     """How fast capacity is taken and left."""
-    first, off = first_turns(arm.lines, arm.waiting), last_turns_off(arm.lines)
+    first, off = first_turns(arm.lines, arm.waiting, late=FIRST_MILLISECONDS / 1000), last_turns_off(arm.lines)
     return {
         "a turn on the bus": arm.bus,
         "grant to first turn": spread_of(from_grants(arm.lines, arm.waiting)),

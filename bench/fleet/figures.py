@@ -40,12 +40,25 @@ class Waiting:
         return begin >= 0 and len(between) > 0 and all(many for _, many in between)
 
 
-def first_turns(lines: Iterable[Line], waiting: Waiting) -> Mapping[str, Sequence[float]]:
-    """Seconds from free capacity to the first turn on it, by who had freed it, where turns waited all the while."""
+def first_turns(lines: Iterable[Line], waiting: Waiting, *, late: float) -> Mapping[str, Sequence[float]]:
+    """Seconds from free capacity to the first turn on it, by who had freed it, where turns waited all the while.
+
+    Capacity that went again after more than `late` seconds without a turn counts with all of them: who leaves it out
+    measures those alone that were quick. After fewer nobody knows how long a turn would have taken.
+    """
     found: dict[str, list[float]] = {GRANT: [], USERS: []}
+    free: dict[str, Line] = {}
     for line in lines:
-        if line.what == What.FIRST.value and waiting.throughout(line.since, line.at):
-            found[line.reason].append(line.at - line.since)
+        if line.what == What.FREE.value:
+            free[line.worker] = line
+        elif line.what == What.FIRST.value:
+            free.pop(line.worker, None)
+            if waiting.throughout(line.since, line.at):
+                found[line.reason].append(line.at - line.since)
+        elif line.what == What.SHUT.value:
+            began = free.pop(line.worker, line)
+            if line.at - began.at > late and waiting.throughout(began.at, line.at):
+                found[began.reason].append(line.at - began.at)
     return found
 
 

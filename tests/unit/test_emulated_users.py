@@ -94,9 +94,24 @@ def test_a_first_turn_counts_where_turns_waited_all_the_while() -> None:
         line(What.FREE, 4.1, 4.1, USERS),
         line(What.FIRST, 4.2, 4.1, USERS),
     ]
-    assert first_turns(lines, waiting) == {GRANT: [pytest.approx(0.4)], USERS: [pytest.approx(0.1)]}
+    assert first_turns(lines, waiting, late=0.25) == {GRANT: [pytest.approx(0.4)], USERS: [pytest.approx(0.1)]}
     assert from_grants(lines, waiting) == [pytest.approx(0.7)]
     assert spread_of([0.1]) is None
+
+
+def test_capacity_that_went_before_a_turn_came_counts_where_that_was_late() -> None:
+    lines = [
+        line(What.FREE, 0.5, 0.5, USERS),
+        line(What.FIRST, 0.6, 0.5, USERS),
+        line(What.SHUT, 0.7, 0.7, USERS),
+        line(What.FREE, 1.0, 0.1, GRANT),
+        line(What.SHUT, 2.5, 2.5, USERS),
+        line(What.FREE, 3.0, 3.0, USERS),
+        line(What.SHUT, 3.1, 3.1, USERS),
+    ]
+    found = {GRANT: [pytest.approx(1.5)], USERS: [pytest.approx(0.1)]}
+    assert first_turns(lines, Waiting([(0.0, 3), (5.0, 3)]), late=0.25) == found
+    assert first_turns(lines, Waiting([(0.0, 3), (2.0, 0), (5.0, 3)]), late=0.25)[GRANT] == []
 
 
 def test_who_lends_when_the_journal_ends_has_outlived_all() -> None:
