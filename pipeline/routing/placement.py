@@ -17,8 +17,9 @@ sent before: each pushes the moment at which the executor's prefill is free, and
 time passes; but prompts that its engine says have not begun lie before it still, however long ago they were sent.
 Whoever runs there shares the steps: each token that is computed in one makes it longer for all. So those that an
 executor holds, its `crowd`, make each step longer for this turn; each token of context that this turn computes delays
-all of them; and its new tokens delay each of them for as long as that one still runs. That is the first part of `risk`,
-and why a prefix is worth more where many run.
+all of them; and its new tokens delay each of them for as long as that one still runs (as if this turn ran longer: what
+they owe is then the same for every turn, which keeps peers in one order; a turn of a few tokens is priced too high
+beside long ones). That is the first part of `risk`, and why a prefix is worth more where many run.
 It has four others. An executor behind the newest policy version samples tokens that may come too late. One that took
 turns back before may do so again: what was computed again elsewhere is spread over all turns that it was given. What is
 prefilled delays whoever comes next: without that, the members of a group that arrive together would each compute their
