@@ -1,7 +1,6 @@
 """How to reach the broker. Keeps true: what the user gives librdkafka passes through verbatim and wins."""
 
 import math
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,9 @@ PREFIX = "rose."
 
 COMPLAINT_SECONDS = 30.0
 """Between two warnings of the same trouble with the broker."""
+
+BEGINNING_SECONDS = 10.0
+"""A client younger than this may not know of all brokers yet."""
 
 TRANSACTION_MILLISECONDS = 10_000
 """The broker aborts a transaction that is open for so long. Until then that of a dead producer holds up its readers."""
@@ -63,7 +65,7 @@ class BusSettings:
         return {
             "bootstrap.servers": self.bootstrap,
             "client.id": client_id,
-            "error_cb": partial(_report, len(self.bootstrap.split(","))),
+            "error_cb": partial(_report, len(set(self.bootstrap.split(","))), time.monotonic()),
             "log_level": 2,
             "topic.metadata.refresh.interval.ms": 30_000,
             "socket.nagle.disable": True,
@@ -117,20 +119,21 @@ _said: dict[int, float] = {}
 """By kind of trouble, when it was last told."""
 
 
-_ALL_DOWN = re.compile(r"(\d+)/\1 brokers are down")
+_FIRST_DOWN = "1/1 brokers are down"
 
 
-def _report(servers: int, error: KafkaError) -> None:
+def _report(servers: int, made_at: float, error: KafkaError) -> None:
     """For whoever wonders why nothing moves. librdkafka reconnects and retries by itself.
 
     One broker of several that is away is no trouble: the others answer. When it is the first of the `servers` that a
-    client begins to know, librdkafka says that all are.
+    client begins to know, librdkafka says that all are. Later it counts those that the cluster has: a node that has
+    long been away is not among them, nor is a second name of the same one.
     """
     if error.code() in (KafkaError._TRANSPORT, KafkaError._RESOLVE, KafkaError._TIMED_OUT) and not error.fatal():
         return
-    if (all_down := _ALL_DOWN.fullmatch(error.str())) is not None and int(all_down[1]) < servers:
-        return
     now = time.monotonic()
+    if error.str() == _FIRST_DOWN and servers > 1 and now - made_at < BEGINNING_SECONDS:
+        return
     if now - _said.get(error.code(), -math.inf) >= COMPLAINT_SECONDS:
         _said[error.code()] = now
         structlog.get_logger("bus").warning("broker trouble", error=error.str())

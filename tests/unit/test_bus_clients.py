@@ -2,15 +2,18 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import structlog
 from confluent_kafka import KafkaError
 
+from tests.unit.test_health import Clock
+from topics import settings
 from topics.catalog import HEARTBEATS, PROMPTS
 from topics.errors import BusError
 from topics.reader import Reader
-from topics.settings import BusSettings, _said
+from topics.settings import BusSettings
 from topics.writer import Writer
 
 NOBODY = BusSettings("127.0.0.1:9")
@@ -35,13 +38,25 @@ def test_a_writer_that_is_closed_is_freed_with_what_it_could_not_store() -> None
     assert left() is None
 
 
-@pytest.mark.parametrize(("servers", "told"), [(1, True), (3, False)])
-def test_the_first_of_several_servers_that_is_away_is_no_trouble(servers: int, told: bool) -> None:
-    """What librdkafka says when the one that a client began with is not there, before it knows of the others."""
-    bootstrap = ",".join(f"127.0.0.{number}:9092" for number in range(1, servers + 1))
-    heard = BusSettings(bootstrap).client("test")["error_cb"]
+@pytest.mark.parametrize(
+    ("servers", "age", "said", "told"),
+    [
+        (["a:1"], 0, "1/1 brokers are down", True),
+        (["a:1", "a:1"], 0, "1/1 brokers are down", True),
+        (["a:1", "b:1", "c:1"], 0, "1/1 brokers are down", False),  # it does not know of the others yet
+        (["a:1", "b:1", "c:1"], 60, "2/2 brokers are down", True),  # one had been away before
+        (["localhost:1", "127.0.0.1:1"], 60, "1/1 brokers are down", True),  # the lone one has two names
+    ],
+)
+def test_the_first_of_several_servers_that_is_away_is_no_trouble_and_all_that_are_known_later_is(
+    monkeypatch: pytest.MonkeyPatch, servers: list[str], age: float, said: str, told: bool
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(settings, "time", SimpleNamespace(monotonic=clock))
+    heard = BusSettings(",".join(servers)).client("test")["error_cb"]
     assert callable(heard)
-    _said.clear()
+    settings._said.clear()
+    clock.now += age
     with structlog.testing.capture_logs() as logs:
-        heard(KafkaError(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down"))
-    assert [line["error"] for line in logs] == ["1/1 brokers are down"] * told
+        heard(KafkaError(KafkaError._ALL_BROKERS_DOWN, said))
+    assert [line["error"] for line in logs] == [said] * told
