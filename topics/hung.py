@@ -7,6 +7,8 @@ Keeps true
 - Only looks count that this process was awake for: a call is not given up because the process was frozen.
 - A call that waits for a broker that is away is waited for: what makes it a lost one is that the broker has answered
   others for half of the time. Nor does its loop count as hung meanwhile (`topics/health.py`).
+- A coordinator that is slow holds up, and is no loss: after a call that was given up the next ones are waited for until
+  the broker itself has ended their transaction, as long as none returns as soon as calls do.
 - What a call that was given up holds is let go when it returns after all, if ever.
 
 Example
@@ -19,6 +21,7 @@ from threading import Thread
 
 from schemas.errors import RoseError
 from topics.health import HEALTH
+from topics.settings import TRANSACTION_MILLISECONDS
 
 LOOK_SECONDS = 1.0
 """Between two looks."""
@@ -26,9 +29,33 @@ LOOK_SECONDS = 1.0
 HUNG_SECONDS = 5.0
 """A coordinator is another's place within one or two; so is a small request answered by a busy broker."""
 
+PATIENT_SECONDS = 1.2 * TRANSACTION_MILLISECONDS / 1000
+"""The broker has long ended a transaction that lasts longer than this."""
+
 
 class HungCall(RoseError):
     """It has not returned though the broker answers."""
+
+
+class Patience:
+    """How long calls are waited for, after what became of those before."""
+
+    def __init__(self, hung_seconds: float = HUNG_SECONDS, patient_seconds: float = PATIENT_SECONDS) -> None:
+        self._hung_seconds, self._patient_seconds = hung_seconds, patient_seconds
+        self.seconds = hung_seconds
+
+    def returned(self, after_seconds: float) -> None:
+        """A call has, and did what it should."""
+        if after_seconds < self._hung_seconds:
+            self.seconds = self._hung_seconds
+
+    def gave_up(self) -> None:
+        """A call has not returned."""
+        self.seconds = self._patient_seconds
+
+
+PATIENCE = Patience()
+"""This process's."""
 
 
 def unless_hung(
@@ -37,7 +64,7 @@ def unless_hung(
     *,
     excuse: Callable[[], object] = HEALTH.turned_over,
     look_seconds: float = LOOK_SECONDS,
-    hung_seconds: float = HUNG_SECONDS,
+    patience: Patience = PATIENCE,
 ) -> None:
     """Make the call, on a thread of its own, and wait for it. `excuse` is called at looks at which no broker answers.
 
@@ -45,7 +72,7 @@ def unless_hung(
     """
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
     Thread(target=_make, args=(call, ended), name="call", daemon=True).start()
-    looks, late, answered = 0, hung_seconds / look_seconds / 2, 0
+    looks, half, answered = 0, patience.seconds / look_seconds / 2, 0
     while True:
         try:
             raised = ended.get(timeout=look_seconds)
@@ -54,15 +81,17 @@ def unless_hung(
         else:
             if raised is not None:
                 raise raised
+            patience.returned(looks * look_seconds)
             return
-        if looks <= late:
+        if looks <= half:
             continue
-        if not _answers(reach):
-            excuse()
-            continue
-        answered += 1
-        if answered >= late:
+        if answered >= half - 1:  # and the call had a look's time since: it may have returned amid the last one
+            patience.gave_up()
             raise HungCall(f"it has not returned for {looks * look_seconds:.0f} s, though the broker answers others")
+        if _answers(reach):
+            answered += 1
+        else:
+            excuse()
 
 
 def _make(call: Callable[[], object], ended: "SimpleQueue[BaseException | None]") -> None:

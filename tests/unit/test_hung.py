@@ -9,9 +9,9 @@ import pytest
 from tests.unit.test_health import Clock
 from topics.errors import BrokerUnreachable
 from topics.health import HUNG_SECONDS, Health
-from topics.hung import HungCall, unless_hung
+from topics.hung import HungCall, Patience, unless_hung
 
-soon = partial(unless_hung, look_seconds=0.01, hung_seconds=0.05)
+soon = partial(unless_hung, look_seconds=0.01, patience=Patience(0.05, 0.05))
 
 
 class Away:
@@ -76,5 +76,43 @@ def test_who_returns_once_the_broker_is_back_is_not_given_up_however_long_it_was
             away.back.set()
         away.reach()
 
-    unless_hung(call, reach, excuse=lambda: None, look_seconds=0.01, hung_seconds=2.0)
+    unless_hung(call, reach, excuse=lambda: None, look_seconds=0.01, patience=Patience(2.0))
     assert away.asked >= 100
+
+
+class Slow:
+    """A coordinator that answers amid this many looks, of which those after the first half ask whether it is there."""
+
+    def __init__(self, looks: int) -> None:
+        self.left = looks
+        self._answer = threading.Event()
+        self._returned = threading.Event()
+
+    def call(self) -> None:
+        self._answer.wait()
+        self._returned.set()
+
+    def reach(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self._answer.set()
+            self._returned.wait()
+
+
+def test_a_call_that_returns_amid_the_last_look_is_not_given_up() -> None:
+    slow = Slow(looks=2)
+    unless_hung(slow.call, slow.reach, look_seconds=0.2, patience=Patience(1.0))
+    assert not slow.left
+
+
+def test_a_coordinator_that_is_slow_is_given_up_once_and_then_waited_for() -> None:
+    patience, never = Patience(0.05, 0.2), threading.Event()
+    patient = partial(unless_hung, look_seconds=0.01, patience=patience)
+    with pytest.raises(HungCall):
+        patient(never.wait, lambda: None)
+    for _ in range(3):
+        slow = Slow(looks=5)
+        patient(slow.call, slow.reach)
+    patient(lambda: None, lambda: None)
+    assert patience.seconds == 0.05, "who answers soon again is waited for as at first"
+    never.set()
