@@ -25,7 +25,7 @@ from topics import metrics, tracing
 from topics.admin import reach
 from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS, Topic
 from topics.errors import BusError
-from topics.hung import HungCall, unless_hung
+from topics.hung import PATIENCE, HungCall, Patience, unless_hung
 from topics.reader import Reader, partitions_of
 from topics.records import Envelope, Place, Raw, Spoiled
 from topics.settings import BusSettings
@@ -65,8 +65,17 @@ class Writer:
     Raises BusError when the broker refuses; a transactional writer that raised is to be thrown away.
     """
 
-    def __init__(self, settings: BusSettings, client_id: str, *, transactional_id: str | None = None) -> None:
+    def __init__(
+        self,
+        settings: BusSettings,
+        client_id: str,
+        *,
+        transactional_id: str | None = None,
+        patience: Patience = PATIENCE,
+    ) -> None:
+        """`patience`: how long a commit may hang though the broker answers others."""
         self._settings = settings
+        self._patience = patience
         self._transactional = transactional_id is not None
         self._failure: tuple[KafkaError, str] | None = None
         """Of a delivery, and the topic."""
@@ -233,7 +242,8 @@ class Writer:
                 producer.send_offsets_to_transaction, places, reader.group_metadata(), TRANSACTION_SECONDS
             )
             try:
-                self._guarded("committing offsets", unless_hung, offsets_go, partial(reach, self._settings))
+                waited_for = partial(unless_hung, patience=self._patience)
+                self._guarded("committing offsets", waited_for, offsets_go, partial(reach, self._settings))
             except HungCall as hung:
                 raise BusError(f"committing offsets ({hung})", KafkaError(KafkaError._TIMED_OUT)) from hung
         self._guarded("committing a transaction", producer.commit_transaction, TRANSACTION_SECONDS)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from functools import partial
 from threading import Event
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from pipeline.accounting.audit import audit_log
 from schemas.environments import Group, GroupState
 from schemas.homes import home_of
 from schemas.samples import Outcome, SampleOutcome
-from tests.brokers import AnyBroker
+from tests.brokers import AnyBroker, any_broker
 from tests.integration.trainer_kit import GROUP_SIZE, group_name, make_samples, write_prompts, write_samples
 from topics.admin import create_topics, reach
 from topics.catalog import GROUPS, OUTCOMES, SAMPLES, Partitions
@@ -353,3 +354,38 @@ def test_the_audit_agrees(settings: BusSettings) -> None:
     with SampleStream(settings, "policy", total_groups=3) as stream:
         stream.settle(outcomes_of(stream.take(3)))
     assert audit_log(settings).clean
+
+
+class SlowCoordinator:
+    """A producer whose offsets are taken once the broker was asked three times whether it is there."""
+
+    def __init__(self, producer: Any) -> None:
+        self._producer = producer
+        self._asked, self._enough = 0, Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._producer, name)
+
+    def send_offsets_to_transaction(self, *arguments: Any) -> None:
+        self._enough.wait()
+        self._producer.send_offsets_to_transaction(*arguments)
+
+    def reach(self, _settings: BusSettings) -> None:
+        self._asked += 1
+        if self._asked == 3:
+            self._enough.set()
+
+
+@any_broker
+@pytest.mark.slow
+def test_a_slow_coordinator_does_not_end_a_trainer_that_would_not_be_more_patient_when_it_is_started_again(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_samples(settings, make_samples(groups=[0]))
+    with SampleStream(settings, "policy", total_groups=1) as stream:
+        slow = SlowCoordinator(stream._writer._producer)
+        monkeypatch.setattr("topics.writer.reach", slow.reach)
+        monkeypatch.setattr(stream._writer, "_producer", slow)
+        stream.settle(outcomes_of(stream.take(1)))
+        monkeypatch.setattr(stream._writer, "_producer", slow._producer)
+    assert on_log(settings) == everyone([0])

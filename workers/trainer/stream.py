@@ -37,6 +37,7 @@ from schemas.errors import RoseError, UsageError
 from schemas.samples import Sample, SampleOutcome
 from topics.catalog import GROUPS, OUTCOMES, SAMPLES, TRAINER_NAMES
 from topics.health import HEALTH
+from topics.hung import PATIENT_SECONDS, Patience
 from topics.letters import buried
 from topics.log import await_decided, read_back
 from topics.metrics import export
@@ -115,7 +116,12 @@ class SampleStream:
         self._lock = Lock()
         self._committed_groups: deque[str] = deque()
         """As whichever thread committed them says: the assembly belongs to the stream's."""
-        self._writer = Writer(settings, client_id, transactional_id=f"{TRAINER_NAMES}{model_id}")
+        self._writer = Writer(
+            settings,
+            client_id,
+            transactional_id=f"{TRAINER_NAMES}{model_id}",
+            patience=Patience(PATIENT_SECONDS),  # whoever gives up ends, and would begin as impatient as before
+        )
         self._reader = Reader(settings, client_id, group=f"{TRAINER_NAMES}{model_id}", ends=True)
         self.fresh = False
         """No trainer of the model has ever settled anything on this log, as far as the broker remembers."""
