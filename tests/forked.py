@@ -4,8 +4,8 @@ Keeps true
 - A test finds in its process what it would find in one that was started: its own signals, environment, standard input.
 - Where one process runs all tests (`-n 0`) there is nothing of this.
 
-vLLM alone takes ten seconds of a core to import, the tests themselves as many, and every process that runs tests collects
-all of them.
+vLLM alone takes ten seconds of a core to import, the tests themselves as many, and every process that runs tests
+collects all of them.
 
     forks = Forks(["tests"])
     config.option.tx = [forks.gateway] * 6  # of pytest-xdist
@@ -106,6 +106,8 @@ def fork_all(number: int, paths: Sequence[str]) -> None:
         with suppress(Exception):  # whoever imports it again says why it cannot be
             import_module(module)
     pytest.main(["--collect-only", "-qq", *paths])  # what cannot be imported is told by those who run it
+    if threads := [f.read_text().strip() for f in Path("/proc/self/task").glob("*/comm")][1:]:
+        sys.exit(f"importing the tests started threads that no fork would have ({threads}): import that in the tests")
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
