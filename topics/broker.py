@@ -139,6 +139,11 @@ class Broker:
             self._process.kill()
             self._process.wait()
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the process, if it runs."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
     def restart(self) -> None:
         """Start again on the same port and data, and wait until it answers; one that still runs is stopped first."""
         self.stop()

@@ -1,4 +1,4 @@
-"""A call into librdkafka that may never return is given up, and whoever made it goes on without it.
+"""A call into librdkafka that may never return, or never be done, is given up, and whoever made it goes on without it.
 
 librdkafka's `send_offsets_to_transaction` ignores its timeout while the broker that it takes for the coordinator of the
 group cannot be reached (#5456), also where another one has long taken over, as when brokers are restarted one by one.
@@ -12,7 +12,7 @@ Keeps true
 - What a call that was given up holds is let go when it returns after all, if ever.
 
 Example
-    unless_hung(lambda: producer.send_offsets_to_transaction(...), lambda: reach(settings))
+    unless_hung(lambda: producer.send_offsets_to_transaction(...), Wait(lambda: reach(settings)))
 """
 
 from collections.abc import Callable
@@ -58,40 +58,66 @@ PATIENCE = Patience()
 """This process's."""
 
 
-def unless_hung(
-    call: Callable[[], object],
-    reach: Callable[[], object],
-    *,
-    excuse: Callable[[], object] = HEALTH.turned_over,
-    look_seconds: float = LOOK_SECONDS,
-    patience: Patience = PATIENCE,
-) -> None:
-    """Make the call, on a thread of its own, and wait for it. `excuse` is called at looks at which no broker answers.
+class Wait:
+    """For one call, which is looked at every so often."""
 
-    `reach` raises RoseError while none does. Raises HungCall, and what the call raises.
-    """
+    def __init__(
+        self,
+        reach: Callable[[], object],
+        *,
+        excuse: Callable[[], object] = HEALTH.turned_over,
+        look_seconds: float = LOOK_SECONDS,
+        patience: Patience = PATIENCE,
+    ) -> None:
+        """`reach` raises RoseError while no broker answers, `excuse` is called at looks at which that is so."""
+        self.look_seconds = look_seconds
+        self._reach, self._excuse, self._patience = reach, excuse, patience
+        self._half = patience.seconds / look_seconds / 2
+        self._looks, self._answered = 0, 0
+
+    def look(self) -> None:
+        """It has not returned for a look's time more. Raises HungCall."""
+        self._looks += 1
+        if self._looks <= self._half:
+            return
+        if self._answered >= self._half - 1:  # and the call had a look's time since: it may have returned amid that one
+            self._patience.gave_up()
+            seconds = self._looks * self.look_seconds
+            raise HungCall(f"it has not returned for {seconds:.0f} s, though the broker answers others")
+        if _answers(self._reach):
+            self._answered += 1
+        else:
+            self._excuse()
+
+    def returned(self) -> None:
+        """It has, and did what it should."""
+        self._patience.returned(self._looks * self.look_seconds)
+
+
+def unless_hung(call: Callable[[], object], wait: Wait) -> None:
+    """Make the call, on a thread of its own, and wait for it. Raises HungCall, and what the call raises."""
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
     Thread(target=_make, args=(call, ended), name="call", daemon=True).start()
-    looks, half, answered = 0, patience.seconds / look_seconds / 2, 0
     while True:
         try:
-            raised = ended.get(timeout=look_seconds)
+            raised = ended.get(timeout=wait.look_seconds)
         except Empty:
-            looks += 1
-        else:
-            if raised is not None:
-                raise raised
-            patience.returned(looks * look_seconds)
-            return
-        if looks <= half:
+            wait.look()
             continue
-        if answered >= half - 1:  # and the call had a look's time since: it may have returned amid the last one
-            patience.gave_up()
-            raise HungCall(f"it has not returned for {looks * look_seconds:.0f} s, though the broker answers others")
-        if _answers(reach):
-            answered += 1
-        else:
-            excuse()
+        if raised is not None:
+            raise raised
+        wait.returned()
+        return
+
+
+def until_done(call: Callable[[float], bool], wait: Wait) -> None:
+    """Make a call that says within so many seconds whether it is done, and goes on when it is made again, until it is.
+
+    Raises HungCall, and what the call raises.
+    """
+    while not call(wait.look_seconds):
+        wait.look()
+    wait.returned()
 
 
 def _make(call: Callable[[], object], ended: "SimpleQueue[BaseException | None]") -> None:

@@ -25,7 +25,7 @@ from topics import metrics, tracing
 from topics.admin import reach
 from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS, Topic
 from topics.errors import BusError
-from topics.hung import PATIENCE, HungCall, Patience, unless_hung
+from topics.hung import PATIENCE, PATIENT_SECONDS, HungCall, Patience, Wait, unless_hung, until_done
 from topics.reader import Reader, partitions_of
 from topics.records import Envelope, Place, Raw, Spoiled
 from topics.settings import BusSettings
@@ -37,7 +37,10 @@ LOOK_SECONDS = 1.0
 """How often a flush looks whether anything was stored."""
 
 TRANSACTION_SECONDS = 60.0
-"""How long beginning or committing a transaction may take before it is an error."""
+"""How long beginning or committing a transaction may take before it is an error, whether a broker answers or not."""
+
+TO_ITS_END = Patience(PATIENT_SECONDS)
+"""For a commit: what is still to be stored may wait for a leader, nearly as long as the broker keeps a transaction."""
 
 CLOSE_SECONDS = 1.0
 """How long a writer that is closed waits for the reports of what it gives up; they are there at once."""
@@ -241,12 +244,11 @@ class Writer:
             offsets_go = partial(
                 producer.send_offsets_to_transaction, places, reader.group_metadata(), TRANSACTION_SECONDS
             )
-            try:
-                waited_for = partial(unless_hung, patience=self._patience)
-                self._guarded("committing offsets", waited_for, offsets_go, partial(reach, self._settings))
-            except HungCall as hung:
-                raise BusError(f"committing offsets ({hung})", KafkaError(KafkaError._TIMED_OUT)) from hung
-        self._guarded("committing a transaction", producer.commit_transaction, TRANSACTION_SECONDS)
+            self._guarded("committing offsets", unless_hung, offsets_go, self._wait(self._patience))
+        self._guarded("committing a transaction", until_done, _commit_of(producer), self._wait(TO_ITS_END))
+
+    def _wait(self, patience: Patience) -> Wait:
+        return Wait(partial(reach, self._settings), patience=patience)
 
     def _produce(
         self,
@@ -293,6 +295,8 @@ class Writer:
             call(*arguments)
         except KafkaException as error:
             raise self._error(doing, error.args[0], *sorted(self._touched)) from error
+        except HungCall as hung:
+            raise BusError(f"{doing} ({hung})", KafkaError(KafkaError._TIMED_OUT)) from hung
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -301,6 +305,22 @@ class Writer:
 
     def _error(self, doing: str, error: KafkaError, *topics: str) -> BusError:
         return BusError(doing, error, *(f"Write on topic {topic}" for topic in topics), *self._rights)
+
+
+def _commit_of(producer: Producer) -> Callable[[float], bool]:
+    """Goes on with the commit for so many seconds; whether it is done. Raises KafkaException."""
+    deadline = time.monotonic() + TRANSACTION_SECONDS
+
+    def go_on(seconds: float) -> bool:
+        try:
+            producer.commit_transaction(seconds)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError._TIMED_OUT or time.monotonic() > deadline:
+                raise
+            return False
+        return True
+
+    return go_on
 
 
 def _beginning(raw: Raw) -> Raw:

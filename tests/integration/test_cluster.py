@@ -6,22 +6,31 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
+from functools import reduce
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from tests.brokers import KAFKA, flags, home_of
+from tests.golden.examples import OUTCOME
 from topics.admin import create_topics
 from topics.apache_kafka import Cluster
+from topics.broker import Broker
 from topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, Partitions
+from topics.errors import BusError
+from topics.log import read_back
 from topics.reader import Reader
 from topics.settings import BusSettings
+from topics.writer import Writer
 
 REPOSITORY = Path(__file__).parents[2]
 WAIT_SECONDS = 60
 SOUNDINGS = 20
+FROZEN_SECONDS = 45
+"""A session of a node, and what a call that hangs is given, are over long before."""
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +79,48 @@ def test_topics_have_a_copy_on_every_node(cluster: Cluster, namespace: str) -> N
     topics = AdminClient({"bootstrap.servers": cluster.bootstrap}).list_topics(timeout=WAIT_SECONDS).topics
     copies = {len(part.replicas) for topic in topics.values() for part in topic.partitions.values()}
     assert copies == {3}
+
+
+def coordinator_of(cluster: Cluster, transactional_id: str) -> Broker:
+    """As Kafka places them: by Java's hash of the id, over the partitions of a topic of its own."""
+    admin = AdminClient({"bootstrap.servers": cluster.bootstrap})
+    partitions = admin.list_topics("__transaction_state", timeout=WAIT_SECONDS).topics["__transaction_state"].partitions
+    hashed = reduce(lambda value, byte: (31 * value + byte) % 2**32, transactional_id.encode(), 0)
+    magnitude = min(hashed, 2**32 - hashed)
+    leader: int = partitions[magnitude % len(partitions)].leader
+    return cluster.nodes[leader - 1]
+
+
+def test_a_commit_ends_though_its_coordinator_is_frozen_and_what_was_given_up_is_not_on_the_log(
+    cluster: Cluster, namespace: str
+) -> None:
+    settings = cluster.settings(namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
+    cluster.await_in_sync(WAIT_SECONDS)
+    writer = Writer(settings, "test", transactional_id="worker")
+    writer.begin()
+    writer.write(OUTCOMES, OUTCOME, key="before")
+    writer.flush()
+    frozen = coordinator_of(cluster, settings.name("worker"))
+    frozen.send_signal(signal.SIGSTOP)
+    long_frozen = Timer(FROZEN_SECONDS, frozen.send_signal, [signal.SIGCONT])
+    long_frozen.start()
+    expected = ["after"]
+    try:
+        writer.commit()  # librdkafka may hear of the next coordinator in time
+        expected.insert(0, "before")
+    except BusError:
+        writer.close()
+        writer = Writer(settings, "test", transactional_id="worker")
+    writer.begin()
+    writer.write(OUTCOMES, OUTCOME, key="after")
+    writer.commit()
+    writer.close()
+    assert long_frozen.is_alive(), "it waited until the coordinator was back"
+    long_frozen.cancel()
+    frozen.send_signal(signal.SIGCONT)
+    cluster.await_in_sync(WAIT_SECONDS)
+    assert [each.key for each in read_back(settings, {(OUTCOMES, 0): 0}, client_id="test")] == expected
 
 
 SOUNDER = """

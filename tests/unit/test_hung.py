@@ -1,17 +1,19 @@
 """What hangs is given up; what is slow, and whoever waits for a broker that is away, is not."""
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import pytest
 
 from tests.unit.test_health import Clock
 from topics.errors import BrokerUnreachable
 from topics.health import HUNG_SECONDS, Health
-from topics.hung import HungCall, Patience, unless_hung
+from topics.hung import HungCall, Patience, Wait, unless_hung, until_done
 
-soon = partial(unless_hung, look_seconds=0.01, patience=Patience(0.05, 0.05))
+
+def soon(call: Callable[[], object], reach: Callable[[], object]) -> None:
+    unless_hung(call, Wait(reach, look_seconds=0.01, patience=Patience(0.05, 0.05)))
 
 
 class Away:
@@ -60,7 +62,8 @@ def test_it_waits_while_no_broker_answers_anybody_and_the_loop_does_not_count_as
         raise BrokerUnreachable("127.0.0.1:9")
 
     with pytest.raises(HungCall):
-        soon(never.wait, reach, excuse=health.turned_over)
+        wait = Wait(reach, excuse=health.turned_over, look_seconds=0.01, patience=Patience(0.05, 0.05))
+        unless_hung(never.wait, wait)
     assert away.asked > 100
     never.set()
 
@@ -76,7 +79,7 @@ def test_who_returns_once_the_broker_is_back_is_not_given_up_however_long_it_was
             away.back.set()
         away.reach()
 
-    unless_hung(call, reach, excuse=lambda: None, look_seconds=0.01, patience=Patience(2.0))
+    unless_hung(call, Wait(reach, excuse=lambda: None, look_seconds=0.01, patience=Patience(2.0)))
     assert away.asked >= 100
 
 
@@ -101,13 +104,16 @@ class Slow:
 
 def test_a_call_that_returns_amid_the_last_look_is_not_given_up() -> None:
     slow = Slow(looks=2)
-    unless_hung(slow.call, slow.reach, look_seconds=0.2, patience=Patience(1.0))
+    unless_hung(slow.call, Wait(slow.reach, look_seconds=0.2, patience=Patience(1.0)))
     assert not slow.left
 
 
 def test_a_coordinator_that_is_slow_is_given_up_once_and_then_waited_for() -> None:
     patience, never = Patience(0.05, 0.2), threading.Event()
-    patient = partial(unless_hung, look_seconds=0.01, patience=patience)
+
+    def patient(call: Callable[[], object], reach: Callable[[], object]) -> None:
+        unless_hung(call, Wait(reach, look_seconds=0.01, patience=patience))
+
     with pytest.raises(HungCall):
         patient(never.wait, lambda: None)
     for _ in range(3):
@@ -116,3 +122,33 @@ def test_a_coordinator_that_is_slow_is_given_up_once_and_then_waited_for() -> No
     patient(lambda: None, lambda: None)
     assert patience.seconds == 0.05, "who answers soon again is waited for as at first"
     never.set()
+
+
+LOOK = 0.01
+
+
+class Transaction:
+    """A commit that is done when it has been gone on with so often, if ever."""
+
+    def __init__(self, turns: int) -> None:
+        self.left = turns
+
+    def commit(self, seconds: float) -> bool:
+        assert seconds == LOOK
+        self.left -= 1
+        return self.left == 0
+
+
+def test_what_can_be_gone_on_with_is_until_it_is_done_or_given_up() -> None:
+    slow = Transaction(turns=5)
+    until_done(slow.commit, Wait(lambda: None, look_seconds=LOOK, patience=Patience(0.05)))
+    assert not slow.left
+    with pytest.raises(HungCall, match="though the broker answers others"):
+        until_done(Transaction(turns=100).commit, Wait(lambda: None, look_seconds=LOOK, patience=Patience(0.05)))
+
+
+def test_a_commit_waits_for_a_broker_that_answers_nobody() -> None:
+    away, slow = Away(), Transaction(turns=100)
+    wait = Wait(away.reach, excuse=lambda: None, look_seconds=LOOK, patience=Patience(0.05))
+    until_done(slow.commit, wait)
+    assert not slow.left and away.asked > 90
