@@ -23,6 +23,8 @@ from topics.catalog import CATALOG, OUTCOMES, PROMPTS, Partitions
 from topics.log import read_topics
 from topics.writer import Writer
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 
 

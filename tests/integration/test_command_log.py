@@ -25,6 +25,8 @@ from topics.reader import Reader
 from topics.records import Envelope, Raw, Spoiled
 from topics.settings import BusSettings
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def log(broker: AnyBroker, namespace: str) -> Log:

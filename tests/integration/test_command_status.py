@@ -33,6 +33,8 @@ from topics.records import Place, Raw, Spoiled
 from topics.settings import BusSettings
 from workers.weights.trust import Trust, run_id
 
+pytestmark = pytest.mark.slow
+
 WAIT_SECONDS = 60.0
 MANIFEST = next(record for record in EXAMPLES if isinstance(record, WeightManifest))
 ANYBODY = Trust(MANIFEST.model_id, MANIFEST.run)

@@ -29,6 +29,8 @@ from workers.executor.lease import Lease
 from workers.executor.words import GiveUp, Lent, NotTaken, Park, Prepare, Take, Wake
 from workers.weights.trust import run_id
 
+pytestmark = pytest.mark.slow
+
 FIGURES = ("rose_executor_policy_version", "rose_lender_budget_bytes")
 
 

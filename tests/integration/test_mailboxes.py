@@ -27,6 +27,8 @@ from topics.records import Envelope
 from topics.settings import BusSettings
 from topics.writer import Writer
 
+pytestmark = pytest.mark.slow
+
 WAIT_SECONDS = 120.0
 FLIGHT = 12
 """Turns under way: as many as three executors hold."""

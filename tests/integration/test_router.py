@@ -23,6 +23,8 @@ from topics.letters import read_letters
 from topics.reader import Reader
 from topics.settings import BusSettings
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def bus(broker: AnyBroker, namespace: str) -> Iterator[Bus]:

@@ -28,6 +28,8 @@ from topics.writer import Writer
 from workers.trainer.groups import CompleteGroup
 from workers.trainer.stream import SampleStream, WrongLog
 
+pytestmark = pytest.mark.slow
+
 HOMES = 2
 
 

@@ -27,6 +27,8 @@ from workers.weights.receive import StagedVersion, WeightReceiver
 from workers.weights.refusals import Refusal
 from workers.weights.signing import trust_of
 
+pytestmark = pytest.mark.slow
+
 MODEL = "policy"
 WAIT_SECONDS = 60.0
 """A version that is not there by then has been lost."""

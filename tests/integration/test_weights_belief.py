@@ -30,6 +30,8 @@ from workers.weights.receive import StagedVersion, WeightReceiver
 from workers.weights.refusals import Refusal
 from workers.weights.signing import trust_of
 
+pytestmark = pytest.mark.slow
+
 KEY = Ed25519PrivateKey.generate()
 
 

@@ -23,6 +23,8 @@ from workers.weights.receive import WeightReceiver
 from workers.weights.refusals import Refusal
 from workers.weights.signing import trust_of
 
+pytestmark = pytest.mark.slow
+
 MODEL_BYTES = sum(tensor.nbytes for tensor in tensors_of(0).values())
 
 

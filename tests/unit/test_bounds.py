@@ -121,6 +121,7 @@ def assert_written_is_read(record: Record) -> None:
     assert again == wire, "what was written is read, and written again it is the same"
 
 
+@pytest.mark.slow
 @settings(max_examples=1500, print_blob=True)
 @given(examples_with_one_field_drawn())
 def test_a_record_with_one_field_at_or_beyond_its_bounds_is_read_or_never_written(record: Record) -> None:

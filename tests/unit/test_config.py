@@ -148,6 +148,7 @@ def test_every_field_has_a_sentence() -> None:
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     folder=TEXT.filter(bool),

@@ -201,6 +201,7 @@ PROMPTS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, print_blob=True)
 @given(PROMPTS | SAMPLING.map(lambda odd: {**GOOD, "sampling": odd}) | JSON)
 def test_the_schema_of_a_prompt_accepts_what_the_decoder_accepts(value: Any) -> None:

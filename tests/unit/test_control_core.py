@@ -346,6 +346,7 @@ def test_never_over_the_cap_never_two_jobs_and_every_grant_has_a_reason(
         assert len(world.lending) <= cap
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.floats(1.0, 200.0), st.floats(0.0, 20.0)), min_size=1, max_size=6),

@@ -55,6 +55,7 @@ def assert_decided(prompt: Prompt) -> str:
     return refusal
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     st.fixed_dictionaries(

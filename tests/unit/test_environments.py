@@ -61,6 +61,7 @@ def test_a_restored_environment_goes_on_as_the_original_would(name: str, data: s
     assert asyncio.run(restored.snapshot()) == asyncio.run(original.snapshot())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @given(data=st.data(), seed=SEEDS)
 @settings(max_examples=60)

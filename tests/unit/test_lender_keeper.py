@@ -22,6 +22,8 @@ from workers.lender.identity import Identity, identity_of, opened, state_of, thi
 from workers.lender.keeper import Keeper, is_halted, says_stop
 from workers.lender.pulse import Pulse
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 STOP_SECONDS = 1.0
 """Within which a file stops lending."""

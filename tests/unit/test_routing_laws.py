@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from tests.unit.routing_steps import STEPS, WORKERS, settle, started, step
 from tests.unit.routing_world import CONFIG, request
 
 
+@pytest.mark.slow
 @settings(max_examples=300, print_blob=True)
 @given(st.lists(STEPS, max_size=80))
 def test_the_laws_hold_in_every_history(steps: list[tuple[object, ...]]) -> None:

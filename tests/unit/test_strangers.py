@@ -258,6 +258,7 @@ DONE = Done(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_no_core_fails_by_what_strangers_write(seed: int) -> None:
     stranger, house = Stranger(seed), House()

@@ -103,6 +103,7 @@ def pair_of(drawn: dict[str, Any]) -> tuple[Words, Words, str]:
     return old, new_words(old, drawn["where"], drawn["how"], drawn["dtype"], random), drawn["dtype"]
 
 
+@pytest.mark.slow
 @settings(max_examples=1000)
 @given(PAIRS)
 def test_what_was_encoded_comes_back_bit_for_bit_and_is_never_larger_than_dense(drawn: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ def decodes_to(data: bytes, symbols: list[tuple[int, int, int]]) -> bool:
     return not coder.overrun(state, stream)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(st.one_of(BIT, uniform_parts()), max_size=200))
 def test_the_coder_gives_back_any_mix_of_bits_and_parts(symbols: list[tuple[int, int, int]]) -> None:

@@ -72,6 +72,7 @@ def test_the_ranks_of_an_engine_want_all_of_the_model(size: int, stages: int, ke
             assert times.max() == max(1, size // key_value_heads), name
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     size=st.sampled_from([1, 2, 4, 8]),
