@@ -44,7 +44,8 @@ test: $(READY) ## run every test; with KAFKA_HOME set, on Apache Kafka too; PYTE
 	$(VENV)/bin/python -m pytest $(STORM) $(PYTEST) || [ $$? -eq 5 ]  # 5: none of these was asked for
 
 test-long: $(READY) ## run the tests that take minutes each: long storms; under an hour
-	$(VENV)/bin/python -m pytest -m long $(PYTEST)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long --ignore $(STORM) $(PYTEST)
+	$(VENV)/bin/python -m pytest -m long $(STORM) $(PYTEST) || [ $$? -eq 5 ]
 
 lint: $(READY) ## check style and types
 	$(VENV)/bin/ruff check .

@@ -5,7 +5,9 @@ Keeps true
 - A trace is played `speed` times as fast, from another moment of it on each worker, and again from its beginning. Of
   its requests a worker is sent every so many-th, so that it is busy as serving fleets are.
 - A worker's guests compute while it has no user: it lends strictly, as is the default.
-- Who gives workers away in whole keeps what users asked for at most within the time that it takes to have one back.
+- Who gives workers away in whole keeps what users asked for at most within the time that it takes to have one back. A
+  worker can serve as many at once as any of them ever does where each keeps its users: that they might be slower for it
+  counts against nobody.
 
 Units: seconds of the trace, unless a name says otherwise. Pure.
 """
@@ -24,7 +26,7 @@ BUSY = 0.189
 """Share of the time in which a worker serves somebody: what ROSE (arXiv 2605.06534) saw of production's devices."""
 
 UTILISED = 0.7
-"""Share of what they can hold to which whole workers are filled with users, as autoscalers aim for."""
+"""Share of what they can serve to which whole workers are filled with users, as autoscalers aim for."""
 
 LOOK_SECONDS = 1.0
 """Between two decisions about whole workers."""
@@ -75,11 +77,9 @@ class Load:
         return self._times[-1]
 
     @property
-    def mean_running(self) -> float:
-        """Requests."""
-        ends = [*self._times[1:], self.seconds]
-        held = sum(step.running * (end - step.at) for step, end in zip(self.steps, ends, strict=True))
-        return held / self.seconds
+    def most_running(self) -> int:
+        """Requests at once."""
+        return max(step.running for step in self.steps)
 
     @property
     def busy(self) -> float:
@@ -112,8 +112,8 @@ class Users(NamedTuple):
     offset: float
     """Where in the trace they begin."""
     speed: float
-    full: float
-    """Requests that a worker can serve at once, as its fleet was sized."""
+    full: int
+    """Requests that a worker can serve at once."""
 
     def at(self, wall_seconds: float) -> Step:
         """`at` of the step is in seconds of the same clock."""
@@ -130,7 +130,7 @@ def users_of(arrivals: Sequence[Arrival], pace: Pace, *, workers: int, speed: fl
     """Of each worker."""
     every = next(many for many in range(1, len(arrivals)) if Load(arrivals[::many], pace).busy <= BUSY)
     loads = [Load(arrivals[first::every], pace) for first in range(min(every, workers))]
-    full = sum(load.mean_running for load in loads) / len(loads) / BUSY
+    full = max(load.most_running for load in loads)
     at = [loads[worker % len(loads)].seconds * worker / workers for worker in range(workers)]
     return [Users(loads[worker % len(loads)], at[worker], speed, full) for worker in range(workers)]
 
@@ -146,7 +146,7 @@ class Whole(NamedTuple):
 def whole_workers(users: Sequence[Users], *, delay: float, wall_seconds: float) -> list[Whole]:
     """What an allocator does that moves workers in whole, each given `delay` after it was seen to be spare.
 
-    Users of a worker that is given go to the others, which hold UTILISED of what they can at most. It keeps as many as
+    Users of a worker that is given go to the others, which serve UTILISED of what they can at most. It keeps as many as
     the most that was asked for within the last `delay` needed, and takes back at once.
     """
     speed, full = users[0].speed, users[0].full

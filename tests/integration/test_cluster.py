@@ -139,6 +139,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.long
 def test_who_sounds_a_cluster_out_survives_the_loss_of_a_coordinator(cluster: Cluster, namespace: str) -> None:
     """An AdminClient that asks for a group's offsets while its coordinator moves brings its process down."""
     settings = cluster.settings(namespace)

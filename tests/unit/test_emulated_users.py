@@ -29,7 +29,7 @@ def test_users_hold_a_worker_from_their_arrival_to_their_last_token() -> None:
         (2.0, 1, 1010),
         (3.0, 0, 0),
     ]
-    users = Users(load, offset=9.0, speed=2.0, full=1.0)
+    users = Users(load, offset=9.0, speed=2.0, full=1)
     assert users.at(0.0).running == 0 and users.at(0.0).at == -3.0
     assert users.at(0.5).running == 1 and users.at(0.5).at == 0.5
     assert users.idle(0.0, 1.5) == pytest.approx(0.5)
@@ -60,6 +60,7 @@ def test_a_real_trace_goes_round_so_that_workers_are_busy_as_in_production() -> 
     users = users_of(read_trace(str(SLICE)), PACE, workers=8, speed=6.0)
     assert len({each.load for each in users}) > 1
     assert users[0].load.busy == pytest.approx(BUSY, rel=0.25)
+    assert users[0].full == max(step.running for each in users for step in each.load.steps)
 
 
 @given(ARRIVALS, st.floats(1.0, 40.0), st.integers(1, 8))
@@ -67,7 +68,7 @@ def test_a_whole_worker_is_given_late_and_not_while_users_need_it(
     arrivals: list[Arrival], delay: float, workers: int
 ) -> None:
     load = Load(sorted(arrivals, key=lambda each: each.at), PACE)
-    users = [Users(load, offset=number * 5.0, speed=2.0, full=2.0) for number in range(workers)]
+    users = [Users(load, offset=number * 5.0, speed=2.0, full=2) for number in range(workers)]
     moves = whole_workers(users, delay=delay, wall_seconds=60.0)
     given: set[int] = set()
     for move in moves:
@@ -76,7 +77,7 @@ def test_a_whole_worker_is_given_late_and_not_while_users_need_it(
         if move.given:
             assert move.at >= delay / users[0].speed - 1e-9
             needed = sum(each.at(move.at).running for each in users)
-            assert needed <= UTILISED * 2.0 * (workers - len(given)) + 1e-9
+            assert needed <= UTILISED * 2 * (workers - len(given)) + 1e-9
     assert short_seconds(users, (), wall_seconds=10.0) <= 10.0
 
 
