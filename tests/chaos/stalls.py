@@ -27,6 +27,7 @@ SESSION_SECONDS: Mapping[Role, float] = {
     Role.LENDER: 2.0,
     Role.ROUTER: 6.0,
     Role.TRAINER: 0.0,
+    Role.CONTROL: 0.0,
     Role.NODE: 6.0,
 }
 """After so long a silence the others know that a worker is gone."""

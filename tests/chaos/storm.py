@@ -83,6 +83,13 @@ kv_cache_bytes = 16777216
 [serving]
 environment = {{ {environment} }}
 
+[control]
+page_port = 0
+lease_seconds = 6.0
+dwell_seconds = 3.0
+idle_seconds = 2.0
+margin_seconds = 0.5
+
 [trainer]
 groups_per_step = {groups_per_step}
 total_groups = {total_groups}
@@ -164,7 +171,7 @@ def blow(folder: Path, plan: Plan, broker: Cluster | Broker, *, sites: Sequence[
     partitions = replace(PARTITIONS, cells=plan.shape.cells)
     create_topics(settings, partitions, replication_factor=plan.shape.nodes or 1)
     arguments = ("--config", str(_configure(folder, plan)), *flags(settings))
-    roles = Roles(folder, arguments, broker, SLOTS, sites, cells=plan.shape.cells)
+    roles = Roles(folder, arguments, broker, SLOTS, sites, cells=plan.shape.cells, controlled=bool(plan.shape.control))
     with closing(roles):
         storm = _Storm(plan, settings, roles)
         try:

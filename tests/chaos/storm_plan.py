@@ -28,6 +28,7 @@ class Role(Enum):
     """A serving engine with a guest: an executor that comes and goes."""
     ROUTER = "router"
     TRAINER = "trainer"
+    CONTROL = "control"
     NODE = "node"
     """Of the broker's cluster."""
 
@@ -127,7 +128,8 @@ def first_of(shape: Shape) -> dict[Role, int]:
     """Who runs when the storm begins: with several cells two executors in each, and a third router."""
     several = shape.cells > 1
     executors, routers = (2 * shape.cells, 3) if several else (3, 2)
-    return {Role.ENVIRONMENT: 3, Role.EXECUTOR: executors, Role.ROUTER: routers, Role.TRAINER: 1}
+    control = {Role.CONTROL: 1} if shape.control else {}
+    return {Role.ENVIRONMENT: 3, Role.EXECUTOR: executors, Role.ROUTER: routers, Role.TRAINER: 1, **control}
 
 
 def cell_of(worker: Worker, cells: int) -> int:
@@ -145,6 +147,7 @@ SETTLED_SECONDS = {
     Role.LENDER: 30.0,
     Role.ROUTER: 6.0,
     Role.TRAINER: 10.0,
+    Role.CONTROL: 10.0,
     Role.NODE: 20.0,
 }
 """So long after its start, or a thaw, a worker counts as one that can stand in for another."""
@@ -184,6 +187,9 @@ LENDER_ENDS: tuple[tuple[Act, Part], ...] = (
 )
 """With lenders, one of each of these, in turn, joins each round, and a grant that parks one for a while."""
 PARKED_SECONDS = (2.0, 10.0)
+
+CONTROL = (Act.KILL, Act.FREEZE)
+"""With a control app, these join each round."""
 
 LEAVERS: tuple[Role, ...] = (
     *(Role.ENVIRONMENT, Role.ROUTER, Role.ENVIRONMENT, Role.EXECUTOR, Role.ENVIRONMENT, Role.ROUTER),
@@ -256,7 +262,7 @@ class _Cast:
 
     def _victim(self, at: float, role: Role) -> _Known | None:
         there = [known for known in self._known if known.worker.role is role and known.there_from <= at]
-        alone = role in (Role.TRAINER, Role.LENDER)
+        alone = role in (Role.TRAINER, Role.CONTROL, Role.LENDER)
         able = [
             known
             for known in there
@@ -272,7 +278,7 @@ class _Cast:
         return self._dice.choice(able) if able else None
 
     def _replacement(self, worker: Worker) -> Worker:
-        keeps = self._shape.by_name or worker.role in (Role.TRAINER, Role.NODE, Role.LENDER)
+        keeps = self._shape.by_name or worker.role in (Role.TRAINER, Role.CONTROL, Role.NODE, Role.LENDER)
         if worker.role is Role.EXECUTOR and not keeps:
             keeps = self._dice.random() < 0.5  # an inbox is a name, too: both happen
         return worker if keeps else self._new(worker.role, cell_of(worker, self._shape.cells))
@@ -301,6 +307,8 @@ def _faults(shape: Shape, turn: int) -> list[_Fault]:
     if shape.lenders:
         own = (LENDER_STAYS[turn % len(LENDER_STAYS)], LENDER_ENDS[turn % len(LENDER_ENDS)], (Act.PARK, Part.ALL))
         faults += [(act, Role.LENDER, part) for act, part in own]
+    if shape.control:
+        faults += [(act, Role.CONTROL, Part.ALL) for act in CONTROL]
     return faults
 
 

@@ -35,7 +35,7 @@ LEAVE_SECONDS = 30.0
 AGAIN_SECONDS = 1.0
 """After so long a role that ended by itself is started again."""
 SPARE_SECONDS = 6.0
-"""A router that has nothing to do says nothing: so long after its start it must be able to take over."""
+"""A router that has nothing to do says nothing, nor does a control app: so long after its start it must be able to."""
 SYNC_SECONDS = 1.0
 """Between two looks at whether a node is back."""
 
@@ -77,14 +77,17 @@ class Roles:
         sites: Sequence[Path] = (),
         *,
         cells: int = 1,
+        controlled: bool = False,
     ) -> None:
         """`arguments` follow the role's own on the command line; of `most` executors lenders have the last names.
 
-        `sites`: installations whose roles these are, see `Sites`; with none they are this one's.
+        `controlled`: a lender that was parked by hand is given back to a control app. `sites`: installations whose
+        roles these are, see `Sites`; with none they are this one's.
         """
         self._folder = folder
         self._most = most
         self._cells = cells
+        self._controlled = controlled
         self._arguments = arguments
         self._broker = broker
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
@@ -250,8 +253,9 @@ class Roles:
         self._note(Change.ENDED, present.worker, present.number, status=-signal.SIGKILL, part=part.name)
 
     def _grant(self, act: Act, lender: Worker) -> None:
-        said = "--lend" if act is Act.WAKE else "--no-lend"
-        command = ("grant", self._name(lender), said, "--reason", "storm", *self._arguments)
+        told = ("--no-lend" if act is Act.PARK else "--lend", "--reason", "storm")
+        said = ("--release",) if act is Act.WAKE and self._controlled else told
+        command = ("grant", self._name(lender), *said, *self._arguments)
         self._nursery.start(command, name="grant", log=self._folder / "grants.log")
         self._write(act.value, lender, 0)
         if act is Act.PARK:
@@ -282,14 +286,15 @@ class Roles:
 
     def _look_at(self, present: _Process, now: float) -> None:
         status = present.process.poll()
-        spare = present.worker.role is Role.ROUTER and not self._broker.settings().embedded
+        role = present.worker.role
+        spare = role is Role.CONTROL or (role is Role.ROUTER and not self._broker.settings().embedded)
         if not present.ready and spare and now > present.started_at + SPARE_SECONDS:
             self.proven(present.worker)
-        if not present.ready:
+        if not present.ready and role in READY:
             with present.log.open("rb") as log:
                 log.seek(present.log_begin)
                 said = log.read().decode(errors="replace")
-            if READY[present.worker.role].search(said):
+            if READY[role].search(said):
                 self.proven(present.worker)
         if status is None:
             return

@@ -10,6 +10,8 @@ class Shape:
     nodes: int
     """Of the broker's cluster; 0: a broker that is left alone, and whose clients return by name."""
     lenders: int = 0
+    control: int = 0
+    """1: a control app says which of them lend. In one cell alone, for it also moves executors between several."""
     cells: int = 1
     rounds: int = 1
     leaves: int = 0

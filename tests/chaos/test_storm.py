@@ -31,7 +31,9 @@ pytestmark = [
 
 def storm(seed: int, kind: str, folder: Path, *, rounds: int = 1, cells: int = 1) -> None:
     print(f"ROSE_CHAOS_SEED={seed}")
-    shape = Shape(nodes=3 if kind == KAFKA else 0, lenders=rounds > 1, cells=cells, rounds=rounds)
+    lends = rounds > 1
+    nodes, control = 3 if kind == KAFKA else 0, lends and cells == 1
+    shape = Shape(nodes=nodes, lenders=lends, control=control, cells=cells, rounds=rounds)
     data = folder / "broker"
     with start_nodes(data) if kind == KAFKA else start(kind, data) as broker:
         report = blow(folder / "roles", draw(seed, shape), broker)

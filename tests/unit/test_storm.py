@@ -29,6 +29,7 @@ SHAPES = st.builds(
     Shape,
     nodes=st.sampled_from([0, 3]),
     lenders=st.integers(0, 2),
+    control=st.integers(0, 1),
     cells=st.integers(1, 3),
     rounds=st.integers(1, 3),
 )
