@@ -59,6 +59,7 @@ def trajectory(
             trajectory_id=name,
             group_id=name.partition(":")[0],
             home=0,
+            environment="calculator",
             turn=turn,
             **appending(tokens[: 4 * length], chain, known=known),
             sampling=Sampling(max_tokens=256, stop_token_ids=(2,)),

@@ -140,6 +140,7 @@ class Recorder:
             trajectory_id=trajectory_id,
             group_id=group_id,
             home=0,
+            environment="calculator",
             turn=turn,
             **appending(self._contexts[tokens], (0,) if turn else (), known=known),
             sampling=self._sampling,

@@ -139,6 +139,7 @@ class Lane:
             trajectory_id=trajectory.name,
             group_id=trajectory.group,
             home=trajectory.home,
+            environment="calculator",
             turn=trajectory.turn,
             appended=self._more if trajectory.turn else self._first,
             context_tokens=self._shape.first + trajectory.turn * self._shape.more,

@@ -237,6 +237,7 @@ class Rose(Simulation):
             trajectory_id=session.trajectory_id,
             group_id=session.group_id,
             home=0,
+            environment="calculator",
             turn=number,
             **appending(bytes(4 * work.context_tokens), (0,) if goes_on else (), known=before if goes_on else 0),
             sampling=self._sampling,

@@ -56,6 +56,7 @@ def request(number: int) -> TurnRequest:
         trajectory_id=f"group-{number // 16}:{number % 16}",
         group_id=f"group-{number // 16}",
         home=0,
+        environment="calculator",
         turn=0,
         **appending(CONTEXT),
         sampling=SAMPLING,

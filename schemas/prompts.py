@@ -28,6 +28,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """None: the engine's own stream of randomness."""
 
 
+Environment = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
 class Prompt(Record, frozen=True, kw_only=True):
     """One task, to be tried `group_size` times."""
 
@@ -36,7 +39,7 @@ class Prompt(Record, frozen=True, kw_only=True):
     group_id: GroupId
     """Unique for ever; trajectories are `<group_id>:<index>`. A second prompt of the same id is dead-lettered."""
     group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE)]
-    environment: Annotated[str, Meta(min_length=1, max_length=256)]
+    environment: Environment
     """A built-in's name, or `package.module:Class`."""
     seed: Seed
     """Seeds the environment; every trajectory of the group gets the same task."""

@@ -30,7 +30,7 @@ from schemas.limits import (
     Tokens,
     Version,
 )
-from schemas.prompts import Sampling
+from schemas.prompts import Environment, Sampling
 from schemas.record import Record
 
 Partition = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -74,7 +74,7 @@ class TurnRequest(Record, frozen=True, kw_only=True):
         turn 2              chain (7, 19)    appended: 5           context_tokens 21
     """
 
-    SCHEMA: ClassVar[str] = "turn-request/4"
+    SCHEMA: ClassVar[str] = "turn-request/5"
 
     MOST_BYTES: ClassVar[int] = ITEM_BYTES * CONTEXT_TOKENS + 32 * 1024
     """What else it says, and what a newer writer adds, leaves its dispatch room for all that may have been sampled."""
@@ -83,6 +83,8 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     group_id: GroupId
     home: Partition
     """The partition of the prompt; the result comes back to the same one."""
+    environment: Environment
+    """Of the prompt: how long turns get is learned for each by itself."""
     turn: Turn
     appended: Tokens
     """What was sampled since the request before and the observation that followed; of an anchor, all tokens so far."""
@@ -183,7 +185,7 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
     generated one 8, so with both at their bounds a dispatch is still one record.
     """
 
-    SCHEMA: ClassVar[str] = "turn-dispatch/5"
+    SCHEMA: ClassVar[str] = "turn-dispatch/6"
 
     asked: Annotated[msgspec.Raw, Meta(extra={"record": "TurnRequest"})] = msgspec.field(name="request")
     """The TurnRequest's bytes as they came: what a newer writer added passes an older router unharmed."""

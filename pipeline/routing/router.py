@@ -151,7 +151,7 @@ class Router:
         behind = turn.begun_tokens if present else 0
         if result.outcome is COMPLETED:
             self._remember(turn, result, behind)
-            self.lengths.saw(turn.turn, count(result.tokens), turn.max_tokens)
+            turn.lengths.saw(turn.turn, count(result.tokens), turn.max_tokens)
             self._finish(turn, answered=present)
             self.counters.finished += 1
             return self._drain(now)
@@ -289,6 +289,7 @@ class Router:
             wire=asked.wire,
             offset=asked.offset,
             trajectory=trajectory,
+            lengths=self.lengths.of(request.environment),
             context_tokens=request.context_tokens,
             epoch=self.epoch,
             room_tokens=request.context_tokens + sampling.max_tokens,
@@ -378,7 +379,7 @@ class Router:
     def _ask(self, turn: Turn) -> Ask:
         begun = turn.begun_tokens
         context_tokens = turn.context_tokens + begun
-        new_tokens = self.lengths.expected(turn.turn, turn.max_tokens) - begun
+        new_tokens = turn.lengths.expected(turn.turn, turn.max_tokens) - begun
         return Ask(
             context_tokens,
             new_tokens if new_tokens > 1.0 else 1.0,

@@ -36,7 +36,7 @@ def summary_of(router: Router, *, name: str, now: float, cell: int = 0, cells: i
     for turn in islice((turn for turn in there.values() if not turn.torn), COUNTED):
         room += turn.room_tokens
         prefill += turn.context_tokens + turn.begun_tokens
-        new += max(1.0, router.lengths.expected(turn.turn, turn.max_tokens) - turn.begun_tokens)
+        new += max(1.0, turn.lengths.expected(turn.turn, turn.max_tokens) - turn.begun_tokens)
     share = turns / min(turns, COUNTED) if turns else 0.0
     prefill, new = prefill * share, new * share
     return CellSummary(

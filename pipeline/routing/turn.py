@@ -5,6 +5,7 @@ They are many, so neither is tracked by the garbage collector: nothing in them l
 
 import msgspec
 
+from pipeline.routing.lengths import Means
 from schemas.arrays import count
 from schemas.turns import Part, TurnKey, TurnRequest
 
@@ -60,6 +61,8 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
     """Of the request in its home."""
     trajectory: Trajectory
     """What is known of its trajectory."""
+    lengths: Means
+    """Of its environment."""
     context_tokens: int
     epoch: int
     """The router's epoch in which it was asked for."""

@@ -57,6 +57,7 @@ REQUEST = TurnRequest(
     trajectory_id="g-1:3",
     group_id="g-1",
     home=5,
+    environment="calculator",
     turn=2,
     **appending(pack_tokens([1, 2, 70_000]), (7, 19), known=1),
     sampling=SAMPLING,

@@ -103,6 +103,7 @@ class Router:
             trajectory_id=name,
             group_id="g",
             home=home,
+            environment="calculator",
             turn=turn,
             **appending(pack_tokens(context), chain, known=known),
             sampling=Sampling(**{"max_tokens": 8, "stop_token_ids": (0,), **sampling}),

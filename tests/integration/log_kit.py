@@ -76,6 +76,7 @@ class Log:
             trajectory_id=name,
             group_id=group_id,
             home=self.home(group_id),
+            environment="calculator",
             turn=turn,
             **appending(b"\x01\x00\x00\x00"),
             sampling=Sampling(),

@@ -87,6 +87,7 @@ class Log:
                 trajectory_id=f"{group}{number}:0",
                 group_id=f"{group}{number}",
                 home=0,
+                environment="calculator",
                 turn=0,
                 **appending(pack_tokens([1 + (number + place) % 40 for place in range(CONTEXT_TOKENS)])),
                 sampling=Sampling(max_tokens=MOST_TOKENS, seed=number),

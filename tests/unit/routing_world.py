@@ -50,6 +50,7 @@ def request(
 ) -> TurnRequest:
     fields: dict[str, object] = {
         "home": 0,
+        "environment": "calculator",
         "requested_at": 0.0,
         "patience_seconds": 1e9,
         "sampling": Sampling(max_tokens=max_tokens),

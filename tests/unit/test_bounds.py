@@ -144,6 +144,7 @@ REQUEST = TurnRequest(
     trajectory_id=trajectory_id(LONGEST_GROUP, GROUP_SIZE - 1),
     group_id=LONGEST_GROUP,
     home=2**31 - 1,
+    environment="calculator",
     turn=TURNS - 1,
     **appending(TOKENS),
     sampling=SAMPLING,

@@ -27,6 +27,7 @@ def dispatch(
         trajectory_id=name,
         group_id="g",
         home=0,
+        environment="calculator",
         turn=0,
         **appending(pack_tokens([1] * context_tokens)),
         sampling=Sampling(max_tokens=5),

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.routing.lengths import Means
 from pipeline.routing.liveness import FORGET_SECONDS, HEARING_SECONDS, Liveness, Standing
 from pipeline.routing.turn import Trajectory, Turn
 from schemas.slack import ExecutorState
@@ -22,6 +23,7 @@ TURN = Turn(
     wire=b"",
     offset=0,
     trajectory=Trajectory(),
+    lengths=Means(),
     context_tokens=1,
     epoch=0,
     room_tokens=2,

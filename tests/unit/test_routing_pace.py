@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.routing.lengths import Lengths
+from pipeline.routing.lengths import ENVIRONMENTS_APART, Lengths, Means
 from pipeline.routing.pace import CROWD_STEPS, STEPS, Pace, crowd_of, learned, step_rate
 from schemas.slack import Hardware, Tenant
 from tests.unit.routing_world import heartbeat
@@ -61,7 +61,7 @@ def test_a_crowd_is_counted_to_within_half_a_step_and_never_the_less_for_another
 def test_what_a_turn_is_expected_to_sample_is_between_one_token_and_all_it_may(
     seen: list[tuple[int, int, int]],
 ) -> None:
-    lengths = Lengths()
+    lengths = Means()
     for turn, tokens, most in seen:
         lengths.saw(turn, tokens, most)
         for each in (0, turn, 511):
@@ -69,10 +69,18 @@ def test_what_a_turn_is_expected_to_sample_is_between_one_token_and_all_it_may(
 
 
 def test_the_length_of_each_turn_is_learned_by_itself() -> None:
-    lengths = Lengths()
+    lengths = Means()
     assert lengths.expected(0, 100) == 100.0, "before the first result: all that it may"
     for _ in range(50):
         lengths.saw(0, 10, 100)
         lengths.saw(1, 80, 100)
     assert round(lengths.expected(0, 100)) == 10 and round(lengths.expected(1, 200)) == 160
     assert round(lengths.expected(2, 100)) == 80, "what was not seen yet is taken for like what was seen last"
+
+
+def test_environments_are_told_apart_but_for_those_beyond_some() -> None:
+    lengths = Lengths()
+    for number in range(3 * ENVIRONMENTS_APART):
+        lengths.of(f"e{number}").saw(0, number % 100, 100)
+    assert round(lengths.of("e10").expected(0, 100)) == 10 and round(lengths.of("e20").expected(0, 100)) == 20
+    assert lengths.of("one more") is lengths.of(f"e{ENVIRONMENTS_APART}") is not lengths.of("e10")

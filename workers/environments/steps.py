@@ -168,6 +168,7 @@ def _next_turn(trajectory: Trajectory, rules: Rules, now: float, *, changed: boo
         trajectory_id=trajectory.trajectory_id,
         group_id=trajectory.prompt.group_id,
         home=trajectory.home,
+        environment=trajectory.prompt.environment,
         turn=trajectory.turn,
         **appending(trajectory.tokens, trajectory.chain, known=trajectory.requested),
         sampling=trajectory.asked,

@@ -1,0 +1,293 @@
+"""Heartbeats of a large fleet: what they cost a router, and how soon it acts on a change among them.
+
+    KAFKA_HOME=... python -m bench.heartbeats            5,000 executors in 16 cells, on Apache Kafka
+    python -m bench.heartbeats --executors 500           on the embedded broker
+
+One router, a process as its command runs it, serves all cells. Every executor sends a heartbeat each `BEAT_SECONDS`,
+at a moment of its own, from a process beside: it holds as many turns as it may, and its rates are measured anew each
+time.
+
+share       Of one core, a cell: the router's processor time in a window in which nothing but heartbeats comes, over the
+            cells. With so many executors to a cell it is a bound on how many a router may serve.
+acted       Milliseconds at p99 from the moment at which an executor that had no room hands over a heartbeat that offers
+            some, until a turn that waited has reached its inbox. It is one of each cell that changes, in turn; the
+            heartbeats of all others go on.
+With `--json FILE` the result is kept.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from confluent_kafka import Consumer, Producer, TopicPartition
+
+from bench.broker import scratch_broker
+from bench.check import Check
+from bench.processes import processor_seconds
+from schemas.prompts import Sampling
+from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
+from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, VersionSpan
+from schemas.wire import decode, encode
+from topics.admin import create_topics
+from topics.catalog import COMPLETED, DISPATCHED, HEARTBEATS, LOG_GROUP, REQUESTED, Partitions, Topic
+from topics.settings import BusSettings
+
+BEAT_SECONDS = 0.2
+"""The longest that an executor's configuration allows; the default is half of it."""
+
+TURNS = 8
+"""That each of the steady executors holds, which is all that it may."""
+
+WARM_SECONDS = 10.0
+CHANGES = 400
+FIRST_CHANGES = 50
+"""That are not counted."""
+PATIENCE_SECONDS = 60.0
+SHARE, ACTED_MILLISECONDS = 0.1, 250.0
+
+
+def beat(worker: str, slot: int, sequence: int, *, room: int, running: int, noise: float) -> SlackHeartbeat:
+    """`room`: turns that it may hold; `noise`: of its rates."""
+    return SlackHeartbeat(
+        worker=worker,
+        incarnation=1,
+        slot=slot,
+        sequence=sequence,
+        worker_class=WorkerClass.DEDICATED,
+        state=ExecutorState.READY,
+        policy_version=0,
+        hardware=Hardware(prefill_tokens_per_second=20_000.0 * noise, decode_tokens_per_second=200.0 * noise),
+        kv_bytes_total=10**10,
+        kv_bytes_free=10**10,
+        kv_bytes_per_token=10_000,
+        rollout=Tenant(running=running),
+        max_turns=room,
+        token_budget=1_000_000,
+        ttl_seconds=2.0,
+        holds=bytes(8 * running),
+        sent_at=time.time(),
+    )
+
+
+def send_beats(settings: BusSettings, executors: int, cells: int) -> None:
+    """Those of the steady executors, until the process is ended."""
+    producer, topic, noise = Producer(settings.producer("bench-beats")), settings.topic(HEARTBEATS), random.Random(0)
+    began, sent = time.perf_counter(), 0
+    while True:
+        due = int((time.perf_counter() - began) / BEAT_SECONDS * executors)
+        sent = max(sent, due - executors)  # after a pause each beats once
+        for number in range(sent, due):
+            rounds, executor = divmod(number, executors)
+            slot = executor % cells
+            told = beat(f"steady-{executor}", slot, rounds, room=0, running=TURNS, noise=noise.uniform(0.97, 1.03))
+            producer.produce(topic, value=encode(told), partition=slot)
+        sent = due
+        producer.poll(0.002)
+
+
+class Changers:
+    """One executor a cell that has room for a turn when it says so, and the turns that wait for that."""
+
+    def __init__(self, settings: BusSettings, cells: int) -> None:
+        self._settings, self._cells = settings, cells
+        self._producer = Producer(settings.producer("bench-changers"))
+        self._consumer = Consumer(settings.consumer("bench-changers", LOG_GROUP))
+        inbox = settings.topic(DISPATCHED)
+        self._consumer.assign([TopicPartition(inbox, slot, 0) for slot in range(cells)])
+        self._sequence = [0] * cells
+        self._asked = 0
+        self._beaten_at = 0.0
+        self._open: int | None = None
+        """The cell whose executor has room."""
+
+    def change(self, cell: int) -> float:
+        """Seconds from its heartbeat with room until a turn has reached its inbox. Raises TimeoutError."""
+        began = time.perf_counter()
+        self._open = cell
+        self._beat(cell)
+        while time.perf_counter() < began + PATIENCE_SECONDS:
+            if (dispatch := self._taken()) is not None:
+                took = time.perf_counter() - began
+                self._open = None
+                self._beat(cell)
+                self._answer(dispatch)
+                self.ask(cell)
+                return took
+            self.beat_if_due()
+        raise TimeoutError(f"no turn reached cell {cell} within {PATIENCE_SECONDS:.0f} s")
+
+    def wait(self, seconds: float) -> None:
+        """Go on beating."""
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            self.beat_if_due()
+            self._producer.poll(0.01)
+
+    def ask(self, cell: int) -> None:
+        """For a turn, which waits: nobody has room."""
+        name = f"{self._asked}"
+        self._asked += 1
+        request = TurnRequest(
+            trajectory_id=f"{name}:0",
+            group_id=name,
+            home=cell,
+            environment="calculator",
+            turn=0,
+            appended=bytes(400),
+            context_tokens=100,
+            digest=bytes(16),  # nobody computes on it
+            chain=(),
+            sampling=Sampling(max_tokens=10),
+            requested_at=time.time(),
+            patience_seconds=3600.0,
+        )
+        self._write(REQUESTED, encode(request), cell)
+
+    def beat_if_due(self) -> None:
+        """What they said last, again."""
+        if time.perf_counter() >= self._beaten_at + BEAT_SECONDS:
+            self._beaten_at = time.perf_counter()
+            for cell in range(self._cells):
+                self._beat(cell)
+
+    def close(self) -> None:
+        self._producer.flush()
+        self._consumer.close()
+
+    def _beat(self, cell: int) -> None:
+        room = int(cell == self._open)
+        told = beat(f"changer-{cell}", cell, self._sequence[cell], room=room, running=0, noise=1.0)
+        self._sequence[cell] += 1
+        self._write(HEARTBEATS, encode(told), cell)
+
+    def _taken(self) -> TurnDispatch | None:
+        """The next that has reached an inbox, waited for a moment."""
+        message = self._consumer.poll(0.001)
+        if message is None:
+            self._producer.poll(0)
+            return None
+        if message.error() is not None:
+            raise RuntimeError(f"the broker fails the benchmark: {message.error()}")
+        value = message.value()
+        return None if value is None else decode(TurnDispatch, value)  # of a claim there is none
+
+    def _answer(self, dispatch: TurnDispatch) -> None:
+        request = dispatch.request
+        result = TurnResult(
+            trajectory_id=request.trajectory_id,
+            group_id=request.group_id,
+            home=request.home,
+            turn=0,
+            attempt=dispatch.attempt,
+            outcome=TurnOutcome.COMPLETED,
+            worker=dispatch.worker,
+            incarnation=1,
+            tokens=bytes(40),
+            logprobs=bytes(40),
+            finish_reason="stop",
+            spans=(VersionSpan(0, 10, 0),),
+            context_tokens=request.context_tokens,
+        )
+        self._write(COMPLETED, encode(result), request.home)
+
+    def _write(self, topic: Topic, value: bytes, cell: int) -> None:
+        self._producer.produce(self._settings.topic(topic), value=value, partition=cell)
+
+
+@contextmanager
+def child(*words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is ended with this."""
+    with subprocess.Popen([sys.executable, "-m", *words], stdout=subprocess.DEVNULL) as process:
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+def measure(settings: BusSettings, executors: int, cells: int, seconds: float) -> list[Check]:
+    """The figures, of a router of its own."""
+    create_topics(settings, Partitions(home=cells, slots=cells, cells=cells))
+    told = json.dumps(asdict(settings))
+    changers, order = Changers(settings, cells), random.Random(1)
+    with (
+        child("bench.children", "router", told) as router,
+        child(
+            "bench.heartbeats", "--send", told, "--executors", str(executors - cells), "--cells", str(cells)
+        ) as beats,
+    ):
+        for cell in (cell for _ in range(2) for cell in range(cells)):
+            changers.ask(cell)
+        changers.change(0)  # the router serves
+        changers.wait(WARM_SECONDS)
+        before, at = [processor_seconds(each.pid) for each in (router, beats)], time.perf_counter()
+        changers.wait(seconds)
+        after, took = [processor_seconds(each.pid) for each in (router, beats)], time.perf_counter() - at
+        found: list[float] = []
+        for _ in range(FIRST_CHANGES + CHANGES):
+            changers.wait(order.uniform(0, BEAT_SECONDS))
+            found.append(1e3 * changers.change(order.randrange(cells)))
+    changers.close()
+    routers, senders = ((there - here) / took for here, there in zip(before, after, strict=True))
+    percentiles = statistics.quantiles(found[FIRST_CHANGES:], n=100)
+    return [
+        Check(
+            name="share",
+            value=round(routers / cells, 4),
+            unit="of a core a cell",
+            bound=SHARE,
+            direction="max",
+            against=f"{executors} executors in {cells} cells, each with a heartbeat every {BEAT_SECONDS} s",
+            details={
+                "router": round(routers, 3),
+                "microseconds a heartbeat": round(1e6 * routers * BEAT_SECONDS / executors, 1),
+                "the sender": round(senders, 3),
+            },
+        ),
+        Check(
+            name="acted",
+            value=round(percentiles[98], 1),
+            unit="ms at p99",
+            bound=ACTED_MILLISECONDS,
+            direction="max",
+            against=f"{CHANGES} changes, among the heartbeats of all others",
+            details={"median": round(percentiles[49], 1), "longest": round(max(found[FIRST_CHANGES:]), 1)},
+        ),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
+    parser.add_argument("--executors", type=int, default=5000)
+    parser.add_argument("--cells", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the window in which nothing changes")
+    parser.add_argument("--send", help=argparse.SUPPRESS)  # what this program starts itself with
+    arguments = parser.parse_args()
+    if arguments.send is not None:
+        send_beats(BusSettings(**json.loads(arguments.send)), arguments.executors, arguments.cells)
+    with scratch_broker() as broker:
+        name = broker.name
+        checks = measure(broker.settings("beats."), arguments.executors, arguments.cells, arguments.seconds)
+    result = {"broker": name, "cores": os.cpu_count(), "checks": [asdict(check) for check in checks]}
+    if arguments.json == "-":
+        print(json.dumps(result, indent=2))
+        return
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+    print(f"broker: {name}, {os.cpu_count()} cores")
+    for check in checks:
+        print(check)
+
+
+if __name__ == "__main__":
+    main()
