@@ -21,7 +21,7 @@ from confluent_kafka import KafkaError, Message, Producer
 from pipeline.command.health import MOST_LINES
 from pipeline.command.nursery import Forked, Nursery
 from schemas.errors import RecordError
-from schemas.homes import home_of
+from schemas.homes import home_of, slot_of
 from schemas.prompts import Prompt
 from schemas.record import Record
 from schemas.samples import SampleOutcome
@@ -58,6 +58,9 @@ SEED = int(os.environ.get("ROSE_STRANGERS_SEED", "1"))
 MESSAGES, ROUNDS, BOMBS = 20_000, 20, 20
 PARTITIONS = Partitions(home=2, slots=2, samples=1, chunks=1)
 NAMESPACE = "strangers."
+EXECUTOR = next(name for name in "abcdefgh" if slot_of(name, PARTITIONS.slots) == 0)
+"""Its inbox is the first; the other is nobody's."""
+
 GARBAGE = 300
 """Requests that are none, to each role's metrics."""
 
@@ -94,6 +97,7 @@ class Run:
             "weights.trusted_key": self.public,
             "trainer.groups_per_step": 1,
             "environment.window_groups": 256,
+            "executor.name": EXECUTOR,
             "environment.max_context_tokens": 256,
             "executor.max_model_len": 256,
             "executor.kv_cache_bytes": 64 << 20,
@@ -175,7 +179,7 @@ def spoiled(places: Places) -> Iterator[Place]:
         if topic not in (PROMPTS, REQUESTED, COMPLETED, SAMPLES, DISPATCHED):
             continue  # a newest record that is none is passed over; a heartbeat is heard by who listens, or by nobody
         if topic is DISPATCHED and partition > 0:
-            continue  # nobody's inbox
+            continue
         if raw.value is None:
             if topic in (PROMPTS, COMPLETED, SAMPLES):
                 yield topic, partition, offset
