@@ -86,6 +86,7 @@ def lender(settings: BusSettings, server: Server, tmp_path: Path) -> Iterator["s
         "environment.max_context_tokens": 256,
         "executor.kv_cache_bytes": 16 << 20,
         "executor.max_turns": 8,
+        "executor.slot": SLOT,
         "endpoint.folder": tmp_path / "versions",
         "endpoint.ttft_seconds": 20,  # a machine that others share: no latency is what is tested here
         "endpoint.tpot_seconds": 5,
