@@ -42,11 +42,11 @@ SYNC_SECONDS = 1.0
 READY = {
     Role.ENVIRONMENT: re.compile(r"event=homes_recovered"),
     Role.EXECUTOR: re.compile(r"event=serving"),
-    Role.LENDER: re.compile(r"event=serving"),
+    Role.LENDER: re.compile(r"event=serving|the guest is parked"),
     Role.ROUTER: re.compile(r"event=serving"),
     Role.TRAINER: re.compile(r"event=(\"going on\"|step)"),
 }
-"""What a role says once it does its work."""
+"""What a role says once it does its work; a lender, also when there is none for it."""
 
 
 @dataclass(slots=True)
@@ -144,7 +144,10 @@ class Roles:
                     self.left[status] += 1
                 self._note(Change.ENDED, present.worker, present.number, status=status)
             elif present.asked_at is not None and now > present.asked_at + LEAVE_SECONDS:
-                self.overdue.append(present.worker)
+                if (
+                    present.ready or present.worker.role is not Role.LENDER
+                ):  # vLLM loses a signal now and then as it loads
+                    self.overdue.append(present.worker)
                 present.process.send_signal(signal.SIGKILL)
         there = {present.worker for present in self._leaving}
         for worker in [worker for worker, at in self._again.items() if at <= now and worker not in there]:
