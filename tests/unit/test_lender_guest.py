@@ -1,16 +1,15 @@
 """A guest and its link: serving's loop hears nothing of one that cannot be taken up, and who is left alone parks."""
 
 import logging
-import resource
 import select
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.descriptors import no_descriptor_left
 from workers.executor.line import Line
 from workers.executor.step_cost import UNKNOWN, StepCost
 from workers.executor.words import NO_LIMIT, REPORTS, Gone, Slack, Tick
@@ -22,16 +21,6 @@ from workers.lender.vllm import guest as guests
 from workers.lender.vllm.guest import Guest
 
 MODEL = Path(__file__).parents[2] / "workers/models/calculator"
-
-
-@contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 QUIET = Slack(0, 0, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import resource
 import select
 import socket
 import threading
@@ -17,6 +16,7 @@ import msgspec
 import pytest
 
 from schemas.errors import UsageError
+from tests.descriptors import no_descriptor_left
 from tests.waiting import WAIT_SECONDS, until
 from workers.executor.line import Line
 from workers.executor.wires import Wires
@@ -106,14 +106,9 @@ def test_a_knock_for_which_no_descriptor_is_left_does_not_take_the_interpreter(
 ) -> None:
     rests = threading.Semaphore(0)
     monkeypatch.setattr(feeder, "time", SimpleNamespace(sleep=lambda _: rests.release()))
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as knocking:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-        try:
-            knocking.connect(str(path))
-            assert rests.acquire(timeout=WAIT_SECONDS)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as knocking, no_descriptor_left():
+        knocking.connect(str(path))
+        assert rests.acquire(timeout=WAIT_SECONDS)
 
 
 def test_who_comes_last_has_the_link(host: Host, path: Path, beside: End) -> None:
