@@ -42,11 +42,14 @@ SYNC_SECONDS = 1.0
 READY = {
     Role.ENVIRONMENT: re.compile(r"event=homes_recovered"),
     Role.EXECUTOR: re.compile(r"event=serving"),
-    Role.LENDER: re.compile(r"event=serving|the guest is parked"),
+    Role.LENDER: re.compile(r"event=serving"),
     Role.ROUTER: re.compile(r"event=serving"),
     Role.TRAINER: re.compile(r"event=(\"going on\"|step)"),
 }
-"""What a role says once it does its work; a lender, also when there is none for it."""
+"""What a role says once it does its work."""
+
+PARKED = re.compile(r"the guest is parked")
+"""What a lender says that a control app has no work for."""
 
 
 @dataclass(slots=True)
@@ -144,10 +147,7 @@ class Roles:
                     self.left[status] += 1
                 self._note(Change.ENDED, present.worker, present.number, status=status)
             elif present.asked_at is not None and now > present.asked_at + LEAVE_SECONDS:
-                if (
-                    present.ready or present.worker.role is not Role.LENDER
-                ):  # vLLM loses a signal now and then as it loads
-                    self.overdue.append(present.worker)
+                self.overdue.append(present.worker)
                 present.process.send_signal(signal.SIGKILL)
         there = {present.worker for present in self._leaving}
         for worker in [worker for worker, at in self._again.items() if at <= now and worker not in there]:
@@ -297,7 +297,8 @@ class Roles:
             with present.log.open("rb") as log:
                 log.seek(present.log_begin)
                 said = log.read().decode(errors="replace")
-            if READY[role].search(said):
+            idle = role is Role.LENDER and self._controlled and PARKED.search(said)
+            if idle or READY[role].search(said):
                 self.proven(present.worker)
         if status is None:
             return

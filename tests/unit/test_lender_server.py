@@ -101,6 +101,34 @@ def test_a_server_begins_though_its_keeper_has_taken_everything_along(tmp_path: 
     assert ran.stdout == b"serves\n"
 
 
+LOADS = """
+import signal, sys, time
+def interrupt(*_):
+    raise KeyboardInterrupt("terminated")
+
+signal.signal(signal.SIGTERM, interrupt)
+print("loads", flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    sys.exit("it goes on")
+"""
+
+
+def test_a_server_that_is_asked_to_stop_while_it_loads_stops(tmp_path: Path) -> None:
+    """As vLLM's does: its handler's exception is caught where it waits for its engine core."""
+    (tmp_path / "played.py").write_text(LOADS)
+    with subprocess.Popen(
+        [sys.executable, "-c", "from workers.lender.server import main; main('played')"],
+        cwd=ROOT,
+        env=os.environ | {SETTING: str(tmp_path / "lend.json"), "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        stdout=subprocess.PIPE,
+    ) as server:
+        assert server.stdout is not None and server.stdout.readline() == b"loads\n"
+        server.terminate()
+    assert server.returncode == 0
+
+
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where they are made."""

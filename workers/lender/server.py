@@ -2,12 +2,17 @@
 
 Keeps true: flags, signals and log are vLLM's. So is the status, but where an engine core that lent ended and nobody had
 asked for that: vLLM leaves with 0 then, and whoever starts servers again after a failure would leave this one down.
+And a server that is asked to stop while it loads stops: vLLM's own handler raises KeyboardInterrupt then, which vLLM
+itself drops as long as it waits for its engine core (`zmq_socket_ctx`, 0.32), and goes on.
 """
 
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from schemas.errors import UsageError
 from workers.lender.config import read_config
@@ -26,11 +31,28 @@ EXITING = 0x4
 def main(program: str = VLLM) -> None:
     """Run vLLM's program, under its own name: its processes look for it by that."""
     pulse, ended = _page(), _those_ended_from_here()
+    _ends_when_asked()
     runpy.run_module(program, run_name="__main__", alter_sys=True)
     core = pulse.core
     if core is not None and core.pid not in ended:
         sys.stderr.write(f"rose: engine core {core.pid} ended, and nobody had asked it to\n")
         sys.exit(CORE_LOST)
+
+
+def _ends_when_asked() -> None:
+    """From now on a handler of SIGTERM that raises KeyboardInterrupt, which libraries catch, ends this process."""
+    install = signal.signal
+
+    def signal_(number: int, handler: Any) -> Any:
+        def end(number: int, frame: FrameType | None) -> None:
+            try:
+                handler(number, frame)
+            except KeyboardInterrupt:
+                sys.exit(0)
+
+        return install(number, end if number == signal.SIGTERM and callable(handler) else handler)
+
+    signal.signal = signal_
 
 
 def _page() -> Pulse:
