@@ -52,7 +52,7 @@ def _ends_when_asked() -> None:
 
         return install(number, end if number == signal.SIGTERM and callable(handler) else handler)
 
-    signal.signal = signal_
+    signal.signal = signal_  # type: ignore[assignment]
 
 
 def _page() -> Pulse:
