@@ -16,6 +16,7 @@ import pytest
 from pipeline.command.nursery import Nursery
 from tests import roles
 from tests.brokers import EMBEDDED, EXTERNAL, KAFKA, KINDS, AnyBroker, ExternalBroker, clear, start, start_nodes
+from tests.class_archive import ClassArchive
 from tests.forked import Forks
 from topics.apache_kafka import Cluster
 from topics.broker import Broker
@@ -29,11 +30,18 @@ SHARED = pytest.StashKey[Broker]()
 tests, and each compiles itself anew."""
 
 
+ARCHIVE = pytest.StashKey[ClassArchive]()
+"""What the starts of all Apache Kafkas of the tests read."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         roles.place_of_forks = config.workerinput[FORKED]
     elif config.getoption("tx", None):
-        config.stash[FORKS] = Forks(config.args)
+        if config.option.markexpr != "not slow" and KAFKA in KINDS and os.environ.get("KAFKA_HOME"):
+            config.stash[ARCHIVE] = ClassArchive(Path(tempfile.mkdtemp(prefix="rose-tests-classes-")))
+        archived = config.stash[ARCHIVE].environment if ARCHIVE in config.stash else {}
+        config.stash[FORKS] = Forks(config.args, archived)
         config.option.tx = [config.stash[FORKS].gateway] * len(config.option.tx)
     hypothesis.settings.register_profile("rose", deadline=None)  # how fast it is says a benchmark
     hypothesis.settings.load_profile("rose")
@@ -46,9 +54,11 @@ def pytest_configure_node(node: Any) -> None:
     """Before a process that runs tests is started."""
     config: pytest.Config = node.config
     node.workerinput[FORKED] = config.stash[FORKS].place
-    if config.option.markexpr == "not slow" or KAFKA not in KINDS or not os.environ.get("KAFKA_HOME"):
+    if ARCHIVE not in config.stash:
         return
     if SHARED not in config.stash:
+        config.stash[ARCHIVE].write()
+        os.environ |= config.stash[ARCHIVE].environment
         config.stash[SHARED] = start(KAFKA, Path(tempfile.mkdtemp(prefix="rose-tests-kafka-")))
     node.workerinput[KAFKA] = config.stash[SHARED].bootstrap
 
@@ -65,6 +75,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if SHARED in config.stash:
         config.stash[SHARED].stop()
         shutil.rmtree(config.stash[SHARED].data_folder)
+    if ARCHIVE in config.stash:
+        shutil.rmtree(config.stash[ARCHIVE].folder)
 
 
 @pytest.fixture(scope="session", params=[pytest.param(k, marks=pytest.mark.slow) if k == KAFKA else k for k in KINDS])

@@ -7,7 +7,7 @@ Keeps true
 vLLM alone takes ten seconds of a core to import, the tests themselves as many, and every process that runs tests
 collects all of them.
 
-    forks = Forks(["tests"])
+    forks = Forks(["tests"], {})
     config.option.tx = [forks.gateway] * 6  # of pytest-xdist
 """
 
@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -75,8 +75,8 @@ class Fork:
 class Forks:
     """Where they are forked."""
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        """`paths`: the folders and files whose tests they run."""
+    def __init__(self, paths: Sequence[str], environment: Mapping[str, str]) -> None:
+        """`paths`: the folders and files whose tests they run; `environment`: what they have besides this process's."""
         self._folder = Path(tempfile.mkdtemp(prefix="rose-tests-"))
         self.place = str(self._folder / "forks")
         """For `Fork`."""
@@ -88,6 +88,7 @@ class Forks:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(line.fileno(),),
+                env=os.environ | environment,
                 preexec_fn=end_with(os.getpid(), signal.SIGKILL),
             )
         self.gateway = f"popen//python={shlex.join((sys.executable, '-S', '-c', ASK, self.place))}"
