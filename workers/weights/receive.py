@@ -255,9 +255,9 @@ class WeightReceiver:
         if refusal not in self._doubted:
             self._doubted.add(refusal)
             log.warning("version not believed", model=self._trust.model_id, reason=refusal.value, detail=reason)
-        self._count(refusal)
         if self._lineage.newest is None:
             self._tell(-1, reason)
+        self._count(refusal)
 
     def _count(self, refusal: Refusal) -> None:
         REFUSED.labels(refusal.value).inc()
