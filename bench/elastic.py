@@ -133,7 +133,7 @@ def run_arm(settings: BusSettings, shape: Shape, name: str, folder: Path, *, kil
             killed_at = _kill_control(running)
         running.until(lambda: running.ended(prompts))
         machine, took, after = psutil.cpu_percent() / 100, time.time() - running.began_at, running.processor_seconds()
-        if kills:  # what holds until then shows
+        if kills:  # until its last lease is over the fleet runs on: who lends for longer is then in the journal
             time.sleep(max(0.0, killed_at + CONTROL["lease_seconds"] + 1.0 - time.time()))
         lines = running.fleet.stop()
         waiting = Waiting(running.waiting())
