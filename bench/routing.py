@@ -22,6 +22,7 @@ import heapq
 import math
 import statistics
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -107,7 +108,7 @@ class Served:
 
 
 @dataclass
-class Simulation:
+class Simulation(ABC):
     """Sessions that ask, and engines that answer. Who sends what where is said by what derives from it."""
 
     workload: Workload
@@ -124,8 +125,9 @@ class Simulation:
             self._ask_at(session.turns[0].at, session, 0)
 
     @property
+    @abstractmethod
     def engines(self) -> list[Engine]:
-        raise NotImplementedError
+        """By the executor's number."""
 
     def run(self) -> None:
         """Until every session has had its last turn."""
@@ -133,13 +135,13 @@ class Simulation:
             self.now, _, act = heapq.heappop(self._due)
             act()
 
+    @abstractmethod
     def asked(self, session: Session, number: int, work: Work) -> None:
         """A turn is to be sent somewhere."""
-        raise NotImplementedError
 
+    @abstractmethod
     def advance(self, executor: int) -> None:
         """An engine's time has come: take its answers in, by `answered`."""
-        raise NotImplementedError
 
     def answered(self, executor: int, finished: Finished) -> None:
         """Note a turn, and have its session go on."""
