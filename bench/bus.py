@@ -23,9 +23,7 @@ p99_ratio   same records: same broker, same clients and settings, same rate, in 
             each has a moment to get going again.
 """
 
-import argparse
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -39,7 +37,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bench.broker import kafka_home, scratch_broker, scratch_node, user_of
-from bench.check import Check
+from bench.check import Check, options, tell
 from bench.contexts import LONG, TURNS, bytes_a_turn, memory, read_back
 from bench.cores import scale
 from bench.history import Fleet, Recorder
@@ -271,8 +269,7 @@ def broker_of(secured: Path | None) -> Iterator[tuple[str, SignIn]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
+    parser = options(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement on the broker")
     parser.add_argument("--rate", type=float, default=250.0, help="turns a second while latency is measured")
     parser.add_argument("--windows", type=int, default=10, help="of router and bare loop each, interleaved")
@@ -294,15 +291,7 @@ def main() -> None:
             else:
                 checks = [core()]
                 checks += bus(sign_in, seconds=arguments.seconds, rate=arguments.rate, windows=arguments.windows)
-    result = {"broker": name, "cores": os.cpu_count(), "checks": [asdict(check) for check in checks]}
-    if arguments.json == "-":
-        print(json.dumps(result, indent=2))
-        return
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
-    print(f"broker: {name}, {os.cpu_count()} cores")
-    for check in checks:
-        print(check)
+    tell(checks, broker=name, file=arguments.json)
 
 
 if __name__ == "__main__":

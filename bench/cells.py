@@ -13,9 +13,7 @@ replaced    Seconds from the moment at which a killed router is evicted to the o
             answered meanwhile.
 """
 
-import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -23,10 +21,9 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
-from pathlib import Path
 
 from bench.broker import kafka_home, scratch_broker
-from bench.check import Check
+from bench.check import Check, options, tell
 from bench.load import Executors, Lane, closed_loop, drain
 from bench.processes import processor_seconds
 from pipeline.routing.seat import HEARTBEAT_SECONDS, SESSION_SECONDS
@@ -162,23 +159,14 @@ def measure(settings_of: Callable[[str], BusSettings], seconds: float) -> list[C
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
+    parser = options(__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each window")
     arguments = parser.parse_args()
     if kafka_home() is None:
         parser.error("this takes an Apache Kafka: set KAFKA_HOME to a folder with its libs/")
     with scratch_broker() as broker:
         name, checks = broker.name, measure(broker.settings, arguments.seconds)
-    result = {"broker": name, "cores": os.cpu_count(), "checks": [asdict(check) for check in checks]}
-    if arguments.json == "-":
-        print(json.dumps(result, indent=2))
-        return
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
-    print(f"broker: {name}, {os.cpu_count()} cores")
-    for check in checks:
-        print(check)
+    tell(checks, broker=name, file=arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,17 @@
-"""A figure of a benchmark, and the bound that it is held against."""
+"""A figure of a benchmark, the bound that it is held against, and how a benchmark tells what it found.
 
+Keeps true: what `--json -` puts on standard output is one JSON object and nothing else.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 
 @dataclass(frozen=True)
@@ -35,3 +45,27 @@ class Section:
     name: str
     rows: list[dict[str, float | str]] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
+
+
+def options(about: str | None) -> argparse.ArgumentParser:
+    """The command line of a benchmark, so far `--json` alone. `about`: what its module says of itself."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
+    return parser
+
+
+def keep(result: Mapping[str, Any], file: str | None) -> bool:
+    """Write a result where `--json` says; whether that is standard output, which then has nothing for people."""
+    wire = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
+    if file == "-":
+        sys.stdout.write(wire.decode())
+    elif file:
+        Path(file).write_bytes(wire)
+    return file == "-"
+
+
+def tell(checks: Sequence[Check], *, broker: str, file: str | None) -> None:
+    """Print what was measured on a broker, and keep it where `--json` says."""
+    if not keep({"broker": broker, "cores": os.cpu_count(), "checks": checks}, file):
+        print(f"broker: {broker}, {os.cpu_count()} cores")
+        print(*checks, sep="\n")

@@ -24,8 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from bench.check import keep, options
 from bench.coserving.arms import ARMS, SWEEP, TRAJECTORIES, Arm, Guest
 from bench.coserving.curve import draw
 from bench.coserving.figures import latency, percentile
@@ -182,11 +181,10 @@ def number(kind: Callable[[str], float], above: float) -> Callable[[str], float]
 
 def arguments_of(line: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument(
         "--trace", required=True, metavar="FILE", help="Azure CSV, Mooncake JSONL, or square:HIGH,LOW,SECONDS"
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
     parser.add_argument(
         "--arm", action="append", choices=[arm.name for arm in (*ARMS, *SWEEP)], help="run this one; may be given again"
     )
@@ -215,14 +213,9 @@ def main() -> None:
             measured = measure(arguments, Path(folder))
     except RoseError as error:
         sys.exit(str(error))
-    text = msgspec.json.format(msgspec.json.encode(measured), indent=2).decode()
-    if arguments.json == "-":
-        print(text)
-    elif arguments.json:
-        Path(arguments.json).write_text(text + "\n")
     if arguments.plot:
         draw(measured["arms"], Path(arguments.plot))
-    if arguments.json != "-":
+    if not keep(measured, arguments.json):
         pace, seconds = measured["pace"], measured["window_seconds"]
         print(f"{arguments.trace} at {pace:.3g} times its pace: {arguments.requests} requests in {seconds:.0f} s")
         show(measured["arms"], measured["peers"], measured["checks"], measured["worst"])

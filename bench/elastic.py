@@ -29,15 +29,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 
 from bench.broker import scratch_broker
-from bench.check import Check
+from bench.check import Check, keep, options
 from bench.fleet.arms import (
     CONTROL,
     LENGTHS,
@@ -134,7 +133,7 @@ def run_arm(settings: BusSettings, shape: Shape, name: str, folder: Path, *, kil
             killed_at = _kill_control(running)
         running.until(lambda: running.ended(prompts))
         machine, took, after = psutil.cpu_percent() / 100, time.time() - running.began_at, running.processor_seconds()
-        if kills:  # what holds until then shows
+        if kills:  # until its last lease is over the fleet runs on: who lends for longer is then in the journal
             time.sleep(max(0.0, killed_at + CONTROL["lease_seconds"] + 1.0 - time.time()))
         lines = running.fleet.stop()
         waiting = Waiting(running.waiting())
@@ -284,7 +283,7 @@ def shape_of(arguments: argparse.Namespace) -> Shape:
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--trace", type=Path, default=SLICE, help="of users; six and a half minutes come with ROSE")
     parser.add_argument("--dedicated", type=int, default=32, help="executors")
     parser.add_argument("--lenders", type=int, default=32, help="serving workers")
@@ -294,23 +293,18 @@ def main() -> None:
     parser.add_argument("--allocation-delay", type=float, default=34.0, help="seconds of the trace")
     parser.add_argument("--wake", type=float, default=5.0, help="seconds of the trace")
     parser.add_argument("--only", nargs="*", choices=ARMS, default=ARMS, help="these arms; checks need all of them")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the result as JSON")
     arguments = parser.parse_args()
     shape = shape_of(arguments)
     folder = Path(tempfile.mkdtemp(prefix="rose-elastic-"))
     with scratch_broker() as broker:
         arms = run_arms(broker, shape, folder, arguments.only)
         checks = checks_of(arms) if set(arms) == set(ARMS) else []
-    print(f"broker: {broker.name}; {shape.dedicated} dedicated executors, {shape.lenders} serving workers, emulated")
-    print(f"users are short of whole workers for {whole_plan(shape)[1]:.1f} s of {MOST_WALL_SECONDS:.0f} s planned")
-    show(arms, checks)
-    if arguments.json:
-        result = {
-            "broker": broker.name,
-            "checks": [asdict(check) for check in checks],
-            "arms": {name: figures_of(arm) for name, arm in arms.items()},
-        }
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+    figures = {name: figures_of(arm) for name, arm in arms.items()}
+    if not keep({"broker": broker.name, "checks": checks, "arms": figures}, arguments.json):
+        fleet = f"{shape.dedicated} dedicated executors, {shape.lenders} serving workers, emulated"
+        print(f"broker: {broker.name}; {fleet}")
+        print(f"users are short of whole workers for {whole_plan(shape)[1]:.1f} s of {MOST_WALL_SECONDS:.0f} s planned")
+        show(arms, checks)
     clean = all(arm.clean for arm in arms.values())
     if clean:
         shutil.rmtree(folder)

@@ -17,7 +17,6 @@ With `--json FILE` the result is kept.
 
 import argparse
 import json
-import os
 import random
 import signal
 import statistics
@@ -27,12 +26,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from bench.broker import scratch_broker
-from bench.check import Check
+from bench.check import Check, options, tell
 from bench.processes import processor_seconds
 from schemas.prompts import Sampling
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
@@ -267,8 +265,7 @@ def measure(settings: BusSettings, executors: int, cells: int, seconds: float) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
+    parser = options(__doc__)
     parser.add_argument("--executors", type=int, default=1000)
     parser.add_argument("--cells", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=30.0, help="of the window in which nothing changes")
@@ -279,15 +276,7 @@ def main() -> None:
     with scratch_broker() as broker:
         name = broker.name
         checks = measure(broker.settings("beats."), arguments.executors, arguments.cells, arguments.seconds)
-    result = {"broker": name, "cores": os.cpu_count(), "checks": [asdict(check) for check in checks]}
-    if arguments.json == "-":
-        print(json.dumps(result, indent=2))
-        return
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
-    print(f"broker: {name}, {os.cpu_count()} cores")
-    for check in checks:
-        print(check)
+    tell(checks, broker=name, file=arguments.json)
 
 
 if __name__ == "__main__":

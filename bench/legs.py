@@ -10,24 +10,20 @@ when none has just ended, and three hops of a record from a producer to a consum
 `--json FILE` writes one object with `checks`, the legs and the floor.
 """
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from bench.broker import scratch_broker
-from bench.check import Check
+from bench.check import Check, keep, options
 from pipeline.command.config import load
 from pipeline.command.demo import CONFIGURATION
 from pipeline.command.options import Common
@@ -138,9 +134,8 @@ def checks_of(turns: Sequence[TurnTimes]) -> tuple[list[Check], dict[str, dict[s
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--groups", type=int, default=60, help="of trajectories, one after another")
-    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
     arguments = parser.parse_args()
     if arguments.groups < 2 * FIRST_GROUPS:
         parser.error(f"--groups is at least {2 * FIRST_GROUPS}: the first {FIRST_GROUPS} are not counted")
@@ -148,18 +143,9 @@ def main() -> None:
         bare = floor(broker.settings("floor."))
         turns = run(broker.settings(), Path(folder), arguments.groups)
         checks, legs = checks_of(turns[len(turns) * FIRST_GROUPS // arguments.groups :])
-        result: dict[str, Any] = {
-            "broker": broker.name,
-            "checks": [asdict(check) for check in checks],
-            "legs": legs,
-            "floor": bare,
-        }
-    if arguments.json == "-":
-        print(json.dumps(result, indent=2))
+    if keep({"broker": broker.name, "checks": checks, "legs": legs, "floor": bare}, arguments.json):
         return
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
-    print(f"broker: {result['broker']}")
+    print(f"broker: {broker.name}")
     least = bare["transaction"]["median"] + HOPS * bare["hop"]["median"]
     print(
         f"floor: {least:.2f} ms median, a transaction of {bare['transaction']} ms and {HOPS} hops of {bare['hop']} ms"

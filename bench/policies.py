@@ -5,6 +5,7 @@ what it cannot run yet. Draws are by seed.
 """
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 from zlib import crc32
@@ -33,7 +34,7 @@ class Request(Protocol):
     def piece_tokens(self) -> int: ...
 
 
-class Policy:
+class Policy(ABC):
     """Chooses an executor by its number. `outstanding`: turns that each was sent and has not answered."""
 
     def __init__(self, executors: int) -> None:
@@ -49,11 +50,12 @@ class Policy:
         """A turn has come back."""
         self.outstanding[executor] -= 1
 
-    def ended(self, trajectory_id: str) -> None:
+    def ended(self, trajectory_id: str) -> None:  # noqa: B027  most policies keep nothing of it
         """A trajectory has had its last turn."""
 
+    @abstractmethod
     def _choose(self, request: Request) -> int:
-        raise NotImplementedError
+        """By its number; `asked` counts the turn."""
 
     def _idlest(self) -> int:
         return min(range(len(self.outstanding)), key=self.outstanding.__getitem__)

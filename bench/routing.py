@@ -18,19 +18,17 @@ same fleets and arrivals. A record takes no time on the bus, for any of them.
 `--json FILE` writes one object with `checks` and every figure. Exit status 1 if a bound is missed.
 """
 
-import argparse
 import heapq
-import json
 import math
 import statistics
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any
 
-from bench.check import Check
+from bench.check import Check, keep, options
 from bench.emulated import EmulatedExecutor, Engine, Finished, Machine, Work
 from bench.policies import POLICIES, Policy
 from bench.sessions import Session, Turn, Workload, demo, mooncake, reusable
@@ -110,7 +108,7 @@ class Served:
 
 
 @dataclass
-class Simulation:
+class Simulation(ABC):
     """Sessions that ask, and engines that answer. Who sends what where is said by what derives from it."""
 
     workload: Workload
@@ -127,8 +125,9 @@ class Simulation:
             self._ask_at(session.turns[0].at, session, 0)
 
     @property
+    @abstractmethod
     def engines(self) -> list[Engine]:
-        raise NotImplementedError
+        """By the executor's number."""
 
     def run(self) -> None:
         """Until every session has had its last turn."""
@@ -136,13 +135,13 @@ class Simulation:
             self.now, _, act = heapq.heappop(self._due)
             act()
 
+    @abstractmethod
     def asked(self, session: Session, number: int, work: Work) -> None:
         """A turn is to be sent somewhere."""
-        raise NotImplementedError
 
+    @abstractmethod
     def advance(self, executor: int) -> None:
         """An engine's time has come: take its answers in, by `answered`."""
-        raise NotImplementedError
 
     def answered(self, executor: int, finished: Finished) -> None:
         """Note a turn, and have its session go on."""
@@ -363,14 +362,13 @@ def table(found: dict[str, dict[str, float]]) -> str:
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--trace", metavar="FILE", help="a trace of Mooncake's (JSON lines): the second workload")
     parser.add_argument("--requests", type=int, help="of the trace; all of them if left out")
     parser.add_argument("--groups", type=int, default=DEMO_GROUPS, help="of the demo's tasks")
     parser.add_argument("--busy", type=float, default=BUSY, help="the share of the time that the fleet would need")
     parser.add_argument("--cache", type=float, default=1.0, help="times the KV of the executors that run the trace")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals, of the scripted player and of draws")
-    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
     arguments = parser.parse_args()
     busy = arguments.busy
     workloads = [demo(fleet(DEMO_MACHINE), groups=arguments.groups, seed=arguments.seed, busy=busy)]
@@ -384,17 +382,14 @@ def main() -> None:
         found = measure(workload, arguments.seed)
         checks = checks_of(workload, found)
         met &= all(check.met for check in checks)
-        result["checks"] += [asdict(check) for check in checks]
+        result["checks"] += checks
         result["workloads"][workload.name] = {"told": workload.told, "policies": found}
         if arguments.json != "-":
             told = "".join(f", {name} {value}" for name, value in workload.told.items())
             print(f"{workload.name}: {checks[0].against}, emulated; busy {busy}, seed {arguments.seed}{told}")
             print(table(found))
             print(*checks, sep="\n", flush=True)
-    if arguments.json == "-":
-        print(json.dumps(result, indent=2))
-    elif arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+    keep(result, arguments.json)
     sys.exit(0 if met else 1)
 
 

@@ -9,18 +9,15 @@ Without `--only` all sections run, in this order. `--json FILE` writes one objec
 standard output. Needs the packages of the extra `bench`; the model is fetched once (bench.weight_deltas).
 """
 
-import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.check import Section
+from bench.check import Section, keep, options
 from bench.weight_deltas import FOLDER, fetch
 from bench.weight_link import link
 from bench.weight_pause import pause
@@ -41,8 +38,7 @@ def table(section: Section) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
+    parser = options(__doc__)
     parser.add_argument("--only", choices=SECTIONS, action="append", help="run this section; may be given again")
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"model and update; {FOLDER} by default")
     arguments = parser.parse_args()
@@ -53,14 +49,11 @@ def main() -> None:
         sys.exit(str(error))
     result = {
         "cores": os.cpu_count(),
-        "checks": [asdict(check) for section in found for check in section.checks],
+        "checks": [check for section in found for check in section.checks],
         "tables": {section.name: section.rows for section in found},
     }
-    if arguments.json == "-":
-        print(json.dumps(result, indent=2))
+    if keep(result, arguments.json):
         return
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
     for section in found:
         Console().print(table(section))
         for check in section.checks:

@@ -49,6 +49,8 @@ Job = Annotated[str, Meta(pattern=r"^([A-Za-z0-9._:-]{1,128})?\Z")]
 
 
 class CapacityGrant(Record, frozen=True, kw_only=True):
+    """What one voice says of one worker: the newest of a key holds, and a deleted one says nothing."""
+
     SCHEMA: ClassVar[str] = "capacity-grant/4"
 
     worker: Id

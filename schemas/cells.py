@@ -52,6 +52,8 @@ class ExecutorLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class CellSummary(Record, frozen=True, kw_only=True):
+    """A cell as its router sees it, written every second: what elasticity is decided from."""
+
     SCHEMA: ClassVar[str] = "cell-summary/1"
 
     cell: Cell

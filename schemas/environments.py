@@ -16,6 +16,8 @@ from schemas.turns import Turn
 
 
 class GroupState(Enum):
+    """How far a group is."""
+
     OPEN = "open"
     """Not every trajectory has an outcome yet."""
     SETTLED = "settled"

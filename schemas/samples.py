@@ -83,11 +83,13 @@ class Sample(Record, frozen=True, kw_only=True):
 
 
 class Outcome(Enum):
+    """How a trajectory ends, once. A failure of the infrastructure is one of them, and never a reward of 0."""
+
     TRAINED = "trained"
     STALE = "stale"
     """Sampled under a policy older than the bound allows."""
     FILTERED = "filtered"
-    """Its group taught nothing: all rewards were equal."""
+    """There is nothing to learn from it: all rewards of its group were equal, or it asks for what cannot be weighed."""
     INFRA_FAILED = "infra_failed"
     SUPERSEDED = "superseded"
     """Sampled under a policy version that the run has gone back behind."""

@@ -25,11 +25,15 @@ DRAINED = "it is drained"
 
 
 class WorkerClass(Enum):
+    """Whose GPU an executor runs on: the rollouts' own, or one that serves and lends."""
+
     DEDICATED = "dedicated"
     SERVING = "serving"
 
 
 class ExecutorState(Enum):
+    """What an executor says of taking turns."""
+
     STARTING = "starting"
     """Has proven no policy version yet: may be sent weights, not turns."""
     READY = "ready"
@@ -55,6 +59,8 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlackHeartbeat(Record, frozen=True, kw_only=True):
+    """What an executor has at this moment. Older than `ttl_seconds` it says that there is nothing."""
+
     SCHEMA: ClassVar[str] = "slack-heartbeat/5"
 
     worker: Id

@@ -23,14 +23,17 @@ OUTCOME = "outcome"
 
 
 def request_span(turn: int) -> str:
+    """Of the environment worker that asks for the turn."""
     return f"request/{turn}"
 
 
 def dispatch_span(turn: int, attempt: int) -> str:
+    """Of the router that sends an attempt to an executor."""
     return f"dispatch/{turn}/{attempt}"
 
 
 def execution_span(turn: int, attempt: int) -> str:
+    """Of the executor that runs the attempt, and writes its result."""
     return f"execution/{turn}/{attempt}"
 
 

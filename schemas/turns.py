@@ -228,6 +228,8 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
 
 
 class TurnOutcome(Enum):
+    """How one attempt at a turn ended. COMPLETED and FAILED end the turn, too."""
+
     COMPLETED = "completed"
     PREEMPTED = "preempted"
     """The executor gave it up, as when serving needs the room; what was generated is in the result."""

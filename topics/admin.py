@@ -183,6 +183,7 @@ def drift(settings: BusSettings, partitions: Partitions) -> list[Drift]:
 
 
 def wanted_settings(topic: Topic) -> dict[str, str]:
+    """What the broker is to have set for a topic, by Kafka's names."""
     return {**topic.config, "max.message.bytes": str(MAX_MESSAGE_BYTES if topic.record else LETTER_BYTES)}
 
 

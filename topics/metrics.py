@@ -27,11 +27,13 @@ def written(topic: Topic) -> Counter:
 
 @cache
 def read(topic: Topic) -> Counter:
+    """The same, of what was read."""
     return READ.labels(topic.name)
 
 
 @cache
 def dead_letters(topic: Topic) -> Counter:
+    """The same, of what was buried."""
     return DEAD_LETTERS.labels(topic.name)
 
 

@@ -35,6 +35,8 @@ CLIENT_CERTIFICATES = ("ssl.certificate.location", "ssl.certificate.pem", "ssl.k
 
 @dataclass(frozen=True, slots=True)
 class BusSettings:
+    """How to reach a broker, and under which names: what every client of it is made of."""
+
     bootstrap: str
     """`host:port[,host:port]`."""
     namespace: str = ""

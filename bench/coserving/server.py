@@ -215,7 +215,7 @@ def _wait_until_ready(server: Server) -> None:
         server.check()
         with contextlib.suppress(URLError, TimeoutError, ConnectionError), urlopen(f"{server.url}/health", timeout=5):
             return
-        time.sleep(LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)  # a server tells nobody that it is up: it is asked
     raise ServerError(f"the server was not ready after {READY_SECONDS:g} s: {last_line(server.log)}")
 
 

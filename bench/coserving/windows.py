@@ -72,14 +72,14 @@ def run_window(arm: Arm, server: Server, work: Slice, *, number: int, most_late:
         users = [_user(stack, server, part, salt) for part in (_dealt(work) if arm.users else [])]
         if arm.guests is not None:
             rolled = stack.enter_context(arm.guests.beside(server))
-            time.sleep(SETTLE_SECONDS)
+            time.sleep(SETTLE_SECONDS)  # how guests begin is not how they go on, and is not counted
         before = server.counters()
         start = time.monotonic() + LEAD_SECONDS
         for user in users:
             user.say(repr(start).encode())
         seconds = work.seconds if arm.users else min(work.seconds, GUESTS_ALONE_SECONDS)
         used = [user.result(Used, seconds=seconds + REQUEST_SECONDS + LEAD_SECONDS) for user in users]
-        time.sleep(max(0.0, start + seconds - time.monotonic()))
+        time.sleep(max(0.0, start + seconds - time.monotonic()))  # guests alone have no answers that end a window
         after = server.counters()
     answers = sorted((answer for each in used for answer in each.answers), key=lambda answer: answer.due)
     ticks = [behind for each in used for behind in each.ticks]

@@ -26,9 +26,10 @@ from schemas.cells import CellSummary
 from schemas.errors import RoseError
 from schemas.homes import home_of
 from schemas.prompts import Prompt
-from schemas.samples import Outcome, Sample, SampleOutcome
+from schemas.samples import Sample
+from tests.settling import settle
 from topics.admin import create_topics
-from topics.catalog import GRANTS, OUTCOMES, PROMPTS, SAMPLES, SUMMARIES, Partitions
+from topics.catalog import GRANTS, PROMPTS, SAMPLES, SUMMARIES, Partitions
 from topics.log import read_topics
 from topics.processes import end_with
 from topics.reader import Reader
@@ -97,20 +98,7 @@ class Trainer:
             self._writer.poll()
 
     def _settle(self, sample: Sample) -> None:
-        outcome = Outcome.INFRA_FAILED if sample.reward is None else Outcome.TRAINED
-        self._writer.write(
-            OUTCOMES,
-            SampleOutcome(
-                trajectory_id=sample.trajectory_id,
-                group_id=sample.group_id,
-                outcome=outcome,
-                step=0,
-                policy_version=0,
-                recorded_at=time.time(),
-            ),
-            key=sample.trajectory_id,
-            partition=0,
-        )
+        settle(self._writer, sample)
         self.samples.append(sample)
         self.rewarded += sample.reward is not None
         self.completed[sample.trajectory_id] = sample.completed_at

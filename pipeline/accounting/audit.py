@@ -72,7 +72,7 @@ def inspect_log(settings: BusSettings) -> LogAudit:
     """The audit, with what it was read from. Raises TopicMissing or BusError."""
     found = _read(settings)
     if not found.audit.clean:
-        time.sleep(AGAIN_SECONDS)
+        time.sleep(AGAIN_SECONDS)  # topics are read one after the other: what was written meanwhile may look torn
         found = _read(settings)
     return found
 

@@ -30,6 +30,8 @@ NAMED = 4
 
 
 class Severity(Enum):
+    """How much a finding matters, the worst first."""
+
     UNWELL = "unwell"
     """It stands still, or does less than it could, until somebody mends it."""
     WAITS = "waits"

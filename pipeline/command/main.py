@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from pipeline.command.letters_commands import letters
 from pipeline.command.options import Common, with_common
 from pipeline.command.saying import harmless
 from pipeline.command.topics_commands import topics
@@ -29,7 +30,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(topics, name="topics", rich_help_panel=LOOKING)
-letters = typer.Typer(help="Dead letters: list and show them, send mended ones back.", no_args_is_help=True)
 app.add_typer(letters, name="letters", rich_help_panel=LOOKING)
 
 
@@ -346,49 +346,6 @@ def show_config(common: Common) -> None:
     from pipeline.command.resolved import resolved_toml, without_secrets
 
     sys.stdout.write(without_secrets(resolved_toml(load(common), explained=True)))
-
-
-Place = Annotated[str, typer.Argument(metavar="PLACE", help="TOPIC/PARTITION/OFFSET, as `rose letters list` has it.")]
-
-
-@letters.command("list")
-@with_common
-def letters_list(
-    common: Common,
-    topic: Annotated[str | None, typer.Option("--topic", metavar="TOPIC", help="Of this topic alone.")] = None,
-) -> None:
-    """Every dead letter in a line: its place, when, why, its key."""
-    from pipeline.command.letters import list_letters
-
-    list_letters(common, topic)
-
-
-@letters.command("show")
-@with_common
-def letters_show(common: Common, place: Place) -> None:
-    """One dead letter whole: headers, and what it holds."""
-    from pipeline.command.letters import show_letter
-
-    show_letter(common, place)
-
-
-@letters.command("retry")
-@with_common
-def letters_retry(
-    common: Common,
-    place: Place,
-    edit: Annotated[
-        Path | None, typer.Option("--edit", metavar="FILE", help="Send what is in this file instead.")
-    ] = None,
-    field: Annotated[
-        list[str] | None, typer.Option("--field", metavar="FIELD=VALUE", help="Set a field of it. Repeatable.")
-    ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Even if it was sent back before.")] = False,
-) -> None:
-    """Send a dead letter back to its topic, mended or as it came."""
-    from pipeline.command.letters import retry_letter
-
-    retry_letter(common, place, edit, field, again=again)
 
 
 def main() -> None:

@@ -26,11 +26,11 @@ Example, margin 2 s
 import math
 from collections import Counter
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.control.config import ControlConfig
 from pipeline.control.forecast import Flow, Learned, Rest, Share, finish_seconds
+from pipeline.control.lender import GRACE_SECONDS, Lender, Told
 from pipeline.control.moves import Crew, Moves
 from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary, ExecutorLine
@@ -48,9 +48,6 @@ FORGET_SECONDS = 600.0
 RENEWALS = 3
 """Of a lease, in its time."""
 
-GRACE_SECONDS = 2.0
-"""By which a lease may end later with its lender: a grant is on its way for some time."""
-
 LEAST_PATIENCE_SECONDS = 60.0
 """With a lender that was woken; at least four times what it is expected to take."""
 
@@ -64,56 +61,11 @@ BUSY_WEIGHT = 0.1
 """Of the newest summary in how much a worker's own users ask of it."""
 
 
-class Told(NamedTuple):
-    """A leased grant on the log."""
-
-    grant: CapacityGrant
-    at: float
-    """When it was written here, or read."""
-
-    def runs_out(self) -> float:
-        """When its lender surely counts it no more."""
-        return self.at + self.grant.lease_seconds + GRACE_SECONDS
-
-
 class Cell(NamedTuple):
     """One cell, as it was heard of last."""
 
     summary: CellSummary
     heard_at: float
-
-
-@dataclass(slots=True)
-class Lender:
-    """One serving worker that follows grants."""
-
-    line: ExecutorLine
-    """The newest."""
-    cell: int
-    heard_at: float
-    lends: bool | None = None
-    """Whether it is to; None before that was decided."""
-    reason: str = ""
-    since: float = 0.0
-    """When that was decided."""
-    renewed_at: float | None = None
-    """When a grant to lend was written last; None before, and once it is parked."""
-    asked_at: float | None = None
-    """When it was woken, until it is open."""
-    built_at: float | None = None
-    """When its guest was there after that, its weights not yet."""
-    useless_since: float | None = None
-    failures: int = 0
-    """Times on end that it was woken and did not come."""
-    held_until: float = 0.0
-    busy: float = 0.0
-    """Requests of its own users, in the mean."""
-
-    def decide(self, lends: bool, reason: str, now: float) -> None:
-        """Change it."""
-        self.lends, self.reason, self.since = lends, reason, now
-        self.asked_at = now if lends and not self.line.open else None
-        self.built_at = self.useless_since = self.renewed_at = None
 
 
 class Control:

@@ -8,7 +8,8 @@ from html import escape
 from typing import Any
 
 from pipeline.clock import told
-from pipeline.control.core import Control, Lender
+from pipeline.control.core import Control
+from pipeline.control.lender import Lender
 from schemas.capacity import CapacityGrant
 
 State = dict[str, Any]

@@ -14,6 +14,8 @@ from schemas.turns import TurnTimes
 
 
 class Leg(NamedTuple):
+    """The way to one station, and how long it took."""
+
     name: str
     seconds: float
 

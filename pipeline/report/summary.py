@@ -35,6 +35,8 @@ class PrefixCache(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
+    """In seconds; both are 0 where there was nothing to measure."""
+
     p50: float
     p99: float
 

@@ -43,6 +43,8 @@ FORGET_SECONDS = 600.0
 
 
 class Standing(Enum):
+    """How far an executor may be trusted: with weights, with turns, or with nothing."""
+
     STALE = "stale"
     """Heard from, the current policy version not yet proven: may be sent weights, not turns."""
     LIVE = "live"

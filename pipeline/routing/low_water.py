@@ -19,6 +19,8 @@ Offsets = Mapping[Place, int]
 
 
 class LowWater:
+    """The marks from the oldest that may still be read from to the newest."""
+
     def __init__(self, start: Offsets) -> None:
         """`start` is the mark of epoch 0."""
         self._marks: deque[tuple[int, Offsets]] = deque([(0, dict(start))])

@@ -10,8 +10,9 @@ from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pipeline.routing.counters import Counters
 from pipeline.routing.liveness import Standing
-from pipeline.routing.router import Counters, Router
+from pipeline.routing.router import Router
 from pipeline.routing.seat import Seat
 from pipeline.routing.skew import Skews
 from topics.metrics import export

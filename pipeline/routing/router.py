@@ -6,9 +6,8 @@ Keeps true
 - A turn is in the books of one executor at most. When that one leaves, starts anew, preempts, refuses or loses it, the
   turn waits again under a new attempt, once; or comes back to an executor that turns out to hold it still.
 - What a PREEMPTED result holds of a turn is not generated again: each dispatch after it carries the most that is known.
-- A turn is FAILED after `max_attempts` attempts that ended by somebody's fault, or after its patience without progress:
-  nobody took it up, or nobody was heard to run it. A refusal for lack of room, a preemption and a silence that ended
-  are nobody's fault. What runs has all the time in the world.
+- Only what is somebody's fault counts against a turn (`attempts`). A refusal for lack of room, a preemption and a
+  silence that ended are nobody's.
 - The first COMPLETED result of a turn finishes it, whichever attempt it is of.
 - Of a context it knows the length. A turn whose context no executor can read back waits until it is asked for again, by
   a request that carries it whole: that is nobody's fault.
@@ -21,11 +20,12 @@ Pure: `now` is seconds on the router's own clock, which the dispatches say as we
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
+from pipeline.routing.attempts import Attempts
 from pipeline.routing.config import RouterConfig
+from pipeline.routing.counters import Counters
 from pipeline.routing.custody import Custody
 from pipeline.routing.lengths import Lengths
 from pipeline.routing.liveness import Executor, Liveness, Standing
@@ -37,7 +37,7 @@ from pipeline.routing.waiting import Asked, Waiting
 from schemas.arrays import count
 from schemas.record import Record
 from schemas.slack import SlackHeartbeat
-from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes
+from schemas.turns import Refusal, TurnDispatch, TurnOutcome, TurnRequest, TurnResult
 
 Decision = TurnDispatch | TurnResult
 """A dispatch for an executor's inbox, or the FAILED result of a turn that is given up."""
@@ -48,37 +48,10 @@ LIVENESS_SECONDS = 0.1
 SWEEP_SECONDS = 1.0
 """How often turns without progress are looked for."""
 
-MOST_ATTEMPTS = 2**16
-"""As many as a dispatch can number; a turn that was moved so often is given up."""
-
 COMPLETED, FAILED, PREEMPTED = TurnOutcome.COMPLETED, TurnOutcome.FAILED, TurnOutcome.PREEMPTED
 """Looked up once: Python takes its time over the members of an Enum."""
 
 NOBODYS_FAULT = (Refusal.ROOM, Refusal.VERSION, Refusal.CONTEXT)
-
-
-@dataclass(slots=True)
-class Counters:
-    """What has happened since the start. All only grow."""
-
-    requested: int = 0
-    """Turns taken in."""
-    finished: int = 0
-    failed: int = 0
-    """Turns given up by the router."""
-    dispatched: int = 0
-    reissued: int = 0
-    """Times that a turn waited again."""
-    late: int = 0
-    """Results of executions that no longer mattered."""
-    duplicate: int = 0
-    """Requests for turns already known."""
-    lost: int = 0
-    """Dispatches that a living executor did not hold."""
-    torn: int = 0
-    """Times that a turn waited for an anchor."""
-    overtaken: int = 0
-    """Turns finished by the request for the next one, which was read before their result."""
 
 
 class Router:
@@ -87,7 +60,6 @@ class Router:
     def __init__(self, config: RouterConfig | None = None, *, claims: Mapping[int, int] | None = None) -> None:
         """`claims`: the offset of this router's claim in each inbox slot; none where nobody else could route."""
         config = config or RouterConfig()
-        self._max_attempts = config.max_attempts
         self.claims = dict(claims or {})
         self.liveness = Liveness(max_lag_versions=config.max_lag_versions)
         self.placement = Placement()
@@ -98,6 +70,15 @@ class Router:
         self.waiting = Waiting()
         self.custody = Custody(self.turns, self.liveness, self.placement, self.waiting)
         self.counters = Counters()
+        self.attempts = Attempts(
+            self.turns,
+            self.waiting,
+            self.custody,
+            self.placement,
+            self.prefixes,
+            self.counters,
+            max_attempts=config.max_attempts,
+        )
         self.epoch = 0
         """Counted up by the caller; every turn remembers the epoch in which it was asked for."""
         self._next_liveness = self._next_sweep = 0.0
@@ -152,11 +133,11 @@ class Router:
         if result.outcome is COMPLETED:
             self._remember(turn, result, behind)
             turn.lengths.saw(turn.turn, count(result.tokens), turn.max_tokens)
-            self._finish(turn, answered=present)
+            self.attempts.finish(turn, answered=present)
             self.counters.finished += 1
             return self._drain(now)
         if result.outcome is FAILED:
-            self._finish(turn, answered=False)
+            self.attempts.finish(turn, answered=False)
             self.counters.failed += 1
             return self._drain(now)
         if result.outcome is PREEMPTED:
@@ -174,10 +155,10 @@ class Router:
             turn.taken_by = turn.worker
         self.custody.ended(turn)
         if torn and not turn.anchors:
-            self._hold(turn, now)
+            self.attempts.hold(turn, now)
             return self._drain(now)
         fault = result.outcome is TurnOutcome.REFUSED and result.refusal not in NOBODYS_FAULT
-        decisions = self._reissue(turn, f"{result.outcome.value}: {result.reason}", now, fault=fault)
+        decisions = self.attempts.reissue(turn, f"{result.outcome.value}: {result.reason}", now, fault=fault)
         return [*decisions, *self._drain(now)]
 
     def heard(self, beat: SlackHeartbeat, now: float) -> list[Decision]:
@@ -196,11 +177,11 @@ class Router:
         for turn in self.custody.reconcile(executor, now):
             if stopped:
                 self.custody.ended(turn)
-                decisions += self._reissue(turn, f"{beat.worker} has stopped", now, fault=False)
+                decisions += self.attempts.reissue(turn, f"{beat.worker} has stopped", now, fault=False)
             else:
                 self.counters.lost += 1
                 self.custody.taken(turn, charged=True)
-                decisions += self._reissue(turn, f"{beat.worker} does not hold it", now, fault=True)
+                decisions += self.attempts.reissue(turn, f"{beat.worker} does not hold it", now, fault=True)
         self._reoffer(newest_version)
         if self._offer(executor):
             self.waiting.recall()
@@ -221,7 +202,7 @@ class Router:
             self.placement.close(executor.worker)
             for turn in self.custody.held_by(executor):
                 self.custody.taken(turn, charged=True)
-                decisions += self._reissue(turn, f"{executor.worker} fell silent", now, fault=True)
+                decisions += self.attempts.reissue(turn, f"{executor.worker} fell silent", now, fault=True)
         self._reoffer(newest_version)
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP_SECONDS
@@ -253,7 +234,7 @@ class Router:
             decisions += self.completed(result, began)
         for turn in [unanswered for unanswered in orphans if unanswered.worker]:
             self.custody.ended(turn)
-            decisions += self._reissue(turn, "its executor started anew", began, fault=True)
+            decisions += self.attempts.reissue(turn, "its executor started anew", began, fault=True)
         now = clock()
         for turn in self.turns.values():
             turn.queued_at = turn.seen_at = now
@@ -274,28 +255,9 @@ class Router:
         if known is not None:
             self._overtake(known)
         self.counters.requested += 1
-        sampling = request.sampling
-        turn = self.turns[request.trajectory_id] = Turn(
-            trajectory_id=request.trajectory_id,
-            group_id=request.group_id,
-            turn=request.turn,
-            home=request.home,
-            max_tokens=sampling.max_tokens,
-            seeded=sampling.seed is not None,
-            patience_seconds=request.patience_seconds,
-            requested_at=request.requested_at,
-            digest=request.digest,
-            anchors=request.anchors,
-            wire=asked.wire,
-            offset=asked.offset,
-            trajectory=trajectory,
-            lengths=self.lengths.of(request.environment),
-            context_tokens=request.context_tokens,
-            epoch=self.epoch,
-            room_tokens=request.context_tokens + sampling.max_tokens,
-            due=now + request.patience_seconds,
-            queued_at=now,
-        )
+        lengths = self.lengths.of(request.environment)
+        turn = Turn.of(*asked, trajectory=trajectory, lengths=lengths, epoch=self.epoch, now=now)
+        self.turns[request.trajectory_id] = turn
         return turn
 
     def _mended(self, asked: Asked, now: float) -> bool:
@@ -312,32 +274,12 @@ class Router:
             self.waiting.push(turn)
         return True
 
-    def _hold(self, turn: Turn, now: float) -> None:
-        """Nobody can read the turn's context back: it waits for its anchor."""
-        turn.queued_at = now
-        turn.attempt = min(turn.next_attempt, MOST_ATTEMPTS - 1)
-        self.waiting.hold(turn)
-        self.counters.torn += 1
-
-    def _reissue(self, turn: Turn, reason: str, now: float, *, fault: bool) -> list[Decision]:
-        """Let a turn that nobody has any more wait under a new attempt; it fails when that is one too many."""
-        turn.failures += fault
-        turn.queued_at = now
-        turn.attempt = min(turn.next_attempt, MOST_ATTEMPTS - 1)
-        self.waiting.push(turn)
-        if turn.failures >= self._max_attempts:
-            return [self._fail(turn, f"{turn.failures} attempts have failed, the last: {reason}", now)]
-        if turn.next_attempt >= MOST_ATTEMPTS:
-            return [self._fail(turn, f"it was moved {MOST_ATTEMPTS} times, the last: {reason}", now)]
-        self.counters.reissued += 1
-        return []
-
     def _overtake(self, turn: Turn) -> None:
         executor = self.liveness.executors.get(turn.worker)
         if executor is not None and executor.beat is not None:
             version = executor.beat.policy_version
             turn.trajectory.left(turn.worker, executor.incarnation, version, turn.context_tokens)
-        self._finish(turn, answered=False)
+        self.attempts.finish(turn, answered=False)
         self.counters.finished += 1
         self.counters.overtaken += 1
 
@@ -363,7 +305,7 @@ class Router:
         decisions: list[Decision] = []
         while self.waiting.heap and (turn := self.waiting.first()) is not None:
             if turn.queued_at + turn.patience_seconds <= now:
-                decisions.append(self._give_up(turn, now))
+                decisions.append(self.attempts.give_up(turn, now))
                 continue
             ask = self._ask(turn)
             choice = self.placement.choose(ask, now)
@@ -438,51 +380,13 @@ class Router:
         decisions: list[Decision] = []
         for turn in self.custody.held_by(executor):
             self.custody.ended(turn)
-            decisions += self._reissue(turn, reason, now, fault=executor.standing is not Standing.GONE)
+            decisions += self.attempts.reissue(turn, reason, now, fault=executor.standing is not Standing.GONE)
         executor.holds.clear()
         self.custody.clear(executor)
         return decisions
 
     def _sweep(self, now: float) -> list[Decision]:
-        old = [turn for turn in self.turns.values() if turn.queued_at + turn.patience_seconds <= now]
-        late = [turn for turn in old if self.custody.progress_at(turn) + turn.patience_seconds <= now]
-        decisions: list[Decision] = [self._give_up(turn, now) for turn in late]
+        decisions: list[Decision] = [*self.attempts.overdue(now)]
         for worker in self.liveness.forget():
             self.placement.remove(worker)
         return decisions
-
-    def _give_up(self, turn: Turn, now: float) -> TurnResult:
-        patience = f"{turn.patience_seconds:g} s"
-        if turn.worker:
-            return self._fail(turn, f"{turn.worker}, which has it, was not heard to run it for {patience}", now)
-        if turn.seeded and self.placement.refuses_seeds:
-            return self._fail(turn, "no executor takes turns with a seed", now)
-        if turn.torn:
-            return self._fail(turn, f"its context is torn, and nobody asked again with an anchor in {patience}", now)
-        return self._fail(turn, f"no executor has taken it up in {patience}", now)
-
-    def _fail(self, turn: Turn, reason: str, now: float) -> TurnResult:
-        self._finish(turn, answered=False)
-        self.counters.failed += 1
-        return TurnResult(
-            trajectory_id=turn.trajectory_id,
-            group_id=turn.group_id,
-            home=turn.home,
-            turn=turn.turn,
-            attempt=turn.attempt,
-            outcome=TurnOutcome.FAILED,
-            reason=f"turn {turn.turn} was given up: {reason}"[:4096],
-            context_tokens=turn.context_tokens,
-            times=TurnTimes(requested_at=turn.requested_at, finished_at=now),
-        )
-
-    def _finish(self, turn: Turn, *, answered: bool) -> None:
-        """`answered`: its executor has ended the execution, whose room is free."""
-        if not turn.worker:
-            self.waiting.remove(turn)
-        elif answered:
-            self.custody.ended(turn)
-        else:
-            self.custody.taken(turn, charged=False)
-        del self.turns[turn.trajectory_id]
-        self.prefixes.finished(turn.trajectory_id, turn.trajectory, turn.turn)

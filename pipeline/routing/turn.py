@@ -101,6 +101,42 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
     torn: bool = False
     """It waits for its anchor: no executor can read its context back."""
 
+    @classmethod
+    def of(
+        cls,
+        request: TurnRequest,
+        wire: bytes,
+        offset: int,
+        *,
+        trajectory: Trajectory,
+        lengths: Means,
+        epoch: int,
+        now: float,
+    ) -> "Turn":
+        """One that waits since now. `wire`: the request's bytes as they came; `offset`: where, in its home."""
+        sampling = request.sampling
+        return cls(
+            trajectory_id=request.trajectory_id,
+            group_id=request.group_id,
+            turn=request.turn,
+            home=request.home,
+            max_tokens=sampling.max_tokens,
+            seeded=sampling.seed is not None,
+            patience_seconds=request.patience_seconds,
+            requested_at=request.requested_at,
+            digest=request.digest,
+            anchors=request.anchors,
+            wire=wire,
+            offset=offset,
+            trajectory=trajectory,
+            lengths=lengths,
+            context_tokens=request.context_tokens,
+            epoch=epoch,
+            room_tokens=request.context_tokens + sampling.max_tokens,
+            due=now + request.patience_seconds,
+            queued_at=now,
+        )
+
     def asked_by(self, request: TurnRequest, wire: bytes, offset: int) -> None:
         """It is asked for by this from now on, which has the same context."""
         self.anchors, self.requested_at = request.anchors, request.requested_at

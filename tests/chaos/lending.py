@@ -214,7 +214,7 @@ class Run:
                 victims = victims or dice.sample(VICTIMS, len(VICTIMS))
                 self._kill(victims.pop(), dice.uniform(*AWAY_SECONDS))
                 due = time.monotonic() + dice.uniform(*BETWEEN_SECONDS)
-            time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)  # no event says that one of several processes has ended
 
     def _kill(self, victim: str, away_seconds: float) -> None:
         self.faults[f"kill {victim}"] += 1
@@ -236,7 +236,7 @@ class Run:
                 last = self.log(name).read_text(errors="replace").splitlines()[-1:]
                 self.ended.append(f"{name} ended with status {process.returncode}: {''.join(last)}")
                 assert name not in ("lender", "users"), self.ended[-1]
-                time.sleep(AGAIN_SECONDS)
+                time.sleep(AGAIN_SECONDS)  # as its orchestrator would
                 self.start(name)
 
     def wake(self) -> None:

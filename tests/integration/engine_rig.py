@@ -1,7 +1,8 @@
 """An engine beside the transformers model whose weights it should serve."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 import workers.executor.vllm.alone  # noqa: F401
 from schemas.prompts import Sampling
-from tests.integration.policies import VOCABULARY, logprobs_of, new_policy, tensors_of
+from tests.integration.policies import VOCABULARY, logprobs_of, new_policy, save_policy, tensors_of
 from workers.executor.vllm.engine import (
     Engine,
     EngineConfig,
@@ -53,6 +54,11 @@ class Rig:
         self.add("only", context, **sampling)
         return self.drain()["only"]
 
+    def clear(self) -> None:
+        """Abort what a test left."""
+        for key in list(self.engine._turns):
+            self.engine.abort(key)
+
     def check(self, seed: int, turns: int = 40) -> float:
         """Many turns of different lengths together; the largest difference to transformers."""
         rng = random.Random(seed)
@@ -62,6 +68,15 @@ class Rig:
             if rng.random() < 0.3:
                 self.engine.step()
         return max(difference(self.model, contexts[key], turn) for key, turn in self.drain().items() if key in contexts)
+
+
+@contextmanager
+def started_rig(folder: Path, *, tied: bool) -> Iterator[Rig]:
+    """A small policy, kept in the folder, and an engine that serves it as version 0."""
+    model = new_policy(0, tied=tied)
+    engine = Engine(folder_config(save_policy(folder, model), policy_version=0))
+    with closing(engine):
+        yield Rig(engine, model, tied)
 
 
 def contexts_of(rng: random.Random, length: int) -> list[int]:

@@ -22,11 +22,12 @@ from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
 from schemas.contexts import context_of
 from schemas.homes import home_of
 from schemas.prompts import Prompt
-from schemas.samples import Outcome, Sample, SampleOutcome
+from schemas.samples import Sample
 from schemas.turns import TurnOutcome, TurnRequest, TurnResult, VersionSpan
 from tests.roles import role_process, stop
+from tests.settling import settle
 from topics.admin import create_topics
-from topics.catalog import COMPLETED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Partitions
+from topics.catalog import COMPLETED, PROMPTS, REQUESTED, SAMPLES, Partitions
 from topics.reader import Reader
 from topics.records import Envelope
 from topics.settings import BusSettings
@@ -134,20 +135,7 @@ class ScriptedExecutors:
         return context_of(request, self._links[request.home])
 
     def settle(self, sample: Sample) -> None:
-        outcome = Outcome.INFRA_FAILED if sample.reward is None else Outcome.TRAINED
-        self._writer.write(
-            OUTCOMES,
-            SampleOutcome(
-                trajectory_id=sample.trajectory_id,
-                group_id=sample.group_id,
-                outcome=outcome,
-                step=0,
-                policy_version=0,
-                recorded_at=time.time(),
-            ),
-            key=sample.trajectory_id,
-            partition=0,
-        )
+        settle(self._writer, sample)
 
     def close(self) -> None:
         self._reader.close()

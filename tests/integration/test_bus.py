@@ -4,95 +4,43 @@ import json
 import random
 import shutil
 import subprocess
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from threading import Event
-from typing import Any
 
 import msgspec
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Producer
 
 from schemas.errors import RecordError
 from schemas.prompts import Prompt
 from schemas.wire import encode
 from tests.brokers import AnyBroker
 from tests.golden.examples import OUTCOME, PROMPT
-from topics.admin import create_topics, reach
-from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS, Partitions
+from tests.integration.bus_kit import BAD, WAIT_SECONDS, put, read_until, with_topics
+from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
 from topics.errors import BusError
 from topics.fetch import REACH, Fetch, Find
 from topics.letters import buried, read_letters
 from topics.log import await_decided, read_back
-from topics.reader import Reader, ends_of
-from topics.records import EndOfPartition, Envelope, Item, Place, Raw, Spoiled
-from topics.resting import RestingConsumer
+from topics.reader import Reader
+from topics.records import Envelope, Raw, Spoiled
 from topics.retention import delete_before
 from topics.settings import BusSettings
 from topics.writer import BEGINNING_BYTES, REASON_CHARACTERS, Writer
 from workers.environments.home import FORWARD_BYTES
 
-WAIT_SECONDS = 60.0
-HOMES = 2
-BAD = b"{ no prompt"
-
 
 @pytest.fixture
 def settings(broker: AnyBroker, namespace: str) -> BusSettings:
-    settings = broker.settings(namespace)
-    create_topics(settings, Partitions(home=HOMES, slots=1, samples=1, chunks=1))
-    return settings
-
-
-def put(settings: BusSettings, values: Sequence[bytes], *, partition: int = 0) -> None:
-    """Messages as any client would write them, one after the other."""
-    writer = Writer(settings, "test")
-    for value in values:
-        writer.forward(PROMPTS, Raw(b"own key", value, (("from", b"elsewhere"),)), partition=partition, key="own key")
-    writer.flush()
-
-
-def read_until(reader: Reader, count: int) -> list[Item]:
-    found: list[Item] = []
-    deadline = time.monotonic() + WAIT_SECONDS
-    while len(found) < count:
-        assert time.monotonic() < deadline, found
-        found += [item for item in reader.read(100, 0.2) if not isinstance(item, EndOfPartition)]
-    return found
+    return with_topics(broker.settings(namespace))
 
 
 @pytest.fixture
 def reader(settings: BusSettings) -> Iterator[Reader]:
     with closing(Reader(settings, "test", group="test", ends=True)) as reader:
         yield reader
-
-
-def test_a_topic_that_comes_while_it_is_asked_for_is_not_called_missing(broker: AnyBroker, namespace: str) -> None:
-    settings = broker.settings(namespace)
-
-    class Late(Consumer):  # type: ignore[misc]
-        """Looks the leaders up once it was told that there is no such topic, and that is when it is made."""
-
-        def list_topics(self, *named: Any, **timeout: Any) -> Any:
-            create_topics(settings, Partitions(home=HOMES, slots=1, samples=1, chunks=1))
-            return super().list_topics(*named, **timeout)
-
-    with closing(Late(settings.consumer("test", "test"))) as consumer:
-        assert ends_of(consumer, TopicPartition(settings.topic(PROMPTS), 0)) == (0, 0)
-
-
-def test_a_topic_that_was_deleted_is_there_when_it_was_created_anew(settings: BusSettings) -> None:
-    admin = reach(settings)
-    for _ in range(3):
-        for deleted in admin.delete_topics([settings.topic(PROMPTS)]).values():
-            deleted.result()
-        assert create_topics(settings, Partitions(home=HOMES, slots=1, samples=1, chunks=1)) == [
-            settings.topic(PROMPTS)
-        ]
-        put(settings, [encode(PROMPT)])
 
 
 def test_what_is_no_record_is_handed_out_as_it_came_and_nothing_is_written(
@@ -105,105 +53,6 @@ def test_what_is_no_record_is_handed_out_as_it_came_and_nothing_is_written(
     assert isinstance(bad, Spoiled) and bad.raw == Raw(b"own key", BAD, (("from", b"elsewhere"),))
     assert "prompt" in bad.reason and (bad.partition, bad.offset) == (0, good.offset + 1)
     assert not buried(settings, PROMPTS)
-
-
-def test_an_assignment_is_read_though_its_partition_was_paused_before(settings: BusSettings, reader: Reader) -> None:
-    put(settings, [encode(PROMPT)])
-    for again in range(3):
-        reader.assign({(PROMPTS, 0): 0, (PROMPTS, 1): 0})
-        assert read_until(reader, 1), f"nothing is read after assignment {again}"
-        reader.pause([(PROMPTS, 0)])
-        reader.assign({})
-        reader.pause([(PROMPTS, 0)])  # of what is not assigned: no harm
-
-
-def test_a_members_new_assignment_is_read_though_it_had_paused_everything(settings: BusSettings) -> None:
-    """A full window pauses the prompts; then another member joins, and leaves again."""
-
-    def member(name: str) -> tuple[Reader, list[list[Place]]]:
-        assignments: list[list[Place]] = []
-
-        def assigned(places: list[Place]) -> dict[Place, int]:
-            assignments.append(places)
-            return dict.fromkeys(places, 0)
-
-        session: dict[str, Any] = {"session.timeout.ms": 6000}
-        reader = Reader(settings, name, group="members", member=name, **session)
-        reader.subscribe([PROMPTS], assigned=assigned, revoked=lambda places: None)
-        return reader, assignments
-
-    def until(condition: object) -> None:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not condition():  # type: ignore[operator]
-            assert time.monotonic() < deadline
-            for each in (first, *others):
-                found.extend(item for item in each.read(100, 0.05) if isinstance(item, Envelope))
-
-    found: list[Envelope] = []
-    others: list[Reader] = []
-    first, taken = member("first")
-    until(lambda: taken and len(taken[-1]) == HOMES)
-    first.pause([(PROMPTS, home) for home in range(HOMES)])
-    other, others_taken = member("other")
-    others.append(other)
-    until(lambda: len(taken[-1]) == 1 and others_taken and len(others_taken[-1]) == 1)
-    for home in range(HOMES):
-        put(settings, [encode(PROMPT)], partition=home)
-    until(lambda: {envelope.partition for envelope in found} == set(range(HOMES)))
-    first.close()
-    other.close()
-
-
-def test_whoever_joins_is_taken_in_however_soon_after_another(settings: BusSettings) -> None:
-    """The embedded broker forgets both, if the second comes just as its wait for others is over."""
-    taken_in: list[str] = []
-
-    def join(pair: int, name: str) -> Reader:
-        def assigned(places: list[Place]) -> dict[Place, int]:
-            taken_in.append(f"{pair} {name}")
-            return {}
-
-        reader = Reader(settings, name, group=f"pair-{pair}", member=f"{name}-{pair}")
-        reader.subscribe([PROMPTS], assigned=assigned, revoked=lambda places: None)
-        return reader
-
-    members: list[Reader] = []
-    for pair in range(8):
-        first = join(pair, "first")
-        first.read(1, 0.304 + 0.002 * pair)
-        members += [first, join(pair, "second")]
-    deadline = time.monotonic() + WAIT_SECONDS
-    while len(set(taken_in)) < len(members):
-        assert time.monotonic() < deadline, taken_in
-        for member in members:
-            member.read(1, 0.01)
-    for member in members:
-        member.close()
-
-
-def test_a_member_that_asked_again_hears_nothing_of_what_its_former_self_is_told(
-    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The answer to the first question may come just as the second is asked: then it is told as that consumer leaves,
-    on a thread of its own."""
-    asked: list[tuple[RestingConsumer, dict[str, Any]]] = []
-    told: list[list[Place]] = []
-
-    def assigned(places: list[Place]) -> dict[Place, int]:
-        told.append(places)
-        return {}
-
-    monkeypatch.setattr(RestingConsumer, "subscribe", lambda self, _, **answers: asked.append((self, answers)))
-    with closing(Reader(replace(settings, embedded=True), "late", group="late", member="late")) as reader:
-        reader.subscribe([PROMPTS], assigned=assigned, revoked=told.append)
-        reader._come_again()
-        (former, answers), (present, _) = asked
-        home = TopicPartition(settings.topic(PROMPTS), 0)
-        answers["on_assign"](former, [home])
-        answers["on_revoke"](former, [home])
-        assert told == []
-        answers["on_assign"](present, [home])
-        assert told == [[(PROMPTS, 0)]]
 
 
 def test_a_dead_letter_is_the_message_as_it_came_and_says_where_it_lay(settings: BusSettings, reader: Reader) -> None:

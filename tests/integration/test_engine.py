@@ -1,4 +1,4 @@
-"""The engine against transformers: every claim about weights is proven by logprobs."""
+"""The engine's versions against transformers: every claim about weights is proven by logprobs."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -24,14 +24,13 @@ from tests.integration.engine_rig import (
     contexts_of,
     difference,
     folder_config,
+    started_rig,
 )
 from tests.integration.policies import VOCABULARY, new_policy, save_policy, tensors_of
 from tests.unit.samples import sample, turns_of
 from workers.executor.vllm import writing
 from workers.executor.vllm.engine import (
     Engine,
-    EngineBroken,
-    EngineRefusal,
     EngineStartError,
     Finished,
     SwapRefused,
@@ -45,11 +44,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    model = new_policy(0, tied=request.param)
-    folder = save_policy(tmp_path_factory.mktemp("policy"), model)
-    rig = Rig(Engine(folder_config(folder, policy_version=0)), model, request.param)
-    yield rig
-    rig.engine.close()
+    with started_rig(tmp_path_factory.mktemp("policy"), tied=request.param) as rig:
+        yield rig
 
 
 one_head = pytest.mark.parametrize("started", [True], indirect=True, ids=["tied"])
@@ -59,8 +55,7 @@ one_head = pytest.mark.parametrize("started", [True], indirect=True, ids=["tied"
 @pytest.fixture
 def rig(started: Rig) -> Iterator[Rig]:
     yield started
-    for key in list(started.engine._turns):
-        started.engine.abort(key)
+    started.clear()
 
 
 def fail_after(calls: int, times: int = 1) -> Callable[..., None]:
@@ -313,167 +308,6 @@ def test_the_next_turn_finds_its_prefix_and_no_version_finds_anothers(rig: Rig) 
     rig.engine.swap(rig.engine.version, weights.items())  # other weights under the same number
     assert rig.run(longer, max_tokens=5).cached_tokens == 0
     rig.swap()
-
-
-@one_head
-def test_logprobs_are_of_the_distribution_that_was_sampled(rig: Rig) -> None:
-    context = contexts_of(random.Random(11), 40)
-    for temperature in (0.5, 1.7):
-        turn = rig.run(context, max_tokens=30, temperature=temperature)
-        assert difference(rig.model, context, turn, temperature) < TOLERANCE
-
-    greedy = rig.run(context, max_tokens=30, temperature=0.0)
-    assert difference(rig.model, context, greedy) < TOLERANCE
-
-    nucleus = rig.run(context, max_tokens=30, top_p=0.6)
-    with torch.no_grad():
-        logits = rig.model(input_ids=torch.tensor([[*context, *nucleus.tokens]])).logits[0, len(context) - 1 : -1]
-    probabilities, order = torch.softmax(logits, -1).sort(-1, descending=True)
-    kept = probabilities.cumsum(-1) - probabilities < 0.6
-    for row, token in enumerate(nucleus.tokens):
-        place = int((order[row] == token).nonzero())
-        assert kept[row, place]
-        expected = (probabilities[row, place] / probabilities[row][kept[row]].sum()).log()
-        assert abs(float(expected) - nucleus.logprobs[row]) < TOLERANCE
-
-
-@one_head
-def test_tokens_are_as_frequent_as_their_logprobs_say(rig: Rig) -> None:
-    context = contexts_of(random.Random(12), 2 * BLOCK + 1)
-    turns = 4000
-    for i in range(turns):
-        rig.add(str(i), context, max_tokens=1, temperature=1.5)
-    counts = torch.zeros(VOCABULARY)
-    for turn in rig.drain().values():
-        counts[turn.tokens[0]] += 1
-    with torch.no_grad():
-        expected = turns * torch.softmax(rig.model(input_ids=torch.tensor([context])).logits[0, -1] / 1.5, -1)
-    common = expected >= 5
-    chi_square = float(((counts - expected)[common] ** 2 / expected[common]).sum())
-    freedom = int(common.sum())
-    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, "more than five standard deviations away"
-
-
-@one_head
-def test_a_seed_fixes_the_tokens_whatever_else_runs(rig: Rig) -> None:
-    rng = random.Random(13)
-    context = contexts_of(rng, 50)
-    alone = rig.run(context, max_tokens=30, seed=5)
-    for i in range(6):
-        rig.add(f"other{i}", contexts_of(rng, 20), max_tokens=25)
-    rig.add("seeded", context, max_tokens=30, seed=5)
-    rig.add("unseeded", context, max_tokens=30)
-    done = rig.drain()
-    assert done["seeded"].tokens == alone.tokens
-    assert done["unseeded"].tokens != alone.tokens
-
-
-@one_head
-def test_a_seeded_turn_whose_prefill_is_cut_samples_the_same_tokens(rig: Rig) -> None:
-    rng = random.Random(18)
-    context = contexts_of(rng, 200)
-    whole = rig.run(context, max_tokens=20, seed=6)
-    rig.engine.swap(rig.engine.version + 1, tensors_of(rig.model).items())  # forgets the prefix, not the weights
-    for i in range(2):
-        rig.add(f"t{i}", contexts_of(rng, 200), max_tokens=20, seed=i)
-    rig.add("cut", context, max_tokens=20, seed=6)
-    assert rig.engine.step().tokens == 512, "three prefills of 200 fit in one step"
-    cut = rig.drain()["cut"]
-    assert cut.tokens == whole.tokens
-    assert difference(rig.model, context, cut) < TOLERANCE
-
-
-@one_head
-def test_a_turn_ends_at_a_stop_token_at_its_limit_or_when_the_model_is_full(rig: Rig) -> None:
-    context = contexts_of(random.Random(14), 40)
-    turn = rig.run(context, max_tokens=30, seed=3)
-    assert (turn.finish_reason, len(turn.tokens), turn.context_tokens) == ("length", 30, 40)
-
-    stop = turn.tokens[12]
-    stopped = rig.run(context, max_tokens=30, seed=3, stop_token_ids=(stop,))
-    assert stopped.finish_reason == "stop"
-    assert stopped.tokens == turn.tokens[: turn.tokens.index(stop) + 1]
-
-    full = rig.run(contexts_of(random.Random(15), MAX_MODEL_LEN - 3), max_tokens=30)
-    assert (full.finish_reason, len(full.tokens)) == ("length", 3)
-
-
-@one_head
-def test_an_aborted_turn_keeps_what_it_has_sampled(rig: Rig) -> None:
-    context = contexts_of(random.Random(16), 60)
-    rig.add("gone", context, max_tokens=50)
-    for _ in range(9):
-        rig.engine.step()
-    turn = rig.engine.abort("gone")
-    assert turn is not None
-    assert (turn.finish_reason, len(turn.tokens), len(turn.logprobs)) == ("abort", 9, 9)
-    assert turn.spans == (VersionSpan(0, 9, rig.engine.version),)
-    assert difference(rig.model, context, turn) < TOLERANCE
-    assert rig.engine.abort("gone") is None
-    again = rig.run(context, max_tokens=2)
-    assert difference(rig.model, context, again) < TOLERANCE
-
-    rig.add("never", context, max_tokens=50)
-    unstarted = rig.engine.abort("never")
-    assert unstarted is not None
-    assert (unstarted.tokens, unstarted.spans, unstarted.scheduled_at) == ([], (), 0.0)
-
-
-@one_head
-def test_what_cannot_run_is_refused_with_the_reason(rig: Rig) -> None:
-    rig.add("held", [1], max_tokens=5)
-    refused: list[tuple[str, list[int], dict[str, Any]]] = [
-        ("already in the engine", [1], {"key": "held"}),
-        ("context of 0 tokens", [], {}),
-        (f"1 to {MAX_MODEL_LEN - 1}", [1] * MAX_MODEL_LEN, {}),
-        (f"token id {VOCABULARY} is outside", [1, VOCABULARY], {}),
-        ("token id -1 is outside", [1, -1], {}),
-        (f"token id {VOCABULARY} is outside", [1], {"stop_token_ids": (VOCABULARY,)}),
-        ("temperature", [1], {"temperature": 5.0}),
-        ("temperature", [1], {"temperature": 0.001}),
-    ]
-    for reason, context, sampling in refused:
-        key = sampling.pop("key", "new")
-        with pytest.raises(EngineRefusal, match=reason):
-            rig.add(key, context, **sampling)
-    with pytest.raises(EngineRefusal, match="serves, not 1000"):
-        rig.engine.add("new", [1], Sampling(), policy_version=1000)
-    assert list(rig.drain()) == ["held"]
-
-
-@one_head
-def test_a_failed_step_is_one_sentence(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise RuntimeError("out of memory")
-
-    rig.add("held", [1], max_tokens=2)
-    with monkeypatch.context() as faults:
-        faults.setattr(rig.engine._core, "step_fn", fail)
-        with pytest.raises(EngineBroken, match="a step failed: out of memory"):
-            rig.engine.step()
-
-
-@one_head
-def test_load_and_times_follow_the_turns(rig: Rig) -> None:
-    idle = rig.engine.load()
-    assert idle.kv_bytes_free == idle.kv_bytes_total > 0
-    assert (idle.running, idle.waiting, idle.tokens) == (0, 0, 0)
-    assert idle.kv_bytes_per_token == 4 * 2 * 2 * 32 * 4, "layers, keys and values, heads, head size, float32"
-    assert rig.engine.step().tokens == 0
-
-    for i in range(MAX_RUNNING + 2):
-        rig.add(f"t{i}", contexts_of(random.Random(i), 28), max_tokens=3)
-    assert rig.engine.load().waiting == MAX_RUNNING + 2
-    step = rig.engine.step()
-    assert (step.tokens, step.finished) == (MAX_RUNNING * 28, []) and step.seconds > 0
-    busy = rig.engine.load()
-    assert (busy.running, busy.waiting, busy.tokens) == (MAX_RUNNING, 2, (MAX_RUNNING + 2) * 28 + MAX_RUNNING)
-    assert idle.kv_bytes_total - busy.kv_bytes_free == MAX_RUNNING * BLOCK * busy.kv_bytes_per_token
-    done = rig.drain()
-    assert len(done) == MAX_RUNNING + 2
-    for turn in done.values():
-        assert 0 < turn.added_at <= turn.scheduled_at <= turn.first_token_at <= turn.finished_at
-    assert done[f"t{MAX_RUNNING}"].scheduled_at > done["t0"].first_token_at
 
 
 def test_a_cache_that_is_too_small_for_all_changes_no_logprob(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integration.engine_rig import TOLERANCE, Rig, folder_config
 from tests.integration.policies import VOCABULARY, new_policy, save_policy, tensors_of
-from tests.integration.test_engine import TOLERANCE, Rig, folder_config
 from tests.unit.weights_world import Shelf, Tensors
 from workers.executor.vllm.engine import Engine
 from workers.weights.assembly import Assembly

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.control.config import ControlConfig
-from pipeline.control.core import FORGET_SECONDS, GRACE_SECONDS, SETTLE_SECONDS, STALE_SECONDS, Control
+from pipeline.control.core import FORGET_SECONDS, SETTLE_SECONDS, STALE_SECONDS, Control
+from pipeline.control.lender import GRACE_SECONDS
 from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.slack import ExecutorState

@@ -3,9 +3,9 @@
 from prometheus_client import REGISTRY
 
 from workers.executor import metrics
-from workers.executor.words import Lent, Slack
+from workers.executor.words import Lent, Slack, Tick
 
-LENT = Lent(budget_bytes=64, frozen=True, cuts=2)
+TICK = Tick(7, "cpu", 0, 0, 200, 100, 1, 1.0, 1.0, 0, 0.0, lent=Lent(budget_bytes=64, frozen=True, cuts=2))
 SLACK = Slack(5, 2, 0.5, 0.25, 0.01, 0.01, 0.1, 0.1, 0.1, {})
 GAUGES = ("rose_executor_policy_version", "rose_executor_kv_free_bytes", "rose_lender_budget_bytes")
 
@@ -16,9 +16,8 @@ def told(name: str) -> float | None:
 
 def test_an_executor_that_begins_anew_says_nothing_meanwhile_and_counts_on() -> None:
     with metrics.exported():
-        metrics.POLICY_VERSION.set(7)
-        metrics.KV_FREE_BYTES.set(100)
-        metrics.show_lent(LENT)
+        metrics.show_held(TICK, turns=1, version=7)
+        metrics.show_lent(TICK)
         metrics.show(SLACK)
         cuts = told("rose_lender_cuts_total")
         assert [*map(told, GAUGES)] == [7, 100, 64] and cuts is not None
@@ -27,5 +26,5 @@ def test_an_executor_that_begins_anew_says_nothing_meanwhile_and_counts_on() -> 
         assert [*map(told, GAUGES)] == [-1, 0, None], "it has heard of no guest yet"
         metrics.show(SLACK)
         assert (told("rose_lender_budget_bytes"), told("rose_lender_frozen")) == (0, 0)
-        metrics.show_lent(LENT)
+        metrics.show_lent(TICK)
         assert (told("rose_lender_budget_bytes"), told("rose_lender_cuts_total")) == (64, cuts + 2)

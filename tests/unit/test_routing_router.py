@@ -4,8 +4,9 @@ import msgpack
 import msgspec
 import pytest
 
+from pipeline.routing.attempts import MOST_ATTEMPTS
 from pipeline.routing.custody import LEASE_SECONDS
-from pipeline.routing.router import MOST_ATTEMPTS, Router
+from pipeline.routing.router import Router
 from pipeline.routing.waiting import Asked
 from schemas.contexts import appending
 from schemas.prompts import Sampling

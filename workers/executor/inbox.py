@@ -29,6 +29,8 @@ from schemas.turns import Refusal, TurnDispatch, TurnKey, held_hash
 
 
 class Verdict(Enum):
+    """What is done with a dispatch."""
+
     TAKE = "take"
     PASS = "pass"
     """Another worker's, who reads this inbox too."""
@@ -40,6 +42,8 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """The verdict on one dispatch; what is dropped or refused has its reason."""
+
     verdict: Verdict
     reason: str = ""
     refusal: Refusal | None = None

@@ -28,7 +28,6 @@ from threading import Event
 import msgspec
 import structlog
 
-from schemas.arrays import count
 from schemas.contexts import Torn
 from schemas.errors import UsageError
 from schemas.slack import HELD, ExecutorState, WorkerClass
@@ -51,18 +50,7 @@ from workers.executor.link import EngineLink
 from workers.executor.parts import begun_from, flaw_of, sampling_of
 from workers.executor.stay import Stay
 from workers.executor.vllm.types import EngineBroken
-from workers.executor.words import (
-    ABORTED,
-    Done,
-    GiveUp,
-    NotTaken,
-    Prepared,
-    Refused,
-    Report,
-    Serving,
-    Take,
-    Tick,
-)
+from workers.executor.words import ABORTED, Done, GiveUp, NotTaken, Prepared, Refused, Report, Serving, Take, Tick
 from workers.weights.receive import WeightReceiver
 
 INBOX_BATCH = 256
@@ -312,18 +300,12 @@ class Executor:
                 self._tick = report
                 self._bereft |= bool(report.parked) or report.version < 0 <= self._version
                 self._inbox.max_turns = self._most_turns
-                metrics.STEPS.inc(report.steps)
-                metrics.STEP_SECONDS.inc(report.step_seconds)
-                if report.slack is not None:
-                    metrics.show(report.slack)
+                metrics.show_steps(report)
                 self._note_lent(report)
 
     def _note_lent(self, tick: Tick) -> None:
         self._beats.heard(tick)
-        if tick.lent is not None:
-            metrics.show_lent(tick.lent)
-        if tick.parked:
-            metrics.show_parked()
+        metrics.show_lent(tick)
 
     @property
     def _most_turns(self) -> int:
@@ -374,10 +356,7 @@ class Executor:
         dispatch = self._inbox.release(running.key)
         given_up = done.finish_reason == ABORTED
         outcome = TurnOutcome.PREEMPTED if given_up else TurnOutcome.COMPLETED
-        metrics.TURNS.labels(outcome.value).inc()
-        metrics.TOKENS.labels("sampled").inc(count(done.tokens))
-        metrics.TOKENS.labels("cached").inc(done.cached_tokens)
-        metrics.TURN_SECONDS.observe(done.finished_at - running.received_at)
+        metrics.count_ended(outcome, done, received_at=running.received_at)
         reason = (done.reason or self._gate.reason or PARKED) if given_up else ""
         self._send(ended(self._start, dispatch, done, outcome, reason, received_at=running.received_at))
 
@@ -397,10 +376,7 @@ class Executor:
         """`turns`: by hash, those that it lists; left out, those that it holds."""
         tick = self._tick
         self._beats.refused = self._receiver.refused_newest or (-1, "")
-        metrics.HELD_TURNS.set(len(self._inbox))
-        metrics.KV_CAPACITY_BYTES.set(tick.kv_bytes_total)
-        metrics.KV_FREE_BYTES.set(tick.kv_bytes_free)
-        metrics.POLICY_VERSION.set(self._version)
+        metrics.show_held(tick, turns=len(self._inbox), version=self._version)
         beat = self._beats.next(
             tick,
             self._inbox,

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from schemas.arrays import count
 from schemas.turns import TurnOutcome
 from topics.metrics import export, withdraw
-from workers.executor.words import Lent, Slack
+from workers.executor.words import Done, Lent, Slack, Tick
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
@@ -118,6 +119,30 @@ def exported() -> Iterator[None]:
         _set_parked()
 
 
+def count_ended(outcome: TurnOutcome, done: Done, *, received_at: float) -> None:
+    """A turn that the engine has ended. `received_at`: unix seconds, when it came to the inbox."""
+    TURNS.labels(outcome.value).inc()
+    TOKENS.labels("sampled").inc(count(done.tokens))
+    TOKENS.labels("cached").inc(done.cached_tokens)
+    TURN_SECONDS.observe(done.finished_at - received_at)
+
+
+def show_held(tick: Tick, *, turns: int, version: int) -> None:
+    """What it holds, and the version that serves; -1 before one is proven."""
+    HELD_TURNS.set(turns)
+    KV_CAPACITY_BYTES.set(tick.kv_bytes_total)
+    KV_FREE_BYTES.set(tick.kv_bytes_free)
+    POLICY_VERSION.set(version)
+
+
+def show_steps(tick: Tick) -> None:
+    """What the engine did since the tick before; of a guest, how serving stands."""
+    STEPS.inc(tick.steps)
+    STEP_SECONDS.inc(tick.step_seconds)
+    if tick.slack is not None:
+        show(tick.slack)
+
+
 def show(slack: Slack) -> None:
     """What a guest's host says of serving."""
     export(LENDER)
@@ -133,8 +158,18 @@ def show(slack: Slack) -> None:
         HELD_BACK.labels(why).inc(times)
 
 
-def show_lent(lent: Lent) -> None:
-    """What a guest's host says of memory."""
+def show_lent(tick: Tick) -> None:
+    """What a guest's host says of memory, if anything. Where there is no guest it may hold nothing, and its host does
+    not say how serving stands.
+    """
+    if tick.lent is not None:
+        _show_memory(tick.lent)
+    if tick.parked:
+        export(LENDER)
+        _set_parked()
+
+
+def _show_memory(lent: Lent) -> None:
     export(LENDER)
     LENT_BYTES.set(lent.budget_bytes)
     FROZEN.set(lent.frozen)
@@ -143,12 +178,6 @@ def show_lent(lent: Lent) -> None:
     PREEMPTED.inc(lent.preempted)
     LOOKS.inc(lent.looks)
     LOOK_SECONDS.inc(lent.look_seconds)
-
-
-def show_parked() -> None:
-    """There is no guest: it may hold nothing, and its host does not say how serving stands."""
-    export(LENDER)
-    _set_parked()
 
 
 def _set_parked() -> None:

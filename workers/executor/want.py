@@ -5,6 +5,8 @@ from enum import Enum
 
 
 class Work(Enum):
+    """How a piece of work may be bounded."""
+
     STEP = "step"
     """One of the engine's, of as many tokens as there is time for."""
     PIECE = "piece"

@@ -14,6 +14,8 @@ GAP_SECONDS = 1.0
 
 
 class Hang:
+    """How long the present hold of the thread has lasted, as far as it was seen."""
+
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         """The bound."""

@@ -35,6 +35,7 @@ def identity_of(pid: int) -> Identity | None:
 
 
 def this_process() -> Identity:
+    """That of the process that asks."""
     found = identity_of(os.getpid())
     assert found is not None
     return found

@@ -20,6 +20,8 @@ from workers.lender.backoff import Backoff
 
 
 class State(Enum):
+    """Where a guest is in its life."""
+
     PARKED = "parked"
     """Weights in host memory at most, no KV."""
     WAKING = "waking"

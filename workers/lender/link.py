@@ -31,6 +31,8 @@ BELL = Path("anon_inode:[eventfd]")
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """The first message of whoever connects: nothing follows where the protocols differ."""
+
     protocol: int
 
 

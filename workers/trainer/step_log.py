@@ -123,10 +123,12 @@ class StepLog:
 
 
 def decoded(data: bytes) -> StepLine:
+    """A step's line from its bytes. Raises msgspec.DecodeError."""
     return msgspec.json.decode(data, type=StepLine)
 
 
 def encoded(line: StepLine) -> bytes:
+    """A step's line as one line of JSON, without its end."""
     return msgspec.json.encode(line)
 
 

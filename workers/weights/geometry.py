@@ -57,6 +57,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def box_of(piece: SliceRef) -> Box:
+    """The place of a slice in its tensor, seen as a matrix."""
     return Box(piece.row_start, piece.rows, piece.column_start, piece.columns)
 
 

@@ -16,7 +16,7 @@ class Blocking:
         return "1+1"
 
     async def step(self, action: str) -> Step:
-        time.sleep(BLOCKED_SECONDS)
+        time.sleep(BLOCKED_SECONDS)  # this is the fault
         raise AssertionError("nobody waits for so long")
 
     async def snapshot(self) -> bytes:

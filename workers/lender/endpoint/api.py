@@ -81,6 +81,8 @@ class DeviceConfig(msgspec.Struct):
 
 
 class VllmConfig(msgspec.Struct):
+    """What `/server_info` tells of how the server was started, as far as it matters here."""
+
     model_config: ModelConfig
     parallel_config: ParallelConfig
     cache_config: CacheConfig
@@ -110,11 +112,15 @@ class Models(msgspec.Struct):
 
 
 class Logprobs(msgspec.Struct):
+    """One of each for every token of a choice; tokens are named by TOKEN and their id."""
+
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float] | None] = []
 
 
 class Choice(msgspec.Struct):
+    """What is new of one answer. Token ids are there because they were asked for."""
+
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     token_ids: list[int] | None = None

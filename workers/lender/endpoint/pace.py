@@ -48,6 +48,8 @@ class Window:
 
 
 class Pace:
+    """The limit, and what the last windows taught. Times are seconds on whatever clock the caller keeps."""
+
     def __init__(self, *, ttft_seconds: float, tpot_seconds: float, most: int) -> None:
         self.limit = min(1, most)
         """Turns at once."""

@@ -47,6 +47,7 @@ def fresh_bits(*shape: int) -> Bits:
 
 
 def encoder() -> State:
+    """One that has coded nothing: five words, at LOW, RANGE, CACHE, CACHED and AT."""
     return np.array([0, (1 << WINDOW_BITS) - 1, 0, 0, 0], dtype=np.uint64)
 
 
@@ -151,6 +152,7 @@ def decode_uniform(state, data, total_bits):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def narrow(state, data, start, width, total_bits):  # type: ignore[no-untyped-def]
+    """Go on within the part [start, start + width) of 2^total_bits, in which the point that was read lies."""
     unit = state[RANGE] >> U64(total_bits)
     state[CODE] -= unit * U64(start)
     state[RANGE] = unit * U64(width)

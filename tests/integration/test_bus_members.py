@@ -1,0 +1,124 @@
+"""Members of a group on a real broker: who is given partitions reads them, whoever else comes, goes or asks again."""
+
+import time
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from confluent_kafka import TopicPartition
+
+from schemas.wire import encode
+from tests.brokers import AnyBroker
+from tests.golden.examples import PROMPT
+from tests.integration.bus_kit import HOMES, WAIT_SECONDS, put, read_until, with_topics
+from topics.catalog import PROMPTS
+from topics.reader import Reader
+from topics.records import Envelope, Place
+from topics.resting import RestingConsumer
+from topics.settings import BusSettings
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    return with_topics(broker.settings(namespace))
+
+
+def test_an_assignment_is_read_though_its_partition_was_paused_before(settings: BusSettings) -> None:
+    put(settings, [encode(PROMPT)])
+    with closing(Reader(settings, "test", group="test", ends=True)) as reader:
+        for again in range(3):
+            reader.assign({(PROMPTS, 0): 0, (PROMPTS, 1): 0})
+            assert read_until(reader, 1), f"nothing is read after assignment {again}"
+            reader.pause([(PROMPTS, 0)])
+            reader.assign({})
+            reader.pause([(PROMPTS, 0)])  # of what is not assigned: no harm
+
+
+def test_a_members_new_assignment_is_read_though_it_had_paused_everything(settings: BusSettings) -> None:
+    """A full window pauses the prompts; then another member joins, and leaves again."""
+
+    def member(name: str) -> tuple[Reader, list[list[Place]]]:
+        assignments: list[list[Place]] = []
+
+        def assigned(places: list[Place]) -> dict[Place, int]:
+            assignments.append(places)
+            return dict.fromkeys(places, 0)
+
+        session: dict[str, Any] = {"session.timeout.ms": 6000}
+        reader = Reader(settings, name, group="members", member=name, **session)
+        reader.subscribe([PROMPTS], assigned=assigned, revoked=lambda places: None)
+        return reader, assignments
+
+    def until(condition: object) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not condition():  # type: ignore[operator]
+            assert time.monotonic() < deadline
+            for each in (first, *others):
+                found.extend(item for item in each.read(100, 0.05) if isinstance(item, Envelope))
+
+    found: list[Envelope] = []
+    others: list[Reader] = []
+    first, taken = member("first")
+    until(lambda: taken and len(taken[-1]) == HOMES)
+    first.pause([(PROMPTS, home) for home in range(HOMES)])
+    other, others_taken = member("other")
+    others.append(other)
+    until(lambda: len(taken[-1]) == 1 and others_taken and len(others_taken[-1]) == 1)
+    for home in range(HOMES):
+        put(settings, [encode(PROMPT)], partition=home)
+    until(lambda: {envelope.partition for envelope in found} == set(range(HOMES)))
+    first.close()
+    other.close()
+
+
+def test_whoever_joins_is_taken_in_however_soon_after_another(settings: BusSettings) -> None:
+    """The embedded broker forgets both, if the second comes just as its wait for others is over."""
+    taken_in: list[str] = []
+
+    def join(pair: int, name: str) -> Reader:
+        def assigned(places: list[Place]) -> dict[Place, int]:
+            taken_in.append(f"{pair} {name}")
+            return {}
+
+        reader = Reader(settings, name, group=f"pair-{pair}", member=f"{name}-{pair}")
+        reader.subscribe([PROMPTS], assigned=assigned, revoked=lambda places: None)
+        return reader
+
+    members: list[Reader] = []
+    for pair in range(8):
+        first = join(pair, "first")
+        first.read(1, 0.304 + 0.002 * pair)
+        members += [first, join(pair, "second")]
+    deadline = time.monotonic() + WAIT_SECONDS
+    while len(set(taken_in)) < len(members):
+        assert time.monotonic() < deadline, taken_in
+        for member in members:
+            member.read(1, 0.01)
+    for member in members:
+        member.close()
+
+
+def test_a_member_that_asked_again_hears_nothing_of_what_its_former_self_is_told(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to the first question may come just as the second is asked: then it is told as that consumer leaves,
+    on a thread of its own."""
+    asked: list[tuple[RestingConsumer, dict[str, Any]]] = []
+    told: list[list[Place]] = []
+
+    def assigned(places: list[Place]) -> dict[Place, int]:
+        told.append(places)
+        return {}
+
+    monkeypatch.setattr(RestingConsumer, "subscribe", lambda self, _, **answers: asked.append((self, answers)))
+    with closing(Reader(replace(settings, embedded=True), "late", group="late", member="late")) as reader:
+        reader.subscribe([PROMPTS], assigned=assigned, revoked=told.append)
+        reader._come_again()
+        (former, answers), (present, _) = asked
+        home = TopicPartition(settings.topic(PROMPTS), 0)
+        answers["on_assign"](former, [home])
+        answers["on_revoke"](former, [home])
+        assert told == []
+        answers["on_assign"](present, [home])
+        assert told == [[(PROMPTS, 0)]]

@@ -1,0 +1,40 @@
+"""Topics that have just come or gone on a real broker: not all of its nodes have heard of it, and nobody is misled."""
+
+from contextlib import closing
+from typing import Any
+
+from confluent_kafka import Consumer, TopicPartition
+
+from tests.brokers import AnyBroker
+from tests.golden.examples import PROMPT
+from tests.integration.bus_kit import PARTITIONS, with_topics
+from topics.admin import create_topics, reach
+from topics.catalog import PROMPTS
+from topics.reader import ends_of
+from topics.writer import Writer
+
+
+def test_a_topic_that_comes_while_it_is_asked_for_is_not_called_missing(broker: AnyBroker, namespace: str) -> None:
+    settings = broker.settings(namespace)
+
+    class Late(Consumer):  # type: ignore[misc]
+        """Looks the leaders up once it was told that there is no such topic, and that is when it is made."""
+
+        def list_topics(self, *named: Any, **timeout: Any) -> Any:
+            with_topics(settings)
+            return super().list_topics(*named, **timeout)
+
+    with closing(Late(settings.consumer("test", "test"))) as consumer:
+        assert ends_of(consumer, TopicPartition(settings.topic(PROMPTS), 0)) == (0, 0)
+
+
+def test_a_topic_that_was_deleted_is_there_when_it_was_created_anew(broker: AnyBroker, namespace: str) -> None:
+    settings = with_topics(broker.settings(namespace))
+    admin = reach(settings)
+    for _ in range(3):
+        for deleted in admin.delete_topics([settings.topic(PROMPTS)]).values():
+            deleted.result()
+        assert create_topics(settings, PARTITIONS) == [settings.topic(PROMPTS)]
+        with closing(Writer(settings, "test")) as writer:
+            writer.write(PROMPTS, PROMPT, key=PROMPT.group_id, partition=0)
+            writer.flush()
