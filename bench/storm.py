@@ -5,9 +5,9 @@
 
     KAFKA_HOME=... python -m bench.storm --leaves 30      thirty workers are asked to leave, and nothing else is done
 
-What a storm is stands in `tests/chaos/storm_plan.py`; among the executors is a server that lends, in storms of one cell
-by the word of a control app. `--json FILE` writes one object with `checks` and every storm's figures. Journal and logs
-of a storm that is not clean are kept. Exit status 1 if one is not clean.
+What a storm is stands in `tests/chaos/storm_plan.py`; among the executors is a server that lends by the word of a
+control app, which also moves executors where there are several cells. `--json FILE` writes one object with `checks` and
+every storm's figures. Journal and logs of a storm that is not clean are kept. Exit status 1 if one is not clean.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def main() -> None:
         shape = leaving(arguments.leaves)
     else:
         cells = arguments.cells
-        shape = Shape(nodes=nodes, lenders=LENDERS, control=cells == 1, cells=cells, rounds=arguments.rounds)
+        shape = Shape(nodes=nodes, lenders=LENDERS, control=1, cells=cells, rounds=arguments.rounds)
     first = random.SystemRandom().randrange(2**20) if arguments.first is None else arguments.first
     reports = []
     for seed in range(first, first + arguments.seeds):

@@ -2,7 +2,7 @@
 
 Keeps true
 - Time counts while work is left, and one worker of each kind is well: running, started, not frozen. Of executors, one
-  in each cell.
+  in each cell, but where a control app moves them between cells: there it is one that must be well.
 - Time does not count within a session timeout after a worker died or was frozen: the log may still think it lives.
 - A stall is what counts of the time between two applied turns.
 
@@ -32,6 +32,9 @@ SESSION_SECONDS: Mapping[Role, float] = {
 }
 """After so long a silence the others know that a worker is gone."""
 
+NEEDED = (Role.ENVIRONMENT, Role.EXECUTOR, Role.ROUTER, Role.TRAINER)
+"""One of each must be well for a turn to be applied."""
+
 
 class Change(Enum):
     STARTED = "started"
@@ -54,7 +57,7 @@ class Happening:
     process: int
     """Names one start of one worker."""
     cell: int = 0
-    """Of an executor; all others are of one."""
+    """Of an executor that stays in one; all others are of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +80,10 @@ def stalls(applied: Sequence[float], work: Iterable[Interval], excused: Iterable
     return sorted(found, key=lambda stall: -stall.seconds)
 
 
-def excuses(happenings: Sequence[Happening], *, until: float) -> list[Interval]:
+def excuses(happenings: Sequence[Happening], *, until: float, needed: Sequence[Role] = NEEDED) -> list[Interval]:
     """When time does not count."""
     found: list[Interval] = []
-    for role in (Role.ENVIRONMENT, Role.EXECUTOR, Role.ROUTER, Role.TRAINER):
+    for role in needed:
         of_role = [each for each in happenings if each.role is role]
         for cell in {each.cell for each in of_role}:
             found += nobody_well([each for each in of_role if each.cell == cell], until=until)

@@ -18,7 +18,7 @@ from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from tests.brokers import flags
-from tests.chaos.stalls import Interval, Stall, excuses, stalls
+from tests.chaos.stalls import NEEDED, Interval, Stall, excuses, stalls
 from tests.chaos.storm_lines import Line, Sort
 from tests.chaos.storm_log import Log, breaches, read_all, read_log
 from tests.chaos.storm_plan import SLOTS, Act, Deed, Plan, Role, Worker
@@ -171,7 +171,9 @@ def blow(folder: Path, plan: Plan, broker: Cluster | Broker, *, sites: Sequence[
     partitions = replace(PARTITIONS, cells=plan.shape.cells)
     create_topics(settings, partitions, replication_factor=plan.shape.nodes or 1)
     arguments = ("--config", str(_configure(folder, plan)), *flags(settings))
-    roles = Roles(folder, arguments, broker, SLOTS, sites, cells=plan.shape.cells, controlled=bool(plan.shape.control))
+    shape = plan.shape
+    stays_in = 1 if shape.moves else shape.cells
+    roles = Roles(folder, arguments, broker, SLOTS, sites, cells=stays_in, controlled=bool(shape.control))
     with closing(roles):
         storm = _Storm(plan, settings, roles)
         try:
@@ -215,7 +217,8 @@ def _conclude(report: Report, plan: Plan, roles: Roles, settings: BusSettings) -
     report.outcomes = Counter(end for ends in log.outcomes.values() for end in ends)
     ended = max((each.at for each in roles.happenings), default=0.0)
     work = list(work_left(plan, log, until=ended))
-    excused = [] if plan.in_turn else excuses(roles.happenings, until=ended)
+    needed = (*NEEDED, Role.CONTROL) if plan.shape.moves else NEEDED
+    excused = [] if plan.in_turn else excuses(roles.happenings, until=ended, needed=needed)
     found = stalls(log.applied_at, work, excused)
     told = {"excused": excused, "longest stalls": [asdict(stall) for stall in found[:SHOWN_STALLS]]}
     (report.folder / "stalls.json").write_text(json.dumps(told, indent=1))

@@ -84,8 +84,8 @@ class Roles:
     ) -> None:
         """`arguments` follow the role's own on the command line; of `most` executors lenders have the last names.
 
-        `controlled`: a lender that was parked by hand is given back to a control app. `sites`: installations whose
-        roles these are, see `Sites`; with none they are this one's.
+        `cells`: those that executors stay in, by name. `controlled`: a lender that was parked by hand is given back to
+        a control app. `sites`: installations whose roles these are, see `Sites`; with none they are this one's.
         """
         self._folder = folder
         self._most = most

@@ -11,7 +11,7 @@ class Shape:
     """Of the broker's cluster; 0: a broker that is left alone, and whose clients return by name."""
     lenders: int = 0
     control: int = 0
-    """1: a control app says which of them lend. In one cell alone, for it also moves executors between several."""
+    """1: a control app says which of them lend."""
     cells: int = 1
     rounds: int = 1
     leaves: int = 0
@@ -24,6 +24,11 @@ class Shape:
     @property
     def seconds(self) -> float:
         return self.rounds * self.round_seconds
+
+    @property
+    def moves(self) -> bool:
+        """Whether executors move between cells."""
+        return bool(self.control) and self.cells > 1
 
     @property
     def by_name(self) -> bool:

@@ -1,6 +1,6 @@
 """A storm over real roles and a real broker: the law holds after it, and nothing stalled in it.
 
-A long one has a server that lends among its executors.
+A long one has a server that lends among its executors, and a control app; in two cells it moves executors between them.
 
 ROSE_CHAOS_SEED repeats a seed.
 """
@@ -32,8 +32,7 @@ pytestmark = [
 def storm(seed: int, kind: str, folder: Path, *, rounds: int = 1, cells: int = 1) -> None:
     print(f"ROSE_CHAOS_SEED={seed}")
     lends = rounds > 1
-    nodes, control = 3 if kind == KAFKA else 0, lends and cells == 1
-    shape = Shape(nodes=nodes, lenders=lends, control=control, cells=cells, rounds=rounds)
+    shape = Shape(nodes=3 if kind == KAFKA else 0, lenders=lends, control=lends, cells=cells, rounds=rounds)
     data = folder / "broker"
     with start_nodes(data) if kind == KAFKA else start(kind, data) as broker:
         report = blow(folder / "roles", draw(seed, shape), broker)
