@@ -55,6 +55,8 @@ def scale() -> list[Check]:
         cores |= {str(workers): stack.enter_context(_core(ROOT, workers)) for workers in FLEETS}
         for tree, workers, name in ((measure, smallest, f"{MEASURE} "), (ROOT, largest, "")):
             cores[f"{name}slow {workers}"] = stack.enter_context(_core(tree, workers, SLOW_SECONDS))
+        for process in cores.values():
+            _line(process)
         taken: dict[str, list[float]] = {name: [] for name in cores}
         for _ in range(PARTS):
             for name, process in cores.items():
@@ -115,7 +117,9 @@ def _tree() -> Iterator[Path]:
 
 @contextmanager
 def _core(tree: Path, workers: int, turn_seconds: float = TURN_SECONDS) -> Iterator[subprocess.Popen[str]]:
-    """A core of this tree that has heard all but the parts."""
+    """A core of this tree, which says a line once it has heard all but the parts. That takes minutes, so others may be
+    started meanwhile.
+    """
     arguments = [str(number) for number in (workers, FLEETS[workers], turn_seconds, DECISIONS, PARTS)]
     with subprocess.Popen(
         [sys.executable, "-P", str(ROOT / "bench" / "replay.py"), *arguments],
@@ -125,8 +129,6 @@ def _core(tree: Path, workers: int, turn_seconds: float = TURN_SECONDS) -> Itera
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
         try:
             yield process
         finally:
@@ -134,8 +136,13 @@ def _core(tree: Path, workers: int, turn_seconds: float = TURN_SECONDS) -> Itera
 
 
 def _answer(process: subprocess.Popen[str], line: str) -> tuple[int, float]:
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
     process.stdin.write(line)
     process.stdin.flush()
-    decisions, seconds = json.loads(process.stdout.readline())
+    decisions, seconds = json.loads(_line(process))
     return decisions, seconds
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()

@@ -114,7 +114,11 @@ class Changers:
         self._open = cell
         self._beat(cell)
         while time.perf_counter() < began + PATIENCE_SECONDS:
-            if (dispatch := self._taken()) is not None:
+            dispatch = self._taken()
+            if dispatch is not None and dispatch.request.home != cell:  # sent as its executor took its room back
+                self.ask(dispatch.request.home)
+                self._answer(dispatch)
+            elif dispatch is not None:
                 took = time.perf_counter() - began
                 self._open = None
                 self._beat(cell)
