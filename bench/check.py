@@ -56,7 +56,7 @@ def options(about: str | None) -> argparse.ArgumentParser:
 
 def keep(result: Mapping[str, Any], file: str | None) -> bool:
     """Write a result where `--json` says; whether that is standard output, which then has nothing for people."""
-    wire = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
+    wire = msgspec.json.format(msgspec.json.encode(result, enc_hook=float), indent=2) + b"\n"
     if file == "-":
         sys.stdout.write(wire.decode())
     elif file:

@@ -213,9 +213,10 @@ def main() -> None:
             measured = measure(arguments, Path(folder))
     except RoseError as error:
         sys.exit(str(error))
+    told = keep(measured, arguments.json)
     if arguments.plot:
         draw(measured["arms"], Path(arguments.plot))
-    if not keep(measured, arguments.json):
+    if not told:
         pace, seconds = measured["pace"], measured["window_seconds"]
         print(f"{arguments.trace} at {pace:.3g} times its pace: {arguments.requests} requests in {seconds:.0f} s")
         show(measured["arms"], measured["peers"], measured["checks"], measured["worst"])

@@ -110,14 +110,15 @@ class Changers:
 
     def change(self, cell: int) -> float:
         """Seconds from its heartbeat with room until a turn has reached its inbox. Raises TimeoutError."""
+        while (stray := self._taken()) is not None:
+            self._send_back(stray)
         began = time.perf_counter()
         self._open = cell
         self._beat(cell)
         while time.perf_counter() < began + PATIENCE_SECONDS:
             dispatch = self._taken()
-            if dispatch is not None and dispatch.request.home != cell:  # sent as its executor took its room back
-                self.ask(dispatch.request.home)
-                self._answer(dispatch)
+            if dispatch is not None and dispatch.request.home != cell:
+                self._send_back(dispatch)
             elif dispatch is not None:
                 took = time.perf_counter() - began
                 self._open = None
@@ -128,6 +129,11 @@ class Changers:
                 return took
             self.beat_if_due()
         raise TimeoutError(f"no turn reached cell {cell} within {PATIENCE_SECONDS:.0f} s")
+
+    def _send_back(self, dispatch: TurnDispatch) -> None:
+        """One that was sent as its executor took its room back; another waits in its place."""
+        self.ask(dispatch.request.home)
+        self._answer(dispatch)
 
     def wait(self, seconds: float) -> None:
         """Go on beating."""

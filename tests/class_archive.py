@@ -8,6 +8,7 @@ such file, or one of another Java or other jars, Java does as it always does.
     archive.write()
 """
 
+import os
 from pathlib import Path
 
 from tests.brokers import KAFKA, home_of
@@ -18,6 +19,9 @@ from topics.embedded import start_broker
 OPTIONS = "JDK_JAVA_OPTIONS"
 """The variable of the `java` command that holds options for it."""
 
+QUIET = ("-Xlog:cds=off", "-Xlog:cds+dynamic=off")
+"""What Java says of an archive of other jars."""
+
 
 class ClassArchive:
     """In this folder."""
@@ -25,12 +29,13 @@ class ClassArchive:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file = folder / "classes.jsa"
-        self.environment = {OPTIONS: f"-XX:SharedArchiveFile={self._file} -Xlog:disable"}
+        options = os.environ.get(OPTIONS, ""), f'"-XX:SharedArchiveFile={self._file}"', *QUIET
+        self.environment = {OPTIONS: " ".join(options)}
 
     def write(self) -> None:
         """Start a node that writes them as it ends. Raises BrokerFailed."""
         home, [port] = home_of(KAFKA), free_ports(1)
         assert home is not None
         lone_node(self.folder, port, home)  # formats: that has other classes
-        java = (*LONE_JAVA, f"-XX:ArchiveClassesAtExit={self._file}", "-Xlog:disable")
+        java = (*LONE_JAVA, f"-XX:ArchiveClassesAtExit={self._file}", *QUIET)
         start_broker(self.folder, kafka_home=home, port=port, kafka_java=java).stop()

@@ -11,9 +11,14 @@ from pipeline.command.saying import harmless
 
 
 def configure_logging() -> None:
-    """One line a decision on standard error: for eyes on a terminal, `key=value` in a file."""
+    """One line a decision on standard error: for eyes on a terminal, `key=value` in a file.
+
+    A crash, or SIGABRT to a process that hangs, adds the stacks of all its threads.
+    """
+    import faulthandler
     import sys
 
+    faulthandler.enable(file=2)
     pretty = sys.stderr.isatty()
     structlog.configure(
         processors=[

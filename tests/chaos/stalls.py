@@ -32,9 +32,6 @@ SESSION_SECONDS: Mapping[Role, float] = {
 }
 """After so long a silence the others know that a worker is gone."""
 
-NEEDED = (Role.ENVIRONMENT, Role.EXECUTOR, Role.ROUTER, Role.TRAINER)
-"""One of each must be well for a turn to be applied."""
-
 
 class Change(Enum):
     STARTED = "started"
@@ -80,10 +77,10 @@ def stalls(applied: Sequence[float], work: Iterable[Interval], excused: Iterable
     return sorted(found, key=lambda stall: -stall.seconds)
 
 
-def excuses(happenings: Sequence[Happening], *, until: float, needed: Sequence[Role] = NEEDED) -> list[Interval]:
+def excuses(happenings: Sequence[Happening], *, until: float) -> list[Interval]:
     """When time does not count."""
     found: list[Interval] = []
-    for role in needed:
+    for role in (Role.ENVIRONMENT, Role.EXECUTOR, Role.ROUTER, Role.TRAINER):
         of_role = [each for each in happenings if each.role is role]
         for cell in {each.cell for each in of_role}:
             found += nobody_well([each for each in of_role if each.cell == cell], until=until)

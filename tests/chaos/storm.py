@@ -18,7 +18,7 @@ from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from tests.brokers import flags
-from tests.chaos.stalls import NEEDED, Interval, Stall, excuses, stalls
+from tests.chaos.stalls import Interval, Stall, excuses, stalls
 from tests.chaos.storm_lines import Line, Sort
 from tests.chaos.storm_log import Log, breaches, read_all, read_log
 from tests.chaos.storm_plan import SLOTS, Act, Deed, Plan, Role, Worker
@@ -217,8 +217,7 @@ def _conclude(report: Report, plan: Plan, roles: Roles, settings: BusSettings) -
     report.outcomes = Counter(end for ends in log.outcomes.values() for end in ends)
     ended = max((each.at for each in roles.happenings), default=0.0)
     work = list(work_left(plan, log, until=ended))
-    needed = (*NEEDED, Role.CONTROL) if plan.shape.moves else NEEDED
-    excused = [] if plan.in_turn else excuses(roles.happenings, until=ended, needed=needed)
+    excused = [] if plan.in_turn else excuses(roles.happenings, until=ended)
     found = stalls(log.applied_at, work, excused)
     told = {"excused": excused, "longest stalls": [asdict(stall) for stall in found[:SHOWN_STALLS]]}
     (report.folder / "stalls.json").write_text(json.dumps(told, indent=1))

@@ -182,7 +182,7 @@ def read_log(settings: BusSettings) -> Log:
         elif found.topic == name(REQUESTED):
             turn = found.record["trajectory_id"], found.record["turn"]
             log.requests[turn] += 1
-            asked_at[turn] = found.at
+            asked_at.setdefault(turn, found.at)
             if turn[1] > 0:
                 log.applied_at.append(found.at)
         elif found.topic == name(DISPATCHED):

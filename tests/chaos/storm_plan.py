@@ -133,7 +133,7 @@ def first_of(shape: Shape) -> dict[Role, int]:
 
 
 def cell_of(worker: Worker, cells: int) -> int:
-    """Executors stand in for one another within a cell alone, which follows from the name; all others are of one."""
+    """Where it begins: executors stand in for one another within a cell, which the name says; all others are of one."""
     return slot_of(str(worker), SLOTS) % cells if worker.role is Role.EXECUTOR else 0
 
 
@@ -284,7 +284,7 @@ class _Cast:
         return worker if keeps else self._new(worker.role, cell_of(worker, self._shape.cells))
 
     def _new(self, role: Role, cell: int = 0) -> Worker:
-        """One that was not there yet; of executors, of this cell."""
+        """One that was not there yet; of executors, one that begins in this cell."""
         while True:
             worker = Worker(role, self._next[role])
             self._next[role] += 1

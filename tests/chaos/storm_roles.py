@@ -148,7 +148,7 @@ class Roles:
                 self._note(Change.ENDED, present.worker, present.number, status=status)
             elif present.asked_at is not None and now > present.asked_at + LEAVE_SECONDS:
                 self.overdue.append(present.worker)
-                present.process.send_signal(signal.SIGKILL)
+                present.process.send_signal(signal.SIGABRT)  # its log says where it hung
         there = {present.worker for present in self._leaving}
         for worker in [worker for worker, at in self._again.items() if at <= now and worker not in there]:
             del self._again[worker]

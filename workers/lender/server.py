@@ -40,19 +40,19 @@ def main(program: str = VLLM) -> None:
 
 
 def _ends_when_asked() -> None:
-    """From now on a handler of SIGTERM that raises KeyboardInterrupt, which libraries catch, ends this process."""
+    """From now on a handler of SIGTERM that raises KeyboardInterrupt, which libraries catch, raises SystemExit."""
     install = signal.signal
 
-    def signal_(number: int, handler: Any) -> Any:
+    def signal_(signalnum: int, handler: Any) -> Any:
         def end(number: int, frame: FrameType | None) -> None:
             try:
                 handler(number, frame)
             except KeyboardInterrupt:
                 sys.exit(0)
 
-        return install(number, end if number == signal.SIGTERM and callable(handler) else handler)
+        return install(signalnum, end if signalnum == signal.SIGTERM and callable(handler) else handler)
 
-    signal.signal = signal_  # type: ignore[assignment]
+    signal.signal = signal_
 
 
 def _page() -> Pulse:

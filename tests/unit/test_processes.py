@@ -1,0 +1,27 @@
+"""What every role has as a process."""
+
+import signal
+import subprocess
+import sys
+
+WAITS = """
+import time
+from pipeline.command.processes import configure_logging
+
+def hangs():
+    print("there", flush=True)
+    time.sleep(600)
+
+configure_logging()
+hangs()
+"""
+
+
+def test_a_process_that_hangs_and_is_aborted_leaves_its_stacks_in_its_log() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "there\n"
+        process.send_signal(signal.SIGABRT)
+        assert " in hangs\n" in process.stderr.read()
+    assert process.returncode == -signal.SIGABRT
