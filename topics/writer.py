@@ -5,7 +5,8 @@ Keeps true
 - Nothing is written that its readers would refuse.
 - The next owner of a transactional id fences the last, and what it commits is seen. The embedded broker hides what an
   id commits after an abort: there every owner writes under a new one, and ends what the last left open.
-- A commit ends, or is given up: see `topics/hung.py`.
+- A commit ends, or is given up: see `topics/hung.py`. So is the client of a writer that was closed: librdkafka ends a
+  client only once all its brokers' threads have, and its owner does not wait for that.
 - A dead letter is the message as it came; its key is its place, so that the same one twice counts once. Of one that no
   topic would take unless it is compressed, it is the beginning, and says so.
 """
@@ -14,7 +15,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
+from threading import Event, Thread
 from typing import Any
+from weakref import finalize
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
 from prometheus_client import Counter
@@ -210,16 +213,27 @@ class Writer:
 
     def close(self) -> None:
         """Give up what is not stored by now. A writer that is dropped without it goes on, and is never freed."""
-        self._producer.purge()
+        self._producer.purge(blocking=False)
         deadline = time.monotonic() + CLOSE_SECONDS
         while len(self._producer) and time.monotonic() < deadline:
             with suppress(KafkaException):  # one that was fenced says so again
                 self._producer.poll(CLOSE_LOOK_SECONDS)
+        self._let_go(self._producer)
+
+    def _let_go(self, producer: Producer) -> None:
+        """See that the client is freed on a thread of its own, once nothing has this writer: an error may have."""
+        dropped = Event()
+        finalize(self, dropped.set).atexit = False
+        Thread(target=_free, args=([producer], dropped), name="free", daemon=True).start()
 
     def _fencing(self, client_id: str, transactional_id: str) -> Producer:
         """A producer of this id; what an earlier one had open is over."""
         producer = Producer(self._settings.transactional(client_id, transactional_id))
-        self._guarded("fencing older transactions", producer.init_transactions, TRANSACTION_SECONDS)
+        try:
+            self._guarded("fencing older transactions", producer.init_transactions, TRANSACTION_SECONDS)
+        except BusError:
+            self._let_go(producer)
+            raise
         return producer
 
     def _succeeding(self, client_id: str, transactional_id: str) -> Producer:
@@ -305,6 +319,11 @@ class Writer:
 
     def _error(self, doing: str, error: KafkaError, *topics: str) -> BusError:
         return BusError(doing, error, *(f"Write on topic {topic}" for topic in topics), *self._rights)
+
+
+def _free(last: list[Producer], dropped: Event) -> None:
+    dropped.wait()
+    last.clear()
 
 
 def _commit_of(producer: Producer) -> Callable[[float], bool]:

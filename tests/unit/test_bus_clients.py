@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from threading import Event, current_thread
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import structlog
 from confluent_kafka import KafkaError
 
 from tests.unit.test_health import Clock
+from tests.waiting import until
 from topics import settings
 from topics.catalog import HEARTBEATS, PROMPTS
 from topics.errors import BusError
@@ -36,6 +38,34 @@ def test_a_writer_that_is_closed_is_freed_with_what_it_could_not_store() -> None
     del writer
     gc.collect()
     assert left() is None
+
+
+class Client:
+    """Of librdkafka, whose end takes for ever."""
+
+    def __init__(self, ends: Event, ended_on: list[str]) -> None:
+        self._ends, self._ended_on = ends, ended_on
+
+    def purge(self, *, blocking: bool) -> None:
+        assert not blocking, "it waits for brokers that may be gone"
+
+    def __len__(self) -> int:
+        return 0
+
+    def __del__(self) -> None:
+        self._ended_on.append(current_thread().name)
+        self._ends.wait()
+
+
+def test_whoever_drops_a_writer_that_was_closed_does_not_wait_for_the_end_of_its_client() -> None:
+    ends, ended_on = Event(), list[str]()
+    writer = Writer(NOBODY, "test")
+    writer._producer = Client(ends, ended_on)
+    writer.close()
+    del writer
+    until(lambda: bool(ended_on))
+    assert ended_on == ["free"]
+    ends.set()
 
 
 @pytest.mark.parametrize(
