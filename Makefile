@@ -16,6 +16,9 @@ STORM := tests/chaos/test_storm.py
 # Tests mostly wait for brokers and processes: six files at once, the long ones (chaos) first. PYTEST='-m "not slow"'.
 PARALLEL := -n 6 --dist loadfile --no-loadscope-reorder
 
+# What each process of a test would else compile anew, for the same reason.
+OWN := pipeline schemas topics workers
+
 # What builds images, with its flags, and the registry that they are for; deploy/images says what arguments they take.
 BUILD ?= docker build
 REPOSITORY ?= rose
@@ -40,6 +43,7 @@ demo: $(READY) ## run the whole loop on this machine: a policy that learns, in a
 	$(VENV)/bin/rose demo
 
 test: $(READY) ## run every test; with KAFKA_HOME set, on Apache Kafka too; PYTEST='-m "not slow"' runs the quick ones
+	$(VENV)/bin/python -m compileall -q $(OWN)
 	$(VENV)/bin/python -m pytest $(PARALLEL) --ignore $(STORM) $(PYTEST)
 	$(VENV)/bin/python -m pytest $(STORM) $(PYTEST) || [ $$? -eq 5 ]  # 5: none of these was asked for
 
