@@ -105,7 +105,10 @@ def unless_hung(call: Callable[[], object], wait: Wait) -> None:
             wait.look()
             continue
         if raised is not None:
-            raise raised
+            try:
+                raise raised
+            finally:
+                del raised  # its traceback has this frame, and so all that the call has
         wait.returned()
         return
 

@@ -11,6 +11,7 @@ Keeps true
   topic would take unless it is compressed, it is the beginning, and says so.
 """
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
@@ -49,6 +50,9 @@ CLOSE_SECONDS = 1.0
 """How long a writer that is closed waits for the reports of what it gives up; they are there at once."""
 
 CLOSE_LOOK_SECONDS = 0.01
+
+ALONE = 2
+"""References to a client that one list has: the list's, and that of whoever asks."""
 
 REASON_CHARACTERS = 1_000
 """What a dead letter says of why; the rest is cut off."""
@@ -243,9 +247,10 @@ class Writer:
         last owner is fenced and the next one is there: of two who do this at once one succeeds the other, or fails.
         """
         counting = self._fencing(client_id, transactional_id)
+        self._let_go(counting)
         with closing(Reader(self._settings, client_id, group=f"owners.{transactional_id}")) as reader:
             owners = reader.committed([OWNERS])[OWNERS] or 0
-            self._fencing(client_id, f"{transactional_id}.{owners}")
+            self._let_go(self._fencing(client_id, f"{transactional_id}.{owners}"))
             owner = self._fencing(client_id, f"{transactional_id}.{owners + 1}")
             self._guarded("beginning a transaction", counting.begin_transaction)
             self._commit(counting, {OWNERS: owners + 1}, reader)
@@ -322,7 +327,12 @@ class Writer:
 
 
 def _free(last: list[Producer], dropped: Event) -> None:
+    while len(last[0]):  # reports that are late: until they are taken in they hold the writer
+        with suppress(KafkaException):
+            last[0].poll(LOOK_SECONDS)
     dropped.wait()
+    while sys.getrefcount(last[0]) > ALONE:  # whoever dropped the writer is still at it, and tells nobody of its end
+        time.sleep(CLOSE_LOOK_SECONDS)
     last.clear()
 
 

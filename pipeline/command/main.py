@@ -36,9 +36,10 @@ app.add_typer(letters, name="letters", rich_help_panel=LOOKING)
 @app.callback()
 def begin() -> None:
     """Before any command: what is logged goes to standard error, what was asked for to standard output."""
-    from pipeline.command.processes import configure_logging
+    from pipeline.command.processes import configure_logging, tell_crashes
 
     configure_logging()
+    tell_crashes()
 
 
 Worker = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Its own on the bus; left out, the host's.")]

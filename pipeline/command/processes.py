@@ -11,14 +11,9 @@ from pipeline.command.saying import harmless
 
 
 def configure_logging() -> None:
-    """One line a decision on standard error: for eyes on a terminal, `key=value` in a file.
-
-    A crash, or SIGABRT to a process that hangs, adds the stacks of all its threads.
-    """
-    import faulthandler
+    """One line a decision on standard error: for eyes on a terminal, `key=value` in a file."""
     import sys
 
-    faulthandler.enable(file=2)
     pretty = sys.stderr.isatty()
     structlog.configure(
         processors=[
@@ -32,6 +27,13 @@ def configure_logging() -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+def tell_crashes() -> None:
+    """A crash, or SIGABRT to a process that hangs, puts the stacks of all its threads on standard error."""
+    import faulthandler
+
+    faulthandler.enable(file=2)
 
 
 def _harmless(logger: object, name: str, event: EventDict) -> EventDict:

@@ -32,6 +32,8 @@ LOOK_SECONDS = 0.1
 
 LEAVE_SECONDS = 30.0
 """How long a role may take to leave when it is asked to."""
+ABORT_SECONDS = 2.0
+"""How long it may take to say where it hung."""
 AGAIN_SECONDS = 1.0
 """After so long a role that ended by itself is started again."""
 SPARE_SECONDS = 6.0
@@ -66,6 +68,8 @@ class _Process:
     ready: bool = False
     asked_at: float | None = None
     """It was asked to leave then."""
+    overdue: bool = False
+    """It did not, and was aborted."""
 
 
 class Roles:
@@ -147,8 +151,12 @@ class Roles:
                     self.left[status] += 1
                 self._note(Change.ENDED, present.worker, present.number, status=status)
             elif present.asked_at is not None and now > present.asked_at + LEAVE_SECONDS:
-                self.overdue.append(present.worker)
-                present.process.send_signal(signal.SIGABRT)  # its log says where it hung
+                if not present.overdue:
+                    present.overdue = True
+                    self.overdue.append(present.worker)
+                    present.process.send_signal(signal.SIGABRT)  # its log says where it hung
+                elif now > present.asked_at + LEAVE_SECONDS + ABORT_SECONDS:
+                    present.process.send_signal(signal.SIGKILL)
         there = {present.worker for present in self._leaving}
         for worker in [worker for worker, at in self._again.items() if at <= now and worker not in there]:
             del self._again[worker]

@@ -2,12 +2,13 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from threading import Event, current_thread
 from types import SimpleNamespace
 
 import pytest
 import structlog
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, KafkaException
 
 from tests.unit.test_health import Clock
 from tests.waiting import until
@@ -41,31 +42,74 @@ def test_a_writer_that_is_closed_is_freed_with_what_it_could_not_store() -> None
 
 
 class Client:
-    """Of librdkafka, whose end takes for ever."""
+    """Of librdkafka, whose end takes long; it fails as a producer of a transactional id too."""
 
-    def __init__(self, ends: Event, ended_on: list[str]) -> None:
-        self._ends, self._ended_on = ends, ended_on
+    def __init__(self, ended_on: list[str]) -> None:
+        self._ended_on = ended_on
 
     def purge(self, *, blocking: bool) -> None:
         assert not blocking, "it waits for brokers that may be gone"
+
+    def init_transactions(self, seconds: float) -> None:
+        raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
+
+    def send_offsets_to_transaction(self, *_: object) -> None:
+        raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
 
     def __len__(self) -> int:
         return 0
 
     def __del__(self) -> None:
         self._ended_on.append(current_thread().name)
-        self._ends.wait()
 
 
-def test_whoever_drops_a_writer_that_was_closed_does_not_wait_for_the_end_of_its_client() -> None:
-    ends, ended_on = Event(), list[str]()
-    writer = Writer(NOBODY, "test")
-    writer._producer = Client(ends, ended_on)
+class Slow:
+    """Freed together with a writer, it lets other threads on meanwhile."""
+
+    def __del__(self) -> None:
+        Event().wait(0.01)
+
+
+def drop(writer: Writer) -> None:
     writer.close()
+
+
+def drop_after_an_error(writer: Writer) -> None:
+    """Which has the writer until it is forgotten."""
+    reader = SimpleNamespace(right_to_group="", group_metadata=lambda: None)
+    with pytest.raises(BusError):
+        writer.commit({(PROMPTS, 0): 1}, reader)  # type: ignore[arg-type]
+    writer.close()
+
+
+def drop_in_a_cycle(writer: Writer) -> None:
+    """Which a collection frees, with what else is in it."""
+    writer.close()
+    cycle: list[object] = [writer, Slow()]
+    cycle.append(cycle)
+
+
+@pytest.mark.parametrize("dropped", [drop, drop_after_an_error, drop_in_a_cycle])
+def test_whoever_drops_a_writer_that_was_closed_does_not_wait_for_the_end_of_its_client(
+    dropped: Callable[[Writer], None],
+) -> None:
+    ended_on = list[str]()
+    writer = Writer(NOBODY, "test")
+    writer._producer = Client(ended_on)
+    dropped(writer)
     del writer
+    gc.collect()
     until(lambda: bool(ended_on))
     assert ended_on == ["free"]
-    ends.set()
+
+
+def test_nor_does_who_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended_on = list[str]()
+    monkeypatch.setattr("topics.writer.Producer", lambda _: Client(ended_on))
+    with pytest.raises(BusError):
+        Writer(NOBODY, "test", transactional_id="test")
+    until(lambda: bool(ended_on))
+    assert ended_on == ["free"]
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import sys
 
 WAITS = """
 import time
-from pipeline.command.processes import configure_logging
+from pipeline.command.processes import tell_crashes
 
 def hangs():
     print("there", flush=True)
     time.sleep(600)
 
-configure_logging()
+tell_crashes()
 hangs()
 """
 
