@@ -33,7 +33,8 @@ def tell_crashes() -> None:
     """A crash, or SIGABRT to a process that hangs, puts the stacks of all its threads on standard error."""
     import faulthandler
 
-    faulthandler.enable(file=2)
+    if not faulthandler.is_enabled():  # where a test calls a command it is, and tells what the tests do
+        faulthandler.enable(file=2)
 
 
 def _harmless(logger: object, name: str, event: EventDict) -> EventDict:
