@@ -16,7 +16,7 @@ STORM := tests/chaos/test_storm.py
 # Tests mostly wait for brokers and processes: six files at once, the long ones (chaos) first. PYTEST='-m "not slow"'.
 PARALLEL := -n 6 --dist loadfile --no-loadscope-reorder
 
-# What each process of a test would else compile anew, for the same reason.
+# Compiled before the tests: where PYTHONDONTWRITEBYTECODE is set, each of their processes would else do it anew.
 OWN := pipeline schemas topics workers
 
 # What builds images, with its flags, and the registry that they are for; deploy/images says what arguments they take.

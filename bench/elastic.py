@@ -134,7 +134,7 @@ def run_arm(settings: BusSettings, shape: Shape, name: str, folder: Path, *, kil
         running.until(lambda: running.ended(prompts))
         machine, took, after = psutil.cpu_percent() / 100, time.time() - running.began_at, running.processor_seconds()
         if kills:  # until its last lease is over the fleet runs on: who lends for longer is then in the journal
-            time.sleep(max(0.0, killed_at + CONTROL["lease_seconds"] + 1.0 - time.time()))
+            time.sleep(max(0.0, killed_at + CONTROL["lease_seconds"] + 1.0 - time.time()))  # a lease is a time
         lines = running.fleet.stop()
         waiting = Waiting(running.waiting())
     shares = {role: (after[role] - before[role]) / took for role in after}

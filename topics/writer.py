@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
-from weakref import finalize
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
 from prometheus_client import Counter
@@ -51,8 +50,10 @@ CLOSE_SECONDS = 1.0
 
 CLOSE_LOOK_SECONDS = 0.01
 
+FREE_LOOK_SECONDS = 0.1
+
 ALONE = 2
-"""References to a client that one list has: the list's, and that of whoever asks."""
+"""References to a client that only one list has: the list's, and that of whoever asks."""
 
 REASON_CHARACTERS = 1_000
 """What a dead letter says of why; the rest is cut off."""
@@ -222,13 +223,7 @@ class Writer:
         while len(self._producer) and time.monotonic() < deadline:
             with suppress(KafkaException):  # one that was fenced says so again
                 self._producer.poll(CLOSE_LOOK_SECONDS)
-        self._let_go(self._producer)
-
-    def _let_go(self, producer: Producer) -> None:
-        """See that the client is freed on a thread of its own, once nothing has this writer: an error may have."""
-        dropped = Event()
-        finalize(self, dropped.set).atexit = False
-        Thread(target=_free, args=([producer], dropped), name="free", daemon=True).start()
+        _let_go(self._producer)
 
     def _fencing(self, client_id: str, transactional_id: str) -> Producer:
         """A producer of this id; what an earlier one had open is over."""
@@ -236,7 +231,7 @@ class Writer:
         try:
             self._guarded("fencing older transactions", producer.init_transactions, TRANSACTION_SECONDS)
         except BusError:
-            self._let_go(producer)
+            _let_go(producer)
             raise
         return producer
 
@@ -247,10 +242,10 @@ class Writer:
         last owner is fenced and the next one is there: of two who do this at once one succeeds the other, or fails.
         """
         counting = self._fencing(client_id, transactional_id)
-        self._let_go(counting)
+        _let_go(counting)
         with closing(Reader(self._settings, client_id, group=f"owners.{transactional_id}")) as reader:
             owners = reader.committed([OWNERS])[OWNERS] or 0
-            self._let_go(self._fencing(client_id, f"{transactional_id}.{owners}"))
+            _let_go(self._fencing(client_id, f"{transactional_id}.{owners}"))
             owner = self._fencing(client_id, f"{transactional_id}.{owners + 1}")
             self._guarded("beginning a transaction", counting.begin_transaction)
             self._commit(counting, {OWNERS: owners + 1}, reader)
@@ -326,13 +321,17 @@ class Writer:
         return BusError(doing, error, *(f"Write on topic {topic}" for topic in topics), *self._rights)
 
 
-def _free(last: list[Producer], dropped: Event) -> None:
-    while len(last[0]):  # reports that are late: until they are taken in they hold the writer
-        with suppress(KafkaException):
-            last[0].poll(LOOK_SECONDS)
-    dropped.wait()
-    while sys.getrefcount(last[0]) > ALONE:  # whoever dropped the writer is still at it, and tells nobody of its end
-        time.sleep(CLOSE_LOOK_SECONDS)
+def _let_go(client: Producer) -> None:
+    """Free the client on a thread of its own, once nothing else has it: its writer, an error or a report may have."""
+    Thread(target=_free, args=([client],), name="free", daemon=True).start()
+
+
+def _free(last: list[Producer]) -> None:
+    while sys.getrefcount(last[0]) > ALONE:
+        time.sleep(FREE_LOOK_SECONDS)  # nobody tells that a reference is gone
+        if len(last[0]):  # reports that are late hold the writer until they are taken in
+            with suppress(KafkaException):
+                last[0].poll(0)
     last.clear()
 
 

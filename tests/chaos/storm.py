@@ -351,7 +351,7 @@ class _Storm:
     def _turn_over(self) -> None:
         self._roles.tick()
         self._watch.look()
-        time.sleep(TICK_SECONDS)
+        time.sleep(TICK_SECONDS)  # logs and processes are looked at: they call nobody
 
     def _produce(self, now: float) -> None:
         """Hand the lines that are due to kcat: those with a key and those without."""

@@ -202,7 +202,7 @@ class Roles:
         self._again.clear()
         while self._leaving:
             self.tick()
-            time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)  # several may end next, and none of them tells
 
     def close(self) -> None:
         """Kill whatever is left."""
