@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from threading import Event
+from threading import enumerate as enumerate_threads
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from schemas.wire import encode
 from tests.brokers import AnyBroker
 from tests.golden.examples import OUTCOME, PROMPT
 from tests.integration.bus_kit import BAD, WAIT_SECONDS, put, read_until, with_topics
+from tests.waiting import until
 from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
 from topics.errors import BusError
 from topics.fetch import REACH, Fetch, Find
@@ -202,6 +204,13 @@ def test_a_writer_that_was_fenced_amid_a_transaction_says_so_at_whatever_it_does
         for _ in range(1_000_000):
             old.write(PROMPTS, PROMPT, key="g", partition=0)
     assert refused.value.fenced and "fenced by a newer instance" in str(refused.value)
+
+
+def test_the_clients_that_a_writer_begins_with_do_not_live_as_long_as_it(settings: BusSettings) -> None:
+    """On the embedded broker it ends what the owner before it left open, with a client of that one's name."""
+    writer = Writer(settings, "test", transactional_id="worker")
+    until(lambda: not [each for each in enumerate_threads() if each.name == "free"])
+    writer.close()
 
 
 def test_a_transactions_marker_is_a_place_where_nothing_is(settings: BusSettings, reader: Reader) -> None:
