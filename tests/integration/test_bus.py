@@ -208,8 +208,9 @@ def test_a_writer_that_was_fenced_amid_a_transaction_says_so_at_whatever_it_does
 
 def test_the_clients_that_a_writer_begins_with_do_not_live_as_long_as_it(settings: BusSettings) -> None:
     """On the embedded broker it ends what the owner before it left open, with a client of that one's name."""
+    before = set(enumerate_threads())
     writer = Writer(settings, "test", transactional_id="worker")
-    until(lambda: not [each for each in enumerate_threads() if each.name == "free"])
+    until(lambda: not [each for each in set(enumerate_threads()) - before if each.name == "free"])
     writer.close()
 
 
