@@ -34,8 +34,7 @@ kafka_first = pytest.mark.parametrize(
     else [pytest.param(KAFKA, marks=pytest.mark.slow), pytest.param(EMBEDDED, marks=[pytest.mark.slow, *IF_KAFKA])],
     indirect=True,
 )
-"""Of a test that takes long on the embedded broker, whose readers never rest, and shows there what it shows on Apache
-Kafka."""
+"""Of a test that shows on the embedded broker what it shows on Apache Kafka."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from schemas.turns import (
     TurnResult,
     VersionSpan,
 )
-from tests.brokers import EMBEDDED, AnyBroker, any_broker
+from tests.brokers import EMBEDDED, AnyBroker, any_broker, kafka_first
 from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router, engine_of, start_executor
 from tests.integration.policies import logprobs_of, new_policy
 from tests.waiting import until
@@ -85,6 +85,7 @@ def prove(result: TurnResult, model: Any, context: list[int], version: int) -> N
     assert np.abs(unpack_logprobs(result.logprobs) - expected).max() < 1e-4
 
 
+@kafka_first
 def test_an_executor_from_start_to_its_second_version(
     router: Router, metrics_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +191,7 @@ def test_a_context_that_is_not_kept_is_read_back_by_its_places(router: Router) -
     prove(router.result("after"), model, contexts[0], 1)
 
 
+@kafka_first
 def test_what_it_holds_is_listed_and_what_an_older_claim_or_no_record_says_is_not_done(router: Router) -> None:
     router.publish(new_policy(0, tied=True), 0)
     router.until(lambda: router.serves(0))
@@ -213,6 +215,7 @@ def test_what_it_holds_is_listed_and_what_an_older_claim_or_no_record_says_is_no
     assert "home 2, and there are 2" in other.reason
 
 
+@kafka_first
 def test_it_goes_on_after_a_freeze_and_after_a_broker_that_was_away(
     own_broker: Broker, broker_kind: str, nursery: Nursery, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from pipeline.command.options import Common
 from schemas.errors import UsageError
 from schemas.slack import ExecutorState
 from schemas.turns import Refusal, TurnOutcome, held_hash
-from tests.brokers import AnyBroker
+from tests.brokers import AnyBroker, kafka_first
 from tests.integration.played_engine import NAME, TICK, running
 from tests.waiting import until
 from topics.admin import create_topics
@@ -29,7 +29,7 @@ from workers.executor.lease import Lease
 from workers.executor.words import GiveUp, Lent, NotTaken, Park, Prepare, Take, Wake
 from workers.weights.trust import run_id
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, kafka_first]
 
 FIGURES = ("rose_executor_policy_version", "rose_lender_budget_bytes")
 

@@ -1,6 +1,5 @@
 """The router on a real broker: what is asked for comes out of an inbox, through restarts, silences and bad records."""
 
-import time
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -8,11 +7,10 @@ import msgspec
 import pytest
 from confluent_kafka import Producer
 
-from pipeline.clock import steady_clock
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.loop import RouterLoop
 from schemas.turns import Refusal, TurnOutcome
-from tests.brokers import AnyBroker
+from tests.brokers import AnyBroker, kafka_first
 from tests.integration.router_kit import PARTITIONS, Bus, router_process, with_properties
 from tests.roles import kill, stop
 from tests.unit.routing_world import request, result
@@ -23,7 +21,7 @@ from topics.letters import read_letters
 from topics.reader import Reader
 from topics.settings import BusSettings
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, kafka_first]
 
 
 @pytest.fixture
@@ -268,8 +266,3 @@ def test_the_program_stops_cleanly_when_asked(bus: Bus) -> None:
 def test_missing_topics_are_named(broker: AnyBroker, namespace: str) -> None:
     with pytest.raises(TopicMissing, match=rf"{namespace}rose\.turns\.requested\.v1.*rose topics create"):
         RouterLoop(broker.settings(namespace), RouterConfig())
-
-
-def test_seconds_that_never_jump_are_unix_seconds() -> None:
-    clock = steady_clock()
-    assert abs(clock() - time.time()) < 1.0 and clock() <= clock()

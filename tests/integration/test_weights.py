@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
 from schemas.weights import WeightChunk, WeightManifest
-from tests.brokers import AnyBroker
+from tests.brokers import AnyBroker, kafka_first
 from topics.admin import create_topics, reach
 from topics.catalog import CHUNKS, Partitions
 from topics.reader import Reader
@@ -27,7 +27,7 @@ from workers.weights.receive import StagedVersion, WeightReceiver
 from workers.weights.refusals import Refusal
 from workers.weights.signing import trust_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, kafka_first]
 
 MODEL = "policy"
 WAIT_SECONDS = 60.0

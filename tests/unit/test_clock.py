@@ -1,0 +1,18 @@
+"""The clock that never jumps, and moments as people are told them."""
+
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.clock import steady_clock, told
+
+
+def test_seconds_that_never_jump_are_unix_seconds() -> None:
+    clock = steady_clock()
+    assert abs(clock() - time.time()) < 1.0 and clock() <= clock()
+
+
+@given(st.floats())
+def test_whatever_number_was_stamped_on_a_message_it_can_be_told(seconds: float) -> None:
+    assert told(seconds)
