@@ -181,7 +181,7 @@ def read_back(settings: BusSettings, context: int) -> Check:
             "prefill_milliseconds": round(1000 * prefill),
             "first_milliseconds": round(1000 * seconds[0], 2),
             "requests_wanted": TURNS - 1,
-            "records_read": (TURNS - 2) * STRIDE,
+            "records_between": (TURNS - 2) * STRIDE,
         },
     )
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from schemas.errors import RoseError
 from topics.reader import Reader
-from topics.records import EndOfPartition, Envelope, Place
+from topics.records import EndOfPartition, Envelope, Item, Passed, Place
 
 BATCH = 64
 """Records taken from librdkafka at once: under 60 MB."""
@@ -62,7 +62,8 @@ class Fetch:
         self._far = far
         self._batch = batch
         self._stopped = stopped
-        self._wanted = {place: sorted(set(offsets), reverse=True) for place, offsets in wanted.items()}
+        self._only = {place: frozenset(offsets) for place, offsets in wanted.items()}
+        self._wanted = {place: sorted(offsets, reverse=True) for place, offsets in self._only.items()}
 
     def __iter__(self) -> Iterator[Envelope]:
         """Ends early when `stopped`. Raises TopicMissing, BusError or FetchStalled."""
@@ -87,13 +88,13 @@ class Fetch:
         _assign(self._reader, {place: offsets[-1] for place, offsets in self._wanted.items()})
         deadline = monotonic() + STALL_SECONDS
         while open_places and not self._stopped():
-            items = self._reader.read(self._batch, LOOK_SECONDS)
+            items = self._reader.pick(self._batch, LOOK_SECONDS, self._only)
             if items:
                 deadline = monotonic() + STALL_SECONDS
             elif monotonic() > deadline:
                 raise FetchStalled(sum(map(len, self._wanted.values())))
             for item in items:
-                self.bytes_read += 0 if isinstance(item, EndOfPartition) else len(item.raw.value or b"")
+                self.bytes_read += _value_bytes(item)
                 place = item.topic, item.partition
                 if place not in open_places:
                     continue
@@ -125,6 +126,12 @@ class Fetch:
     def _drop_if_done(self, place: Place) -> None:
         if not self._wanted[place]:
             del self._wanted[place]
+
+
+def _value_bytes(item: Item | Passed) -> int:
+    if isinstance(item, EndOfPartition):
+        return 0
+    return item.value_bytes if isinstance(item, Passed) else len(item.raw.value or b"")
 
 
 def _assign(reader: Reader, begins: Mapping[Place, int]) -> None:

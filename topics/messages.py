@@ -10,9 +10,10 @@ from types import MappingProxyType
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
+from topics.asking import NO_SUCH_PLACE, ends_of, missing
 from topics.catalog import LOG_GROUP, Topic
 from topics.errors import BROKER_AWAY, BusError
-from topics.reader import NO_SUCH_PLACE, Reader, ends_of, missing
+from topics.reader import Reader
 from topics.records import Place, Raw, raw_of
 from topics.settings import BusSettings
 

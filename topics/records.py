@@ -74,6 +74,17 @@ class EndOfPartition:
 
 Item = Envelope | Spoiled | EndOfPartition
 
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A message that was passed over, unread."""
+
+    topic: Topic
+    partition: int
+    offset: int
+    value_bytes: int
+
+
 _headers_of = methodcaller("headers")
 """Not `message.headers()`: for that call Python takes a short cut in which an error that comes with a list is lost."""
 

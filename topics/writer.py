@@ -26,10 +26,11 @@ from schemas.record import Record
 from schemas.wire import encode, headers_of
 from topics import metrics, tracing
 from topics.admin import reach
+from topics.asking import partitions_of
 from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS, Topic
 from topics.errors import BusError
 from topics.hung import PATIENCE, PATIENT_SECONDS, HungCall, Patience, Wait, unless_hung, until_done
-from topics.reader import Reader, partitions_of
+from topics.reader import Reader
 from topics.records import Envelope, Place, Raw, Spoiled
 from topics.settings import BusSettings
 

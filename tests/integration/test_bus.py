@@ -27,7 +27,7 @@ from topics.fetch import REACH, Fetch, Find
 from topics.letters import buried, read_letters
 from topics.log import await_decided, read_back
 from topics.reader import Reader
-from topics.records import Envelope, Raw, Spoiled
+from topics.records import EndOfPartition, Envelope, Passed, Raw, Spoiled
 from topics.retention import delete_before
 from topics.settings import BusSettings
 from topics.writer import BEGINNING_BYTES, REASON_CHARACTERS, Writer
@@ -157,6 +157,25 @@ def test_a_message_with_a_header_whose_name_is_no_text_is_read_without_headers(
     for good, bad in zip(found[::2], found[1::2], strict=True):
         assert isinstance(good, Envelope) and good.record == PROMPT and good.raw == Raw(None, wire)
         assert isinstance(bad, Spoiled) and bad.raw == Raw(None, BAD)
+
+
+def test_what_is_not_picked_is_not_decoded_and_tells_its_size(settings: BusSettings, reader: Reader) -> None:
+    wire = encode(PROMPT)
+    put(settings, [wire, BAD, wire, BAD])
+    put(settings, [wire], partition=1)
+    reader.assign({(PROMPTS, 0): 0, (PROMPTS, 1): 0})
+    found: dict[tuple[int, int], object] = {}
+
+    def all_there() -> bool:
+        for item in reader.pick(100, 0.2, {(PROMPTS, 0): {2, 3}}):
+            if not isinstance(item, EndOfPartition):
+                found[item.partition, item.offset] = item
+        return len(found) == 5
+
+    until(all_there)
+    assert isinstance(found[0, 2], Envelope) and isinstance(found[0, 3], Spoiled)
+    sizes = {(0, 0): len(wire), (0, 1): len(BAD), (1, 0): len(wire)}
+    assert {at: item.value_bytes for at, item in found.items() if isinstance(item, Passed)} == sizes
 
 
 @pytest.mark.parametrize("far", [0, 5, 10**9])

@@ -9,8 +9,8 @@ from tests.brokers import AnyBroker
 from tests.golden.examples import PROMPT
 from tests.integration.bus_kit import PARTITIONS, with_topics
 from topics.admin import create_topics, reach
+from topics.asking import ends_of
 from topics.catalog import PROMPTS
-from topics.reader import ends_of
 from topics.writer import Writer
 
 

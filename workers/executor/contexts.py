@@ -25,7 +25,7 @@ from schemas.contexts import Torn, context_of, is_context_of
 from schemas.errors import RoseError
 from schemas.turns import TurnDispatch, TurnKey, TurnRequest
 from topics.catalog import REQUESTED
-from topics.fetch import FAR, Fetch
+from topics.fetch import Fetch
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
@@ -43,8 +43,11 @@ LOOK_SECONDS = 0.2
 AGAIN_SECONDS = 1.0
 """Before the broker is asked anew after trouble."""
 
-HASTY = {"fetch.wait.max.ms": "10"}
-"""What is wanted next waits for a fetch under way that finds nothing."""
+SCATTERED = {"fetch.wait.max.ms": "10", "fetch.message.max.bytes": "131072"}
+"""What is wanted next waits for a fetch under way that finds nothing, and of what lies behind it little is of use."""
+
+FAR = 100
+"""A gap of more records than this is jumped over: that takes a few milliseconds, as reading some 200 requests does."""
 
 CLOSE_SECONDS = 5.0
 """How long its end is waited for."""
@@ -96,8 +99,8 @@ class Contexts:
     """Kept ones, and a thread that reads the others back. `close` it."""
 
     def __init__(self, settings: BusSettings, name: str) -> None:
-        hasty = {} if settings.embedded else HASTY
-        self._settings = replace(settings, properties={**hasty, **settings.properties})
+        scattered = {} if settings.embedded else SCATTERED
+        self._settings = replace(settings, properties={**scattered, **settings.properties})
         self._name = name
         self._kept = Kept()
         self._reading: dict[TurnKey, float] = {}

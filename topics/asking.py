@@ -1,0 +1,103 @@
+"""Questions to a broker: where a partition begins and ends, how many a topic has.
+
+Keeps true: while leaders, coordinators and topics come up or move, a broker is asked again, for a stated time.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+
+from topics.errors import BROKER_AWAY, BusError, TopicMissing
+
+NO_SUCH_PLACE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
+"""What client and broker say of a topic or partition that is not there."""
+
+Answer = TypeVar("Answer")
+
+MOVES = (
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    *BROKER_AWAY,
+)
+"""What is said of a group in its first seconds, and while a coordinator or a leader moves to another broker."""
+
+ASK_AGAIN_SECONDS = 0.1
+"""Between two questions to a broker that tells nobody when it has come up."""
+
+COORDINATOR_SECONDS = 30.0
+"""How long a group's coordinator may take to come up before it is an error."""
+
+ENDS_SECONDS = 30.0
+"""How long a partition's leader may take to say where it begins and ends; a new leader takes some seconds."""
+
+ENDS_TURN_SECONDS = 3.0
+"""How long one question to a leader may take before the leaders are looked up again."""
+
+KNOWN_SECONDS = 1.0
+"""How long a broker may take to hear of a topic that was made through another, or made anew."""
+
+
+def ends_of(consumer: Consumer, partition: TopicPartition) -> tuple[int, int]:
+    """The first offset kept and the next one to be written. Raises TopicMissing or BusError.
+
+    librdkafka goes on asking a leader that is gone, so it is asked again in short turns, with the leaders looked up.
+    """
+    known_at = time.monotonic() + KNOWN_SECONDS
+
+    def ask(seconds: float) -> tuple[int, int]:
+        try:
+            low, high = consumer.get_watermark_offsets(partition, timeout=min(seconds, ENDS_TURN_SECONDS))
+        except KafkaException as error:
+            if error.args[0].code() in NO_SUCH_PLACE and time.monotonic() > known_at:
+                raise missing(consumer, partition.topic) from error
+            with suppress(KafkaException):
+                consumer.list_topics(partition.topic, timeout=ENDS_TURN_SECONDS)
+            raise
+        return int(low), int(high)
+
+    name = partition.topic
+    moves = (*MOVES, *NO_SUCH_PLACE)
+    return insist(f"reading the ends of {name}", ask, ENDS_SECONDS, f"Describe on topic {name}", moves=moves)
+
+
+def partitions_of(client: Consumer | Producer, name: str) -> int:
+    """How many partitions the topic of this name has. Raises TopicMissing or BusError."""
+    try:
+        found = client.list_topics(name, timeout=ENDS_SECONDS).topics[name]
+    except KafkaException as error:
+        raise BusError(f"asking for {name}", error.args[0]) from error
+    if found.error is not None and found.error.code() not in NO_SUCH_PLACE:
+        raise BusError(f"asking for {name}", found.error, f"Describe on topic {name}")
+    if not found.partitions:
+        raise TopicMissing(name)
+    return len(found.partitions)
+
+
+def missing(consumer: Consumer, name: str) -> TopicMissing | BusError:
+    """Why a topic cannot be seen: it is not there, or this client has no right to it, which a broker hides as well."""
+    with suppress(KafkaException):
+        told = consumer.list_topics(name, timeout=ENDS_TURN_SECONDS).topics[name].error
+        if told is not None and told.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+            return BusError(f"looking for {name}", told, f"Describe on topic {name}")
+    return TopicMissing(name)
+
+
+def insist(
+    doing: str, ask: Callable[[float], Answer], seconds: float, *rights: str, moves: Sequence[int] = MOVES
+) -> Answer:
+    """What `ask`, told how long it may take, returns; asked again while brokers move. Raises BusError."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return ask(max(left, ASK_AGAIN_SECONDS))  # a timeout below 0 would wait for ever
+        except KafkaException as error:
+            if error.args[0].code() not in moves or left < ASK_AGAIN_SECONDS:
+                raise BusError(doing, error.args[0], *rights) from error
+            time.sleep(ASK_AGAIN_SECONDS)
