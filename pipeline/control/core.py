@@ -33,7 +33,7 @@ from typing import NamedTuple
 from pipeline.control.config import ControlConfig
 from pipeline.control.forecast import Flow, Learned, Rest, Share, finish_seconds
 from pipeline.control.lender import GRACE_SECONDS, Lender, Told
-from pipeline.control.moves import Crew, Moves
+from pipeline.control.moves import FORGET_SECONDS, Crew, Moves
 from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.slack import ExecutorState
@@ -43,9 +43,6 @@ STALE_SECONDS = 5.0
 
 SETTLE_SECONDS = 3.0
 """Before the first decision: by then every cell has spoken."""
-
-FORGET_SECONDS = 600.0
-"""A worker that was not in a summary for so long is forgotten."""
 
 RENEWALS = 3
 """Of a lease, in its time."""
@@ -180,6 +177,7 @@ class Control:
         gone = [name for name, lender in self.lenders.items() if now - lender.heard_at >= FORGET_SECONDS]
         for name in gone:
             del self.lenders[name]
+        for name in (*gone, *self.moves.forget(now)):
             self.learned.forget(name)
 
     def _look_at(self, name: str, lender: Lender, now: float) -> None:

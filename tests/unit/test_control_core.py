@@ -1,5 +1,6 @@
 """Elasticity: a small world of cells, lenders that keep their leases by clocks of their own, and what must hold."""
 
+import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.control.config import ControlConfig
-from pipeline.control.core import FORGET_SECONDS, SETTLE_SECONDS, STALE_SECONDS, Control
+from pipeline.control.core import SETTLE_SECONDS, STALE_SECONDS, Control
 from pipeline.control.lender import GRACE_SECONDS
+from pipeline.control.moves import FORGET_SECONDS
 from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.slack import ExecutorState
@@ -373,6 +375,17 @@ def test_a_worker_that_is_gone_is_forgotten() -> None:
     world.seconds(int(FORGET_SECONDS) + 1, waiting=500)
     assert set(world.control.lenders) == {"a"}
     assert not world.control.learned.wake.workers.keys() - {"a"}
+
+
+def test_of_workers_that_come_and_go_under_new_names_nothing_is_kept() -> None:
+    control, sizes = Control(CONFIG, JOB), []
+    for number in range(240):
+        now = 10.0 * number
+        dedicated = at_work(f"dedicated-{number:04}", serving=False, by_grant=False)
+        control.summarised(summary(dedicated, at_work(f"lender-{number:04}", by_grant=False)), now)
+        control.tick(now)
+        sizes.append(len(pickle.dumps(control)))
+    assert sizes[-1] <= sizes[119] * 1.1, "both in one cell, of which nobody moves to another"
 
 
 WAITING = st.integers(0, 400)
