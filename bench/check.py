@@ -1,6 +1,8 @@
 """A figure of a benchmark, the bound that it is held against, and how a benchmark tells what it found.
 
-Keeps true: what `--json -` puts on standard output is one JSON object and nothing else.
+Keeps true
+- What `--json -` puts on standard output is one JSON object and nothing else; progress goes to standard error (`say`).
+- A file that cannot be written is refused before anything is measured.
 """
 
 import argparse
@@ -50,8 +52,22 @@ class Section:
 def options(about: str | None) -> argparse.ArgumentParser:
     """The command line of a benchmark, so far `--json` alone. `about`: what its module says of itself."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - is standard output")
+    parser.add_argument(
+        "--json", type=_writable, metavar="FILE", help="also write the result as JSON; - is standard output"
+    )
     return parser
+
+
+def _writable(file: str) -> str:
+    path = Path(file)
+    if file != "-" and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise argparse.ArgumentTypeError(f"{file} cannot be written: name a file in a folder that is there")
+    return file
+
+
+def say(text: str) -> None:
+    """Progress: standard output is the result's."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def keep(result: Mapping[str, Any], file: str | None) -> bool:

@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.check import keep, options
+from bench.check import keep, options, say
 from bench.coserving.arms import ARMS, SWEEP, TRAJECTORIES, Arm, Guest
 from bench.coserving.curve import draw
 from bench.coserving.figures import latency, percentile
@@ -46,11 +46,6 @@ BUDGET = 5.0
 
 MOST_LATE = 0.01
 """Seconds that clients may be late in one of a hundred cases."""
-
-
-def say(text: str) -> None:
-    """Progress: standard output is the result's."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def in_rotation(arms: Sequence[Arm], number: int) -> list[Arm]:

@@ -4,19 +4,18 @@
     python -m bench.learning --seeds 3 --reference     and the plain process on equal samples, curve beside curve
     python -m bench.learning --seeds 0 --reference --lag 3    the plain process alone, on samples three versions old
 
-Each demo is a `rose demo` in a process of its own, kept in `runs/learning-<seed>`. `--json FILE` writes one object with
-`checks` and the curves.
+Each demo is a `rose demo` in a process of its own, kept in `runs/learning-<seed>`, whose words go to standard error.
+`--json FILE` writes one object with `checks` and the curves.
 """
 
-import argparse
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from bench.check import Check, keep, options, say
 from bench.reference import Curve, Point, run_reference
 from pipeline.command.config import Config, load
 from pipeline.command.demo import CONFIGURATION
@@ -42,15 +41,10 @@ def over_the_bus(settings: list[str], seed: int) -> dict[str, Any]:
     folder = configured(settings, seed).run_folder
     flags = [flag for setting in settings for flag in ("--set", setting)]
     command = ["demo", "--name", folder.name, "--seed", str(seed), *flags]
-    subprocess.run([sys.executable, "-m", "pipeline.command.main", *command], check=True)
+    subprocess.run([sys.executable, "-m", "pipeline.command.main", *command], check=True, stdout=sys.stderr)
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {**summary, "curve": [step["reward_mean"] for step in steps]}
-
-
-def check(name: str, value: float, bound: float, direction: str, against: str) -> dict[str, Any]:
-    """One entry of `checks`."""
-    return {"name": name, "value": value, "unit": "", "bound": bound, "direction": direction, "against": against}
 
 
 def coarse(curve: list[float]) -> str:
@@ -62,16 +56,15 @@ def coarse(curve: list[float]) -> str:
 def show_step(point: Point) -> None:
     """A line for each step of the plain process."""
     held_out = "" if point.held_out is None else f"  held out {point.held_out:.3f}"
-    print(
+    say(
         f"step {point.step:3d}  reward {point.reward:.3f}  turns {point.turns:.2f}  kl {point.kl_behaviour:.4f}"
-        f"  {point.sampling_seconds:.2f} + {point.training_seconds:.2f} s{held_out}",
-        flush=True,
+        f"  {point.sampling_seconds:.2f} + {point.training_seconds:.2f} s{held_out}"
     )
 
 
 def show(runs: list[dict[str, Any]], references: list[Curve]) -> None:
     """What a person wants to see: before, after and the curve of every run."""
-    print(f"\nmean reward in steps of {CURVE_STEPS}, and success on the held-out tasks at temperature 1")
+    print(f"mean reward in steps of {CURVE_STEPS}, and success on the held-out tasks at temperature 1")
     for run in runs:
         success = run["success"]
         print(f"  over the bus, seed {run['seed']}: {success['before']:.3f} -> {success['after']:.3f}", end="")
@@ -81,26 +74,25 @@ def show(runs: list[dict[str, Any]], references: list[Curve]) -> None:
         print(f" of {curve.held_out_tasks} tasks;  {coarse([point.reward for point in curve.points])}")
 
 
-def checks_of(runs: list[dict[str, Any]], references: list[Curve]) -> list[dict[str, Any]]:
+def checks_of(runs: list[dict[str, Any]], references: list[Curve]) -> list[Check]:
     """Bounds on every demo; the plain process is shown beside them and bounds nothing."""
     plain = {curve.seed: curve.after for curve in references}
     checks = []
     for run in runs:
         seed, success = run["seed"], run["success"]
         beside = f"plain process: {plain[seed]:.3f}" if seed in plain else "held-out tasks at temperature 1"
-        checks.append(check(f"success_before_seed_{seed}", success["before"], MOST_BEFORE, "max", "held-out tasks"))
-        checks.append(check(f"success_after_seed_{seed}", success["after"], LEAST_AFTER, "min", beside))
+        checks.append(Check(f"success_before_seed_{seed}", success["before"], "", MOST_BEFORE, "max", "held-out tasks"))
+        checks.append(Check(f"success_after_seed_{seed}", success["after"], "", LEAST_AFTER, "min", beside))
     return checks
 
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="demos over the bus, of seeds 0 to N-1")
     parser.add_argument("--reference", action="store_true", help="the plain process too, of the same seeds")
     parser.add_argument("--lag", type=int, default=1, help="age of the plain process's samples, in policy versions")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one setting")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write checks and curves to this file")
     flags = parser.parse_args()
     if flags.lag < 0 or flags.seeds < 0:
         parser.error("--lag and --seeds must be at least 0")
@@ -115,11 +107,10 @@ def main() -> None:
         sys.exit(error.exit_status)
     except subprocess.CalledProcessError as error:
         sys.exit(error.returncode)
-    show(runs, references)
     checks = checks_of(runs, references)
-    if flags.json:
-        curves = [asdict(curve) for curve in references]
-        flags.json.write_text(json.dumps({"checks": checks, "runs": runs, "reference": curves}, indent=1) + "\n")
+    if not keep({"checks": checks, "runs": runs, "reference": references}, flags.json):
+        show(runs, references)
+        print(*checks, sep="\n")
 
 
 if __name__ == "__main__":

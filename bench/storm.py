@@ -6,23 +6,21 @@
     KAFKA_HOME=... python -m bench.storm --leaves 30      thirty workers are asked to leave, and nothing else is done
 
 What a storm is stands in `tests/chaos/storm_plan.py`; among the executors is a server that lends by the word of a
-control app, which also moves executors where there are several cells. `--json FILE` writes one object with `checks` and
-every storm's figures. Journal and logs of a storm that is not clean are kept. Exit status 1 if one is not clean.
+control app, which also moves executors where there are several cells. What each came to is said on standard error as it
+ends, all together on standard output. `--json FILE` writes one object with `checks` and every storm's figures. Journal
+and logs of a storm that is not clean are kept. Exit status 1 if one is not clean.
 """
 
-import argparse
-import json
 import os
 import random
 import shutil
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.check import Check
+from bench.check import Check, keep, options, say
 from tests.chaos.stalls import SESSION_SECONDS
 from tests.chaos.storm import MOST_STALL_SECONDS, Report, blow
 from tests.chaos.storm_plan import draw
@@ -56,7 +54,7 @@ def checks_of(reports: list[Report], *, leaving: bool) -> list[Check]:
     unclean = sum(bool(report.breaches) for report in reports)
     checks = [
         Check("storms not clean", unclean, "", 0, "max", against),
-        Check("longest stall", round(stall, 1), "s", MOST_STALL_SECONDS, "max", against),
+        Check("longest stall", stall, "s", MOST_STALL_SECONDS, "max", against),
     ]
     return checks + _checks_of_leaving(reports) if leaving else checks
 
@@ -69,7 +67,7 @@ def _checks_of_leaving(reports: list[Report]) -> list[Check]:
         Check("left otherwise than with status 0", left.total() - left[0], "", 0, "max", asked),
         Check("attempts that failed", max(report.attempts_at_fault for report in reports), "", 0, "max", asked),
         *(
-            Check(f"longest wait for the {role.value}", round(seconds, 1), "s", SESSION_SECONDS[role], "max", asked)
+            Check(f"longest wait for the {role.value}", seconds, "s", SESSION_SECONDS[role], "max", asked)
             for role in reports[0].waits
             for seconds in [max(report.waits.get(role, 0.0) for report in reports)]
         ),
@@ -91,23 +89,23 @@ def figures_of(report: Report) -> dict[str, Any]:
     }
 
 
-def show(reports: list[Report], *, leaving: bool) -> None:
+def show(reports: list[Report], checks: list[Check]) -> None:
     """All storms together."""
     faults = sum((report.faults for report in reports), Counter())
     outcomes = sum((report.outcomes for report in reports), Counter())
-    print(f"\n{len(reports)} storms, {sum(not report.breaches for report in reports)} clean")
+    print(f"{len(reports)} storms, {sum(not report.breaches for report in reports)} clean")
     print(f"  {sum(faults.values())} faults: {', '.join(f'{n} {name}' for name, n in sorted(faults.items()))}")
     print(f"  outcomes: {', '.join(f'{n} {name}' for name, n in sorted(outcomes.items()))}")
     turns, repeated = sum(report.turns for report in reports), sum(report.repeated for report in reports)
     dropped = sum(report.dropped for report in reports)
     print(f"  {turns} turns, {repeated} repeated, {dropped} results dropped")
-    for check in checks_of(reports, leaving=leaving):
+    for check in checks:
         print(f"  {check}")
 
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="storms, one after another")
     parser.add_argument("--first", type=int, default=None, metavar="SEED", help="the first seed; drawn if not given")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="rounds of faults in each storm")
@@ -115,7 +113,6 @@ def main() -> None:
         "--leaves", type=int, default=0, metavar="N", help="ask so many workers to leave, and that alone"
     )
     parser.add_argument("--cells", type=int, default=1, metavar="N", help="into which homes and executors fall")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write checks and figures to this file")
     arguments = parser.parse_args()
     nodes = NODES if "KAFKA_HOME" in os.environ else 0
     if arguments.leaves and not nodes:
@@ -128,16 +125,12 @@ def main() -> None:
     first = random.SystemRandom().randrange(2**20) if arguments.first is None else arguments.first
     reports = []
     for seed in range(first, first + arguments.seeds):
-        print(f"seed {seed}", flush=True)
+        say(f"seed {seed}")
         reports.append(storm(seed, shape))
-        print(reports[-1], flush=True)
-    show(reports, leaving=bool(arguments.leaves))
-    if arguments.json:
-        figures = {
-            "checks": [asdict(check) for check in checks_of(reports, leaving=bool(arguments.leaves))],
-            "storms": [figures_of(report) for report in reports],
-        }
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        say(str(reports[-1]))
+    checks = checks_of(reports, leaving=bool(arguments.leaves))
+    if not keep({"checks": checks, "storms": [figures_of(report) for report in reports]}, arguments.json):
+        show(reports, checks)
     sys.exit(any(report.breaches for report in reports))
 
 

@@ -1,13 +1,15 @@
 """Elasticity: which serving workers lend to this RL job, and where workers are, from one summary per cell and second.
 
 Keeps true
-- At most `most_lenders` have a grant to lend that has not run out, and each grant says why.
+- At most `most_lenders` have a grant to lend that has not run out, and each grant says why: by what is known when it is
+  written, also where it renews another.
 - A worker lends to one RL job: who has a grant of another one that has not run out is left alone, and so is who was
   told by hand, or is drained.
 - A lender is woken when it would be at work for more than the margin before what waits is done, its wake and the
   catching up of its weights counted; the one whose users ask least first. Where nobody else would ever do what waits,
   one is woken however little that is. It is parked once, for a while, the others had room for what it holds and would
-  have been done with that, and with what waits, within half of the margin.
+  have been done with that, and with what waits, within half of the margin. Of several who runs nothing goes first, and
+  who runs turns stays until no such one is of no use; then whose users ask most.
 - It settles: once somebody was parked for being of no use, nobody is worth waking before more waits. So under a
   constant load wakes and parkings both end. Who was woken or parked stays so for the dwell.
 - Which cell a worker is to be in, `moves` decides, of those who are neither drained, told by hand nor another job's. It
@@ -31,7 +33,7 @@ from typing import NamedTuple
 from pipeline.control.config import ControlConfig
 from pipeline.control.forecast import Flow, Learned, Rest, Share, finish_seconds
 from pipeline.control.lender import GRACE_SECONDS, Lender, Told
-from pipeline.control.moves import Crew, Moves
+from pipeline.control.moves import FORGET_SECONDS, Crew, Moves
 from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.slack import ExecutorState
@@ -41,9 +43,6 @@ STALE_SECONDS = 5.0
 
 SETTLE_SECONDS = 3.0
 """Before the first decision: by then every cell has spoken."""
-
-FORGET_SECONDS = 600.0
-"""A worker that was not in a summary for so long is forgotten."""
 
 RENEWALS = 3
 """Of a lease, in its time."""
@@ -178,6 +177,7 @@ class Control:
         gone = [name for name, lender in self.lenders.items() if now - lender.heard_at >= FORGET_SECONDS]
         for name in gone:
             del self.lenders[name]
+        for name in (*gone, *self.moves.forget(now)):
             self.learned.forget(name)
 
     def _look_at(self, name: str, lender: Lender, now: float) -> None:
@@ -199,8 +199,8 @@ class Control:
         """A worker is met: it goes on as it is."""
         told = self.leased.get(name)
         if told is not None and told.grant.lend and told.grant.job == self.job:
-            lender.decide(True, told.grant.reason or "it was to lend before", now)
-        elif told is None and lender.line.open:
+            lender.decide(True, "it was to lend before", now)
+        elif told is None and (lender.line.open or lender.line.held_turns):
             lender.decide(True, "it lent already", now)
         else:
             lender.decide(False, "no work has waited for it", now)
@@ -216,24 +216,30 @@ class Control:
         free = [(each.free_turns, each.free_tokens) for each in summary.executors if each.worker in shares]
         turns, tokens = (sum(column) for column in zip(*free, strict=True)) if free else (0, 0)
         rest = Rest(shares, Flow(shares.values()), summary.waiting_turns, turns, tokens)
-        for name, lender in sorted(self._of(number, now), key=lambda each: (-each[1].busy, each[0])):
+        done, soon, idle = finish_seconds(shares.values(), rest.turns), self.config.margin_seconds / 2, False
+        for name, lender in sorted(self._of(number, now), key=lambda each: (each[1].parks_at, each[0])):
             if not lender.lends:
                 continue
-            if rest.needs(name, lender.line, self.config.margin_seconds / 2):
-                lender.useless_since = None
+            if rest.needs(name, lender.line, soon):
+                lender.useless_since, lender.reason = None, _needed(lender.line, summary.waiting_turns, done, soon)
                 continue
             lender.useless_since = now if lender.useless_since is None else lender.useless_since
-            may = now - lender.since >= self.config.dwell_seconds
-            if may and now - lender.useless_since >= self.config.idle_seconds:
+            useless = now - lender.useless_since
+            if idle and lender.line.held_turns:
+                lender.reason = f"of no use for {useless:.0f} s; it runs turns, and one that runs none is parked first"
+            elif now - lender.since < self.config.dwell_seconds or useless < self.config.idle_seconds:
+                lender.reason = f"of no use for {useless:.0f} s, and not for long enough"
+                idle = idle or not lender.line.held_turns
+            else:
                 rest.leave(name, lender.line)
-                self._park(lender, f"of no use for {self.config.idle_seconds:g} s", now)
+                self._park(lender, f"of no use for {useless:.0f} s", now)
 
     def _keep_cap(self, now: float) -> None:
-        """Park those over the cap, whose users ask most first."""
+        """Park those over the cap."""
         lending, most = self.lending(now), self.config.most_lenders
         over = len(lending) - most if most else 0
-        mine = sorted((self.lenders[name].busy, name) for name in lending if self.mine(name, now))
-        for _, name in mine[::-1][: max(0, over)]:
+        mine = sorted((self.lenders[name].parks_at, name) for name in lending if self.mine(name, now))
+        for _, name in mine[: max(0, over)]:
             self._park(self.lenders[name], f"more than {most} would lend", now)
 
     def _wake(self, number: int, now: float) -> None:
@@ -258,10 +264,10 @@ class Control:
                 if len(woken) == room:
                     break
         done = finish_seconds(shares.values(), turns)
-        before = "never" if without == math.inf else f"in {without:.0f} s"
         others = f" and {len(woken) - 1} more" if len(woken) > 1 else ""
         for lender in woken:
-            lender.decide(True, f"{turns} turns wait: done in {done:.0f} s with it{others}, {before} without", now)
+            reason = f"{turns} turns wait: done {_in(done)} with it{others}, {_in(without)} without"
+            lender.decide(True, reason, now)
         self.woken += len(woken)
 
     def _moved(self, now: float) -> list[CapacityGrant]:
@@ -354,3 +360,14 @@ class Control:
         )
         self.leased[name] = Told(grant, now)
         return grant
+
+
+def _needed(line: ExecutorLine, waiting: int, done: float, soon: float) -> str:
+    """Why one goes on lending. `done`: seconds until all that waits is; `soon`: those in which all should be."""
+    if waiting:
+        return f"{waiting} turns wait: done {_in(done)} with all that lend"
+    return f"it runs {line.held_turns} turns, and the others have no room for them or take longer than {soon:g} s"
+
+
+def _in(seconds: float) -> str:
+    return "never" if seconds == math.inf else f"in {seconds:.0f} s"

@@ -33,6 +33,10 @@ class Share(NamedTuple):
     """Turns a second from then on."""
 
 
+IDLE = Share(0.0, 0.0)
+"""Of one that takes no part."""
+
+
 def finish_seconds(shares: Iterable[Share], turns: float) -> float:
     """Seconds until so many turns are done; infinite where nobody does any."""
     if turns <= 0:
@@ -80,22 +84,25 @@ class Rest:
 
     def needs(self, name: str, line: ExecutorLine, seconds: float) -> bool:
         """Whether without one of them there is no room for what it holds, or not all is done in so many seconds."""
-        share = self.shares.get(name)
-        if share is None:
-            return False
+        share, turns = self._part(name, line)
         room = self.free_turns - line.free_turns >= line.held_turns
         room = room and self.free_tokens - line.free_tokens >= line.held_tokens
         others = self.flow.done_by(seconds) - share.rate * max(0.0, seconds - share.free_at)
-        return not room or others < self.turns + line.load_seconds * share.rate
+        return not room or others < self.turns + turns
 
     def leave(self, name: str, line: ExecutorLine) -> None:
         """One was: others do what it held."""
-        share = self.shares.pop(name, None)
-        if share is not None:
-            self.flow.add(Share(share.free_at, -share.rate))
-            self.turns += line.load_seconds * share.rate
-            self.free_turns -= line.free_turns + line.held_turns
-            self.free_tokens -= line.free_tokens + line.held_tokens
+        share, turns = self._part(name, line)
+        self.shares.pop(name, None)
+        self.flow.add(Share(share.free_at, -share.rate))
+        self.turns += turns
+        self.free_turns -= line.free_turns + line.held_turns
+        self.free_tokens -= line.free_tokens + line.held_tokens
+
+    def _part(self, name: str, line: ExecutorLine) -> tuple[Share, float]:
+        """Of one, and the turns that others would have to do: one that is sent none may hold some all the same."""
+        share = self.shares.get(name)
+        return (IDLE, line.held_turns) if share is None else (share, line.load_seconds * share.rate)
 
 
 @dataclass(slots=True)

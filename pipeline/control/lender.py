@@ -37,6 +37,7 @@ class Lender:
     lends: bool | None = None
     """Whether it is to; None before that was decided."""
     reason: str = ""
+    """Of one that lends, by the newest summary of its cell; of any other, when that was decided."""
     since: float = 0.0
     """When that was decided."""
     renewed_at: float | None = None
@@ -51,6 +52,11 @@ class Lender:
     held_until: float = 0.0
     busy: float = 0.0
     """Requests of its own users, in the mean."""
+
+    @property
+    def parks_at(self) -> tuple[bool, float]:
+        """Its place among those that may be parked: who runs nothing first, then whose users ask most."""
+        return self.line.held_turns > 0, -self.busy
 
     def decide(self, lends: bool, reason: str, now: float) -> None:
         """Change it."""

@@ -156,6 +156,15 @@ class Moves:
         else:
             self._read.pop(worker, None)
 
+    def forget(self, now: float) -> list[str]:
+        """Let go of what was seen of those that no summary has named for long; their names."""
+        gone = [name for name, each in self._workers.items() if now - each.heard_at >= FORGET_SECONDS]
+        for name in gone:
+            told = self._workers.pop(name).told
+            if told is not None:
+                self._read[name] = told, now
+        return gone
+
     def going(self, now: float) -> dict[str, Worker]:
         """Those who are on their way, from their cell to the one that they were told of."""
         return {
@@ -168,7 +177,6 @@ class Moves:
 
     def decide(self, crews: Mapping[int, Crew], now: float) -> Move | None:
         """The move that is due, of the cells that are heard."""
-        self._forget(now)
         going = self.going(now)
         _count_there(going, crews)
         for name, worker in sorted(going.items()):
@@ -237,12 +245,6 @@ class Moves:
     def _patience(self, crew: Crew) -> float:
         """Seconds for which a move has to be worth it."""
         return ALONE_SECONDS if crew.alone and not crew.comes else self._config.dwell_seconds
-
-    def _forget(self, now: float) -> None:
-        for name in [name for name, each in self._workers.items() if now - each.heard_at >= FORGET_SECONDS]:
-            told = self._workers.pop(name).told
-            if told is not None:
-                self._read[name] = told, now
 
 
 def _count_there(going: Mapping[str, Worker], crews: Mapping[int, Crew]) -> None:

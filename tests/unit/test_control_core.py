@@ -1,6 +1,8 @@
 """Elasticity: a small world of cells, lenders that keep their leases by clocks of their own, and what must hold."""
 
+import pickle
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -10,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.control.config import ControlConfig
-from pipeline.control.core import FORGET_SECONDS, SETTLE_SECONDS, STALE_SECONDS, Control
+from pipeline.control.core import SETTLE_SECONDS, STALE_SECONDS, Control
 from pipeline.control.lender import GRACE_SECONDS
+from pipeline.control.moves import FORGET_SECONDS
 from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.slack import ExecutorState
@@ -202,10 +205,86 @@ def test_leases_are_renewed_while_summaries_come_and_never_after() -> None:
     assert world.lending == {"a"}
 
 
-def test_what_is_renewed_says_what_it_was_woken_for() -> None:
+def test_what_is_renewed_says_what_is_so_now() -> None:
     world = fleet("a")
-    said = {grant.reason for grant in world.seconds(60, waiting=500) if grant.lend}
-    assert len(said) == 1
+    waits = world.seconds(30, waiting=500)
+    assert "with it, in" in waits[0].reason, "what it was woken for"
+    assert len(waits) > 3 and all("500 turns wait" in each.reason for each in waits)
+    fewer = world.seconds(20, waiting=300)
+    assert fewer and all("300 turns wait" in each.reason for each in fewer)
+    lender = world.control.lenders["a"]
+    world.seconds(2, waiting=0)
+    assert lender.lends and lender.reason == "of no use for 1 s, and not for long enough"
+
+
+def told(
+    seconds: Iterable[Sequence[ExecutorLine]], config: ControlConfig = CONFIG
+) -> Iterator[tuple[Control, list[CapacityGrant]]]:
+    """A core that hears of these second after second, nothing waits; and what it grants."""
+    control = Control(config, JOB)
+    for now, lines in enumerate(seconds):
+        control.summarised(summary(*lines), now)
+        yield control, control.tick(now)
+
+
+def parked_of(seconds: Iterable[Sequence[ExecutorLine]], config: ControlConfig = CONFIG) -> list[str]:
+    """Those that it parks, in order."""
+    return [grant.worker for _, granted in told(seconds, config) for grant in granted if not grant.lend]
+
+
+RUNS = at_work("a", serving_running=4, held_turns=2, held_tokens=200, load_seconds=0.1)
+ROOM = at_work("d", serving=False, by_grant=False, free_turns=4, free_tokens=400)
+
+
+def test_who_runs_nothing_is_parked_before_whose_users_ask_more_but_who_runs_turns() -> None:
+    dedicated = at_work("d", serving=False, by_grant=False, free_turns=1, free_tokens=100)
+    idle = at_work("b", free_turns=1, free_tokens=100)
+    assert parked_of([[dedicated, RUNS, idle]] * 9 + [[dedicated, RUNS, line("b")]] * 20) == ["b"], "a is needed then"
+    assert parked_of([[RUNS, at_work("b"), at_work("c")]] * 5, changed(most_lenders=1)) == ["b", "c"], "over the cap"
+
+
+def test_who_runs_turns_stays_while_one_that_runs_none_is_of_no_use_only_lately() -> None:
+    def lines(now: int) -> list[ExecutorLine]:
+        works = at_work("b", held_turns=3, held_tokens=4000, load_seconds=9.0)
+        return [ROOM, RUNS, works if now < 7 else at_work("b")]
+
+    assert parked_of(lines(now) for now in range(10)) == [], "it was of no use for long enough after 7 s"
+    assert parked_of(lines(now) for now in range(30)) == ["a", "b"]
+
+
+def test_who_is_sent_no_turns_but_runs_some_is_parked_only_where_others_would_do_them() -> None:
+    closed = at_work("a", open=False, free_turns=0, free_tokens=0, held_turns=2, held_tokens=200, load_seconds=5.0)
+    full = at_work("d", serving=False, by_grant=False, free_turns=0, free_tokens=0)
+    fast = msgspec.structs.replace(ROOM, decode_tokens_per_second=400.0, prefill_tokens_per_second=1e5)
+    for other, expected in ((full, []), (ROOM, []), (fast, ["a"])):
+        assert parked_of([[other, at_work("a", held_turns=9, held_tokens=9)]] * 5 + [[other, closed]] * 20) == expected
+
+
+LENDER = st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans())
+"""Turns that it runs, requests of its users, whether it is open."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.tuples(LENDER, LENDER, LENDER)), max_size=8))
+def test_nobody_who_runs_turns_is_parked_while_one_that_runs_none_is_of_no_use(
+    history: list[tuple[int, tuple[tuple[int, int, bool], ...]]],
+) -> None:
+    lines = [
+        [
+            ROOM,
+            *(
+                at_work(f"w{number}", held_turns=held, serving_running=busy, open=opened, load_seconds=held / 10)
+                for number, (held, busy, opened) in enumerate(lenders)
+            ),
+        ]
+        for seconds, lenders in history
+        for _ in range(seconds)
+    ]
+    for control, granted in told(lines, changed(most_lenders=0)):
+        for each in granted:
+            if not each.lend and control.lenders[each.worker].line.held_turns:
+                left = [lender for lender in control.lenders.values() if lender.lends and not lender.line.held_turns]
+                assert all(lender.useless_since is None for lender in left)
 
 
 def test_who_was_told_by_hand_is_left_alone_until_that_is_taken_back() -> None:
@@ -296,6 +375,17 @@ def test_a_worker_that_is_gone_is_forgotten() -> None:
     world.seconds(int(FORGET_SECONDS) + 1, waiting=500)
     assert set(world.control.lenders) == {"a"}
     assert not world.control.learned.wake.workers.keys() - {"a"}
+
+
+def test_of_workers_that_come_and_go_under_new_names_nothing_is_kept() -> None:
+    control, sizes = Control(CONFIG, JOB), []
+    for number in range(240):
+        now = 10.0 * number
+        dedicated = at_work(f"dedicated-{number:04}", serving=False, by_grant=False)
+        control.summarised(summary(dedicated, at_work(f"lender-{number:04}", by_grant=False)), now)
+        control.tick(now)
+        sizes.append(len(pickle.dumps(control)))
+    assert sizes[-1] <= sizes[119] * 1.1, "both in one cell, of which nobody moves to another"
 
 
 WAITING = st.integers(0, 400)

@@ -43,7 +43,8 @@ def test_a_lease_runs_out_by_the_lenders_clock_and_is_renewed() -> None:
     lease = of(grant(at=1e9), now=100.0)
     assert not lease.leave(129.9).refused and lease.leave(129.9).kv_bytes == 7
     assert "its grant ran out" in lease.leave(130.0).refused
-    assert not lease.take(grant(at=1e9 + 10), 125.0, voice=Voice.LEASED, seen=True), "it says nothing new"
+    renewed = grant(at=1e9 + 10, reason="fewer turns wait")
+    assert not lease.take(renewed, 125.0, voice=Voice.LEASED, seen=True), "it says nothing new"
     assert not lease.leave(154.9).refused
     assert lease.leave(155.0).refused
 

@@ -107,6 +107,8 @@ def interrupt(*_):
     raise KeyboardInterrupt("terminated")
 
 signal.signal(signal.SIGTERM, interrupt)
+for _ in range(sys.getrecursionlimit()):  # as libraries do around what must not be interrupted
+    signal.signal(signal.SIGTERM, signal.signal(signal.SIGTERM, signal.SIG_IGN))
 print("loads", flush=True)
 try:
     time.sleep(600)

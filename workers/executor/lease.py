@@ -90,6 +90,6 @@ class Lease:
 
 
 def _alike(one: CapacityGrant, other: CapacityGrant) -> bool:
-    """Whether one renews the other."""
-    said = [(each.lend, each.kv_bytes, each.token_budget, each.reason, each.job, each.cell) for each in (one, other)]
-    return said[0] == said[1]
+    """Whether one renews the other; why it does may have changed."""
+    said = [(each.lend, each.kv_bytes, each.token_budget, each.job, each.cell) for each in (one, other)]
+    return said[0] == said[1] and (one.reason == other.reason or bool(one.lease_seconds and other.lease_seconds))

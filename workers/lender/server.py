@@ -10,6 +10,8 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,18 +41,26 @@ def main(program: str = VLLM) -> None:
         sys.exit(CORE_LOST)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """A handler of SIGTERM; where the one that it stands for raises KeyboardInterrupt it raises SystemExit."""
+
+    handler: Callable[[int, FrameType | None], object]
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self.handler(number, frame)
+        except KeyboardInterrupt:
+            sys.exit(0)
+
+
 def _ends_when_asked() -> None:
     """From now on a handler of SIGTERM that raises KeyboardInterrupt, which libraries catch, raises SystemExit."""
     install = signal.signal
 
     def signal_(signalnum: int, handler: Any) -> Any:
-        def end(number: int, frame: FrameType | None) -> None:
-            try:
-                handler(number, frame)
-            except KeyboardInterrupt:
-                sys.exit(0)
-
-        return install(signalnum, end if signalnum == signal.SIGTERM and callable(handler) else handler)
+        ends = signalnum == signal.SIGTERM and callable(handler) and not isinstance(handler, _Ends)  # one put back is
+        return install(signalnum, _Ends(handler) if ends else handler)
 
     signal.signal = signal_
 

@@ -266,25 +266,31 @@ class WeightReceiver:
             self._changed.notify_all()
 
     def _catch_up(self, chunks: Reader) -> None:
-        """Take the newest version that can be taken, or as much of what leads there as can be."""
-        while (path := self._lineage.next_path()) is not None:
-            try:
-                self._take(path, chunks)
-            except RoseError as error:
-                self._tell(path[-1].manifest.version, str(error))
-                raise
-        self._lineage.forget_useless()
-        blocked = self._lineage.blocked()
-        newest = self._lineage.newest
-        if blocked is None or newest is None:
-            return
-        placed, why = blocked
-        self._tell(newest.manifest.version, f"version {placed.manifest.version}: {why}")
-        if placed.offset not in self._counted:
-            self._refused(placed, why)
+        """Take the newest version that can be taken, or as much of what leads there as can be.
 
-    def _take(self, path: Path, chunks: Reader) -> None:
-        """Follow a path as far as it goes, and stage what that led to."""
+        What was refused is counted once nothing is left to try: by then `refused_newest` says what came of it.
+        """
+        refused: list[Refusal] = []
+        try:
+            while (path := self._lineage.next_path()) is not None:
+                try:
+                    refused += self._take(path, chunks)
+                except RoseError as error:
+                    self._tell(path[-1].manifest.version, str(error))
+                    raise
+            self._lineage.forget_useless()
+            blocked = self._lineage.blocked()
+            newest = self._lineage.newest
+            if blocked is not None and newest is not None:
+                placed, why = blocked
+                self._tell(newest.manifest.version, f"version {placed.manifest.version}: {why}")
+                refused += self._refused(placed, why)
+        finally:
+            for refusal in refused:
+                self._count(refusal)
+
+    def _take(self, path: Path, chunks: Reader) -> list[Refusal]:
+        """Follow a path as far as it goes, and stage what that led to; what is to be counted."""
         started, fetched_before = perf_counter(), self._fetched_bytes
         assembly = Assembly(None if path[0].manifest.base_version is None else self._current, self._wanted)
         taken: tuple[Placed, WeightManifest] | None = None
@@ -309,9 +315,10 @@ class WeightReceiver:
         if taken is not None and (self._lineage.held is None or taken[0].order > self._lineage.held):
             self._stage(assembly.done, taken[1], self._fetched_bytes - fetched_before, perf_counter() - started)
             self._lineage.took(taken[0])
-        if failure is not None:
-            self._lineage.refuse(path, *failure)
-            self._refused(*failure)
+        if failure is None:
+            return []
+        self._lineage.refuse(path, *failure)
+        return self._refused(*failure)
 
     def _stage(self, done: Assembled, manifest: WeightManifest, fetched_bytes: int, seconds: float) -> None:
         self._current = done
@@ -324,14 +331,14 @@ class WeightReceiver:
             self._refused_newest = None
             self._changed.notify_all()
 
-    def _refused(self, placed: Placed, why: VersionRefused) -> None:
-        """Counted and told once, at the manifest which is to blame."""
+    def _refused(self, placed: Placed, why: VersionRefused) -> list[Refusal]:
+        """Logged once, at the manifest which is to blame; what is to be counted."""
         if placed.offset in self._counted:
-            return
+            return []
         self._counted.add(placed.offset)
         version, model = placed.manifest.version, self._trust.model_id
         log.error("version refused", version=version, model=model, reason=why.refusal.value, detail=str(why))
-        self._count(why.refusal)
+        return [why.refusal]
 
     def _fetch(
         self, manifest: WeightManifest, chunks: Reader, refs: list[ChunkRef]

@@ -1,0 +1,107 @@
+"""How benchmarks tell what they found: `--json -` is one object, whatever else is said meanwhile."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import learning, storm
+from bench.check import Check, options, tell
+from bench.learning import configured
+from bench.reference import Curve, Point
+from tests.chaos.storm import Report
+from tests.chaos.storm_shape import Shape
+
+CHECK = Check("latency", 3.0, "ms", 2.0, "max", "nothing", {"windows": 4})
+POINT = Point(
+    step=0,
+    reward=0.5,
+    held_out=None,
+    turns=2.0,
+    groups_with_signal=1,
+    gradient_norm=0.1,
+    kl_behaviour=0.01,
+    clipped_share=0.0,
+    sampling_seconds=1.0,
+    training_seconds=1.0,
+)
+CURVE = Curve(seed=0, lag=1, held_out_tasks=4, before=0.25, after=0.5, points=[POINT])
+
+
+def printed(program: Callable[[], None], *line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit status of a program with this command line, and its standard output."""
+    status = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["bench", *line])
+        try:
+            program()
+        except SystemExit as left:
+            status = int(left.code or 0)
+    return status, capsys.readouterr().out
+
+
+def test_what_is_told_is_one_object_or_for_people_and_kept_in_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell([CHECK], broker="embedded", file="-")
+    whole = capsys.readouterr().out
+    assert json.loads(whole)["checks"][0]["details"] == {"windows": 4}
+    tell([CHECK], broker="embedded", file=str(tmp_path / "found"))
+    assert "3.00 ms (at most 2: MISSED)" in capsys.readouterr().out
+    assert (tmp_path / "found").read_text() == whole
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = options("about")
+    for file in ("-", str(tmp_path / "found"), "found"):
+        assert parser.parse_args(["--json", file]).json == file
+    for file in (str(tmp_path / "none" / "found"), str(tmp_path)):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--json", file])
+        assert f"{file} cannot be written: name a file" in capsys.readouterr().err
+
+
+def test_storms_tell_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def blown(seed: int, _shape: Shape) -> Report:
+        return Report(seed, "embedded", Path(), breaches=["lost"] * (seed == 8))
+
+    monkeypatch.setattr(storm, "storm", blown)
+    status, said = printed(storm.main, "--first", "7", "--seeds", "2", "--json", "-", capsys=capsys)
+    found = json.loads(said)
+    assert (status, [each["seed"] for each in found["storms"]], found["checks"][0]["value"]) == (1, [7, 8], 1)
+    status, said = printed(storm.main, "--first", "7", "--seeds", "1", capsys=capsys)
+    assert status == 0 and said.startswith("1 storms, 1 clean")
+
+
+def test_demos_tell_one_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = configured([], 0).run_folder.name
+
+    def demo(_command: list[str], **options: Any) -> None:
+        assert options["check"] and options["stdout"] is sys.stderr, "a demo's words are not the result"
+        success = {"before": 0.3, "after": 0.8, "n": 4}
+        run = tmp_path / "runs" / folder
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "summary.json").write_text(json.dumps({"seed": 0, "seconds": 1.0, "success": success}))
+        (run / "metrics.jsonl").write_text('{"reward_mean": 0.5}\n')
+
+    def reference(_settings: object, *, lag: int, show: Callable[[Point], None]) -> Curve:
+        show(POINT)
+        return CURVE
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", demo)
+    monkeypatch.setattr(learning, "run_reference", reference)
+    _, said = printed(learning.main, "--seeds", "1", "--reference", "--json", "-", capsys=capsys)
+    found = json.loads(said)
+    assert [each["value"] for each in found["checks"]] == [0.3, 0.8]
+    assert found["reference"][0]["points"] and found["runs"][0]["curve"] == [0.5]
+    _, said = printed(learning.main, "--seeds", "1", capsys=capsys)
+    assert "over the bus, seed 0: 0.300 -> 0.800" in said and "at least 0.7: met" in said

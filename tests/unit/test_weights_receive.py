@@ -1,0 +1,36 @@
+"""What a receiver says of versions that it does not take, and in which order; no broker is asked."""
+
+from typing import cast
+
+import pytest
+
+from tests.unit.weights_world import bare
+from topics.reader import Reader
+from topics.settings import BusSettings
+from workers.weights.config import WeightsConfig
+from workers.weights.receive import WeightReceiver
+from workers.weights.refusals import Refusal
+from workers.weights.signing import trust_of
+
+NO_READER = cast(Reader, None)
+"""Of chunks: what is refused for its words is not fetched."""
+
+
+def test_whoever_sees_that_versions_were_refused_finds_why_the_newest_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = BusSettings("127.0.0.1:1", "", {})
+    receiver = WeightReceiver(settings, trust_of(settings, "m", WeightsConfig()), shapes={"w": (2, 2)})
+    told: list[tuple[int, str] | None] = []
+    counts = receiver._count
+
+    def count(refusal: Refusal) -> None:
+        told.append(receiver.refused_newest)
+        counts(refusal)
+
+    monkeypatch.setattr(receiver, "_count", count)
+    for version in (1, 2):
+        receiver._lineage.learn(bare(version), version)
+    for _ in range(2):
+        receiver._catch_up(NO_READER)
+    assert sum(receiver.refusals.values()) == 2, "each once"
+    assert told == [receiver.refused_newest] * 2
+    assert receiver.refused_newest is not None and receiver.refused_newest[0] == 2
