@@ -218,7 +218,7 @@ class Writer:
 
     def close(self) -> None:
         """Give up what is not stored by now. A writer that is dropped without it goes on, and is never freed."""
-        self._producer.purge(blocking=False)
+        self._producer.purge()  # confluent-kafka turns its `blocking` round: False waits, and with it all threads
         deadline = time.monotonic() + CLOSE_SECONDS
         while len(self._producer) and time.monotonic() < deadline:
             with suppress(KafkaException):  # one that was fenced says so again
