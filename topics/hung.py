@@ -6,7 +6,8 @@ group cannot be reached (#5456), also where another one has long taken over, as 
 Keeps true
 - Only looks count that this process was awake for: a call is not given up because the process was frozen.
 - A call that waits for a broker that is away is waited for: what makes it a lost one is that the broker has answered
-  others for half of the time. Nor does its loop count as hung meanwhile (`topics/health.py`).
+  others for half of the time. Nor does its loop count as hung meanwhile (`topics/health.py`). Who is asked to leave
+  waits for no broker that is away.
 - A coordinator that is slow holds up, and is no loss: after a call that was given up the next ones are waited for until
   the broker itself has ended their transaction, as long as none returns as soon as calls do.
 - What a call that was given up holds is let go when it returns after all, if ever.
@@ -34,7 +35,7 @@ PATIENT_SECONDS = 1.2 * TRANSACTION_MILLISECONDS / 1000
 
 
 class HungCall(RoseError):
-    """It has not returned though the broker answers."""
+    """It has not returned though the broker answers, or does not answer whoever wants to leave."""
 
 
 class Patience:
@@ -66,12 +67,16 @@ class Wait:
         reach: Callable[[], object],
         *,
         excuse: Callable[[], object] = HEALTH.turned_over,
+        wanted: Callable[[], bool] = lambda: True,
         look_seconds: float = LOOK_SECONDS,
         patience: Patience = PATIENCE,
     ) -> None:
-        """`reach` raises RoseError while no broker answers, `excuse` is called at looks at which that is so."""
+        """`reach` raises RoseError while no broker answers, `excuse` is called at looks at which that is so.
+
+        `wanted`: whether the call is waited for even then.
+        """
         self.look_seconds = look_seconds
-        self._reach, self._excuse, self._patience = reach, excuse, patience
+        self._reach, self._excuse, self._wanted, self._patience = reach, excuse, wanted, patience
         self._half = patience.seconds / look_seconds / 2
         self._looks, self._answered = 0, 0
 
@@ -86,6 +91,8 @@ class Wait:
             raise HungCall(f"it has not returned for {seconds:.0f} s, though the broker answers others")
         if _answers(self._reach):
             self._answered += 1
+        elif not self._wanted():
+            raise HungCall("no broker answers, and nobody waits for it any more")
         else:
             self._excuse()
 

@@ -84,10 +84,15 @@ class Writer:
         *,
         transactional_id: str | None = None,
         patience: Patience = PATIENCE,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`patience`: how long a commit may hang though the broker answers others."""
+        """`patience`: how long a commit may hang though the broker answers others.
+
+        `wanted`: whether a commit still waits for a broker that is away.
+        """
         self._settings = settings
         self._patience = patience
+        self._wanted = wanted
         self._transactional = transactional_id is not None
         self._failure: tuple[KafkaError, str] | None = None
         """Of a delivery, and the topic."""
@@ -219,7 +224,7 @@ class Writer:
 
     def close(self) -> None:
         """Give up what is not stored by now. A writer that is dropped without it goes on, and is never freed."""
-        self._producer.purge(blocking=False)
+        self._producer.purge()  # confluent-kafka turns its `blocking` round: False waits, and with it all threads
         deadline = time.monotonic() + CLOSE_SECONDS
         while len(self._producer) and time.monotonic() < deadline:
             with suppress(KafkaException):  # one that was fenced says so again
@@ -263,7 +268,7 @@ class Writer:
         self._guarded("committing a transaction", until_done, _commit_of(producer), self._wait(TO_ITS_END))
 
     def _wait(self, patience: Patience) -> Wait:
-        return Wait(partial(reach, self._settings), patience=patience)
+        return Wait(partial(reach, self._settings), wanted=self._wanted, patience=patience)
 
     def _produce(
         self,

@@ -8,6 +8,7 @@ import structlog
 from structlog.typing import EventDict
 
 from pipeline.command.saying import harmless
+from topics.processes import setter
 
 
 def configure_logging() -> None:
@@ -45,9 +46,10 @@ def _harmless(logger: object, name: str, event: EventDict) -> EventDict:
 def stop_on_signals() -> Event:
     """An event that SIGTERM or the first Ctrl-C sets; a second Ctrl-C ends the process at once."""
     stop = Event()
+    set_stop = setter(stop)
 
     def ask(number: int, frame: FrameType | None) -> None:
-        stop.set()
+        set_stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGTERM, ask)

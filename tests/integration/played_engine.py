@@ -22,6 +22,7 @@ from schemas.slack import WorkerClass
 from schemas.turns import VersionSpan
 from tests.integration.executor_kit import SLOT, Router
 from tests.waiting import until
+from topics.processes import setter
 from topics.settings import BusSettings
 from workers.executor import metrics
 from workers.executor.config import ExecutorConfig
@@ -193,7 +194,8 @@ class Answering(Engine):
 def played_executor(settings: BusSettings, config: ExecutorConfig, said: Path) -> None:
     """The program of a process: until SIGTERM, or another begins under its name. Its last words are in the file."""
     stop, wires = threading.Event(), Wires.new()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    set_stop = setter(stop)
+    signal.signal(signal.SIGTERM, lambda *_: set_stop())
     engine, link = Answering(wires), EngineLink(wires, os.pidfd_open(os.getpid()))
     grants = Grants(settings, config.worker, Lease())
     grants.known(stop)

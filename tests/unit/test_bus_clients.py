@@ -41,14 +41,30 @@ def test_a_writer_that_is_closed_is_freed_with_what_it_could_not_store() -> None
     assert left() is None
 
 
+def test_a_writer_that_is_closed_does_not_wait_for_the_threads_of_brokers(capfd: pytest.CaptureFixture[str]) -> None:
+    """One may be held by a name server that does not answer, and who waits for it holds up the whole process."""
+    writer = Writer(BusSettings(NOBODY.bootstrap, properties={"debug": "queue", "log_level": "7"}), "test")
+    writer.tombstone(HEARTBEATS, key="a", partition=0)
+    writer.close()
+    said = ""
+
+    def told() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return "Purging queues" in said.rpartition("\n")[0]
+
+    until(told)
+    assert "Purging queues with flags queue,inflight,non-blocking" in said
+
+
 class Client:
     """Of librdkafka, whose end takes long; it fails as a producer of a transactional id too."""
 
     def __init__(self, ended_on: list[str]) -> None:
         self._ended_on = ended_on
 
-    def purge(self, *, blocking: bool) -> None:
-        assert not blocking, "it waits for brokers that may be gone"
+    def purge(self) -> None:
+        pass
 
     def init_transactions(self, seconds: float) -> None:
         raise KafkaException(KafkaError(KafkaError._TIMED_OUT))

@@ -68,6 +68,22 @@ def test_it_waits_while_no_broker_answers_anybody_and_the_loop_does_not_count_as
     never.set()
 
 
+def test_who_is_asked_to_leave_waits_for_no_broker_that_is_away() -> None:
+    never, away = threading.Event(), Away()
+
+    def wait() -> Wait:  # asked to leave at the tenth look at which no broker answers
+        begins = away.asked
+        wanted = lambda: away.asked - begins < 10  # noqa: E731
+        return Wait(away.reach, excuse=lambda: None, wanted=wanted, look_seconds=LOOK, patience=Patience(0.05, 0.05))
+
+    with pytest.raises(HungCall, match="no broker answers"):
+        unless_hung(never.wait, wait())
+    with pytest.raises(HungCall, match="no broker answers"):
+        until_done(lambda seconds: never.wait(seconds), wait())
+    assert away.asked == 20
+    never.set()
+
+
 def test_who_returns_once_the_broker_is_back_is_not_given_up_however_long_it_was_away() -> None:
     away = Away()
 

@@ -16,6 +16,23 @@ tell_crashes()
 hangs()
 """
 
+ASKED_AMID_A_WAIT = """
+import os, signal
+from pipeline.command.processes import stop_on_signals
+
+stop = stop_on_signals()
+with stop._cond:  # as at the beginning and end of stop.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+stop.wait()
+print("stops")
+"""
+WAIT_SECONDS = 60.0
+
+
+def test_a_process_that_is_asked_to_stop_just_as_it_waits_for_that_stops() -> None:
+    command = [sys.executable, "-c", ASKED_AMID_A_WAIT]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS).stdout == "stops\n"
+
 
 def test_a_process_that_hangs_and_is_aborted_leaves_its_stacks_in_its_log() -> None:
     pipe = subprocess.PIPE

@@ -79,14 +79,22 @@ class Outbox:
     """Commits what is ready. After a BusError nothing of it counts: `fence`, and decide again from the log."""
 
     def __init__(
-        self, settings: BusSettings, name: str, reader: Reader, *, rules: Rules, clock: Callable[[], float]
+        self,
+        settings: BusSettings,
+        name: str,
+        reader: Reader,
+        *,
+        rules: Rules,
+        clock: Callable[[], float],
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`reader` is the member of the group whose offsets are committed."""
+        """`reader` is the member of the group whose offsets are committed. `wanted`: see Writer."""
         self._settings = settings
         self._name = name
         self._reader = reader
         self._rules = rules
         self._clock = clock
+        self._wanted = wanted
         self._writer: Writer | None = None
         self._committed: dict[Place, int] = {}
         self._committed_at = 0.0
@@ -104,7 +112,10 @@ class Outbox:
         """Make sure of a sound writer: transactions of an earlier one of this name are over. Raises BusError."""
         if self._writer is None:
             self._writer = Writer(
-                self._settings, f"rose-{self._name}", transactional_id=f"{ENVIRONMENT_WRITERS}{self._name}"
+                self._settings,
+                f"rose-{self._name}",
+                transactional_id=f"{ENVIRONMENT_WRITERS}{self._name}",
+                wanted=self._wanted,
             )
 
     def begins(self, offsets: Mapping[Place, int], request_ends: Mapping[int, int]) -> None:

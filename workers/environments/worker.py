@@ -86,7 +86,9 @@ class EnvironmentWorker:
         self._clock = clock
         self._member = Membership(settings, name, ENVIRONMENT_GROUP)
         self._outcomes = Reader(settings, f"rose-{name}-outcomes", group=ENVIRONMENT_GROUP, ends=True)
-        self._outbox = Outbox(settings, name, self._member.reader, rules=rules, clock=clock)
+        self._outbox = Outbox(
+            settings, name, self._member.reader, rules=rules, clock=clock, wanted=lambda: not self._stop.is_set()
+        )
         self._troubles = Troubles(name)
         self._sweeper = Sweeper(settings, name)
         self._stop = threading.Event()

@@ -27,7 +27,7 @@ from schemas.slack import WorkerClass
 from topics.access import EXECUTOR
 from topics.health import HEALTH
 from topics.permission import reach_as
-from topics.processes import end_with, show_as
+from topics.processes import end_with, setter, show_as
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
 from workers.executor.lease import Lease
@@ -121,7 +121,8 @@ def _fork(program: Callable[[], None]) -> int:
 
 def _until_asked() -> Event:
     stop = Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    set_stop = setter(stop)
+    signal.signal(signal.SIGTERM, lambda *_: set_stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the server, which takes its children along
     return stop
 
