@@ -6,11 +6,11 @@ clients with the same settings, which never rest, and put every request into an 
 
 import argparse
 import json
-import signal
 import threading
 
 from confluent_kafka import Consumer, Producer, TopicPartition
 
+from pipeline.command.processes import stop_on_signals
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.loop import IDLE_SECONDS, READ_LIMIT
 from pipeline.routing.main import run_router
@@ -49,9 +49,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=0, help="of the router, of several")
     arguments = parser.parse_args()
     settings = BusSettings(**json.loads(arguments.settings))
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_on_signals()
     if arguments.program == "router":
         run_router(settings, RouterConfig(), stop, f"router-{arguments.number}")
     else:

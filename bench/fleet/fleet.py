@@ -14,7 +14,6 @@ It decides nothing: `executor` does. Killed is an executor that falls silent wit
 nothing until it is thawed, and then goes on with what came meanwhile.
 """
 
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +30,7 @@ import msgspec
 from bench.fleet.engine import Lengths
 from bench.fleet.executor import Back, FleetExecutor, Note, Said, Terms, Wanted
 from bench.fleet.users import Pace, Step, Users, users_of
+from pipeline.command.processes import stop_on_signals
 from schemas.capacity import CapacityGrant, Voice, spoken_in
 from schemas.contexts import Torn
 from schemas.slack import SlackHeartbeat
@@ -380,8 +380,7 @@ def memory_of(terms: Terms, serving: Serving) -> Memory:
 def main() -> None:
     """See the module."""
     plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan)
-    go, stop = Event(), Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    go, stop = Event(), stop_on_signals()
 
     def heed() -> None:
         for line in sys.stdin:

@@ -106,7 +106,8 @@ class SampleStream:
         """Fences any other stream of the model.
 
         `total_groups`: the run has ended when so many groups are settled or their prompts refused; 0 is never. `stop`
-        ends waiting for groups. Raises TopicMissing, BusError, or WrongLog when the samples end before that place.
+        ends waiting for groups, and for a broker that is away. Raises TopicMissing, BusError, or WrongLog when the
+        samples end before that place.
         """
         export(metrics.TRAINER)
         self.model_id = model_id
@@ -121,6 +122,7 @@ class SampleStream:
             client_id,
             transactional_id=f"{TRAINER_NAMES}{model_id}",
             patience=Patience(PATIENT_SECONDS),  # whoever gives up ends, and would begin as impatient as before
+            wanted=lambda: not self._stop.is_set(),
         )
         self._reader = Reader(settings, client_id, group=f"{TRAINER_NAMES}{model_id}", ends=True)
         self.fresh = False
