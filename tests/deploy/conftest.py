@@ -1,19 +1,21 @@
-"""The store of images that this session builds; what is kept for the next one lies in pytest's cache."""
+"""The store of images that the tests of a file build; what is kept for the next time lies in pytest's cache."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.deploy.images_kit import Builder, Images, need_builder
+from tests.deploy.images_kit import UNPACKED, Debian, Images
 
 
-@pytest.fixture(scope="session")
-def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
-    need_builder()
-    builder = Builder(tmp_path_factory.mktemp("images"), request.config.cache.mkdir("images"))
-    try:
-        builder.make_base()
-        builder.make_context()
-        yield Images(builder)
-    finally:
-        builder.close()
+@pytest.fixture(scope="module")
+def debian() -> Debian:
+    """What its images are based on."""
+    return UNPACKED
+
+
+@pytest.fixture(scope="module")
+def images(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, debian: Debian
+) -> Iterator[Images]:
+    with Images.on(debian, tmp_path_factory.mktemp("images"), request.config.cache.mkdir("images")) as images:
+        yield images

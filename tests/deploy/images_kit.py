@@ -32,8 +32,6 @@ VERSION = "0.1.0"
 USER = "10001:10001"
 BASE = "localhost/base"
 SUITE = "bookworm"
-PACKAGES = "base-files,dash,coreutils,sed,util-linux,libstdc++6,python3,python3-venv,ca-certificates"
-"""What is taken of Debian. They are unpacked and not set up: half of the time that a Debian takes is dpkg's."""
 CERTIFICATES = 'cat "$1"/usr/share/ca-certificates/mozilla/*.crt > "$1/etc/ssl/certs/ca-certificates.crt"'
 """What setting them up would have made of them."""
 PYTHON = "/opt/rose/bin/python"
@@ -47,6 +45,28 @@ OF_A_REGISTRY = ("PIP_", "UV_", "SSL_CERT_", "REQUESTS_CA_BUNDLE", "HTTP_PROXY",
 
 HAS_NO_COMPILER = "for each in cc gcc g++ clang ld make cargo go nvcc uv; do if command -v $each; then exit 1; fi; done"
 INSTALLED = "import importlib.metadata as m; print(*(f'{each.name}=={each.version}' for each in m.distributions()))"
+
+
+@dataclass(frozen=True, slots=True)
+class Debian:
+    """What an image is based on here, as mmdebstrap makes it."""
+
+    name: str
+    options: tuple[str, ...]
+
+
+PYTHON_PACKAGES = "python3,python3-venv,ca-certificates"
+WHOLE = Debian("whole", ("--variant=minbase", f"--include={PYTHON_PACKAGES}"))
+"""One that packages can be added to."""
+UNPACKED = Debian(
+    "unpacked",
+    (
+        "--variant=extract",
+        f"--include=base-files,dash,coreutils,sed,util-linux,libstdc++6,{PYTHON_PACKAGES}",
+        f"--customize-hook={CERTIFICATES}",
+    ),
+)
+"""Its packages are not set up: half of the time that a Debian takes is dpkg's."""
 
 
 def need_builder() -> None:
@@ -71,6 +91,7 @@ class Builder:
     folder: Path
     kept: Path
     """Where what is kept for the next time lies."""
+    debian: Debian
     driver: str = field(init=False)
     """Of the store: what lays layers over each other, or else copies them."""
 
@@ -84,7 +105,7 @@ class Builder:
 
     @property
     def _base(self) -> Path:
-        return self.kept / f"base-{self.driver}"
+        return self.kept / f"{self.debian.name}-{self.driver}"
 
     @property
     def store(self) -> tuple[str | Path, ...]:
@@ -104,8 +125,7 @@ class Builder:
         container = _buildah(*store, "from", "scratch")
         root = _buildah(*store, "mount", container)
         slim = [f"--dpkgopt=path-exclude=/usr/share/{each}/*" for each in ("doc", "man", "locale", "info")]
-        what = ["--variant=extract", f"--include={PACKAGES}", f"--customize-hook={CERTIFICATES}", *slim]
-        how = ["mmdebstrap", "--quiet", *what, "--format=directory", SUITE, root]
+        how = ["mmdebstrap", "--quiet", *self.debian.options, *slim, "--format=directory", SUITE, root]
         done = subprocess.run(how, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode != 0:
             pytest.skip(f"no Debian can be had: {done.stderr.strip()[-200:]}")
@@ -170,6 +190,19 @@ class Builder:
 
 class Images:
     """Built when first asked for."""
+
+    @classmethod
+    @contextmanager
+    def on(cls, debian: Debian, folder: Path, kept: Path) -> Iterator["Images"]:
+        """Built on this Debian, in this folder. Skips the test where nothing is there to build with."""
+        need_builder()
+        builder = Builder(folder, kept, debian)
+        try:
+            builder.make_base()
+            builder.make_context()
+            yield cls(builder)
+        finally:
+            builder.close()
 
     def __init__(self, builder: Builder) -> None:
         self.builder = builder

@@ -14,7 +14,7 @@ import pytest
 
 from schemas.prompts import Prompt
 from tests.brokers import KAFKA, start
-from tests.deploy.images_kit import VERSION, Container, Images, is_ready, look_into, running
+from tests.deploy.images_kit import VERSION, WHOLE, Container, Debian, Images, is_ready, look_into, running
 from tests.waiting import until
 from topics.broker import free_ports
 
@@ -49,6 +49,12 @@ while wanted:
             wanted += [(needs.name, each) for each in ("", *needs.extras)]
 print(sum(found.values()) / 1e6)
 """
+
+
+@pytest.fixture(scope="module")
+def debian() -> Debian:
+    """The engine's image adds a package."""
+    return WHOLE
 
 
 @pytest.fixture(scope="module")
