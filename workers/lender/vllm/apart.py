@@ -1,6 +1,9 @@
 """What belongs to the process and has two values: the host's, and the guest's while the guest computes.
 
-Keeps true: outside `building` and `stepping` everything listed here is as the host left it.
+Keeps true
+- Outside `building` and `stepping` everything listed here is as the host left it.
+- Nothing is compiled for a guest: serving would stand still for seconds, or wait for a lock of the compiler's that a
+  guest which is halted holds. What vLLM has compiled when it is first called is run as it is written.
 
 While a guest is built, vLLM seeds the process's generators, sets its default dtype and current configuration, writes
 environment variables and swaps names in modules. A step draws from torch's generator and sets nothing else.
@@ -53,22 +56,24 @@ class Apart:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """While the guest steps."""
-        self._exchange()
-        try:
-            yield
-        finally:
+        with torch.compiler.set_stance("force_eager"):
             self._exchange()
+            try:
+                yield
+            finally:
+                self._exchange()
 
     @contextmanager
     def building(self) -> Iterator[None]:
         """While a piece of the guest is built."""
-        self._exchange_build()
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
+        with torch.compiler.set_stance("force_eager"):
             self._exchange_build()
+            self._exchange()
+            try:
+                yield
+            finally:
+                self._exchange()
+                self._exchange_build()
 
     def set(self, module: ModuleType, name: str, value: Any) -> None:
         """Give the guest a value of its own for one of NAMES."""
