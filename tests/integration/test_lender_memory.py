@@ -19,6 +19,7 @@ from tests.integration.lender_kit import MODEL, VOCABULARY, Answer, Beside, Serv
 from tests.waiting import until
 from workers.executor.slabs import lay
 from workers.executor.words import ABORTED, Lent, Prepare, Prepared, Serve, Serving, Tick
+from workers.lender.admission import Promise
 from workers.lender.config import MemoryConfig
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -27,11 +28,16 @@ SERVING_BYTES, GUEST_BYTES = 32 << 20, 24 << 20
 BLOCK_TOKENS, GUEST_BLOCK = 32, 32 << 10
 """Of the shipped policy in bfloat16."""
 
-TURNS, CONTEXT, SAMPLED = 48, 256, 200
-"""Of the guest: together they come to hold almost all of its memory."""
+TURNS, CONTEXT, SAMPLED = 48, 64, 440
+"""Of the guest: together they come to hold almost all of its memory. They sample for much longer than their prefills
+take, one after another: so all of them run at once.
+"""
 
 PROMPT = 320
 """Tokens of a request: with its answer it holds twelve blocks."""
+
+ALL_AT_ONCE = Promise(yield_seconds=0.2)
+"""A step may take as long as one of all its turns does, also on a slow machine."""
 
 NEVER = MemoryConfig(quiet_seconds=3600.0)
 """A freeze lasts until the next version."""
@@ -46,7 +52,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "kv_cache_bytes": GUEST_BYTES,
         "step_tokens": 256,
     }
-    with lending_server(tmp_path_factory.mktemp("memory"), *flags, memory=NEVER, **sizes) as running:
+    with lending_server(
+        tmp_path_factory.mktemp("memory"), *flags, promise=ALL_AT_ONCE, memory=NEVER, **sizes
+    ) as running:
         yield running
         print(running.log.read_text()[-4000:])
 

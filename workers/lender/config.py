@@ -41,8 +41,7 @@ class LenderConfig:
     """While this file is there, nothing is lent: it stops within a second. Who ends a guest that hangs writes it, so
     put it where it outlives the server. Left out, `<executor.name>.stop` in the run's folder."""
     hang_seconds: float = 30.0
-    """A guest that has had the serving thread for so long hangs, and its engine core is ended; longer than what may be
-    compiled in a first step."""
+    """A guest that has had the serving thread for so long hangs, and its engine core is ended."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     """What is left free of its KV memory, and for how long a cut lasts."""
     needs_grant: bool = False
