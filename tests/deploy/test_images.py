@@ -5,6 +5,7 @@ Namespaces and cgroups are not tested: there is no container engine here.
 
 import json
 import os
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def test_beside_a_vllm_that_has_no_rose_it_comes_with_what_is_missing_and_replac
     server = images.builder.container(f"rose-engine:{VERSION}")
     (site,) = server.root.glob("opt/rose/lib/python3.*/site-packages")
     for each in ("pipeline", "workers", "topics", "schemas", f"rose_rollouts-{VERSION}.dist-info", "confluent_kafka"):
-        (site / each).rename(server.root / "opt" / each)
+        shutil.move(site / each, server.root / "opt" / each)
     asked = """
 import confluent_kafka, numpy, vllm, pipeline.command.roles
 from importlib.metadata import entry_points

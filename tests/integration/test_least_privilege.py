@@ -251,7 +251,10 @@ def has_answered(settings: BusSettings, worker: str) -> bool:
 
 
 def do_what_is_seldom(users: Users) -> None:
-    """What roles do once in hours or days: delete what is old, send every kind of letter back."""
+    """What roles do once in hours or days: read a context back, delete what is old, send every kind of letter back."""
+    with closing(Reader(users.settings(EXECUTOR), "test")) as reader:
+        reader.assign({(REQUESTED, 0): OFFSET_BEGINNING})
+        until(lambda: bool(reader.read(1, 0.1)))
     operator = users.settings(OPERATOR)
     for topic in BURIED:
         letter = next(each for each in read_letters(operator, topic) if each.partition >= 0)

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a run with a lending server and its users: every panel's queries return data."""
+"""A real Prometheus scrapes a run with a control app, a lending server and its users: every panel shows data."""
 
 import json
 import math
@@ -41,6 +41,8 @@ WINDOW = "15s"
 
 START_SECONDS = 600.0
 """What a server may take to come up on a machine that has much else to do."""
+
+CONTROL = ("--set", "control.page_port=0")
 
 NOTHING_WAITED = {"Slack of serving's steps": "nothing may wait for a step at the moment of any scrape"}
 """Panels whose values may all be NaN in so short a run, and why."""
@@ -121,10 +123,10 @@ def server_port(users_log: Path) -> int | None:
 
 @pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
 def test_every_panel_shows_a_run_and_every_role_exports_what_the_table_says(rose: Rose, tmp_path: Path) -> None:
-    router, trainer, environment = free_ports(3)
+    router, trainer, environment, control = free_ports(4)
     executor = neighbours()
     ports = {"router": router, "trainer": trainer, "environment worker": environment}
-    ports |= {"executor": executor, "lender": executor + 1}
+    ports |= {"executor": executor, "lender": executor + 1, "control app": control}
     said = [f"metrics.router={router}", f"metrics.trainer={trainer}", f"metrics.environment={environment}"]
     settings = [word for each in [*said, f"metrics.executor={executor}"] for word in ("--set", each)]
     with prometheus(tmp_path) as found:
@@ -137,7 +139,10 @@ def test_every_panel_shows_a_run_and_every_role_exports_what_the_table_says(rose
             server = server_port(log)
             assert server is not None, run.communicate()[0]
             found.scrape({**ports, "vLLM server": server})
+            deciding = rose.start("control", "--run", "demo", *CONTROL, "--set", f"metrics.control={control}")
             told = run.communicate(timeout=900)[0]
+            deciding.kill()  # its broker went with the demo
+            deciding.communicate()
         assert run.returncode == 0, told
         check_panels(found, began)
         check_roles(found, began)
@@ -173,7 +178,7 @@ def check_roles(found: Prometheus, began: float) -> None:
         exported.setdefault(row.name, set()).add(each["role"])
     for row in metrics():
         roles = {role for role in row.role.split(", ") if role not in OF_A_SERVER}
-        everyone = {"router", "trainer", "environment worker", "executor", "lender"}
+        everyone = {"router", "trainer", "environment worker", "executor", "lender", "control app"}
         if row.name.startswith("rose_bus_"):
             assert exported[row.name] <= everyone and exported[row.name], row
         else:
