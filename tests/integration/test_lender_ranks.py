@@ -164,6 +164,7 @@ def test_a_turn_that_a_swap_overtakes_goes_on_under_the_new_version_on_every_ran
 def test_a_rank_that_fails_amid_a_step_is_told_and_the_guest_dropped_on_all(
     server: Server, alone: list[Answer], beside: Beside, one_rank: Engine
 ) -> None:
+    beside.awake()  # the thread that builds a guest is none that is left behind
     threads = [worker.num_threads() for worker in server.workers]
     one_rank.swap(4, load_file(MODEL / "model.safetensors").items())
     with traffic(server) as answers:
