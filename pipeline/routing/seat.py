@@ -7,7 +7,8 @@ Keeps true
   group still knows it as the same member: it has not been given up meanwhile, so nobody else can have had it.
 - The low water is committed as a member of the group, so the broker refuses it from a router that was replaced.
 - A router that did not look for LET_GO_SECONDS (it was stopped, or the machine was) gives its seats up: the broker may
-  have given them to another, which it would learn too late. So does one that the broker says has lost them.
+  have given them to another, which it would learn too late. So does one that the broker says has lost them, and one
+  that waited for DECIDED_SECONDS: it stands in line as a new member.
 
 On Apache Kafka a router that dies is replaced within SESSION_SECONDS. The embedded broker never evicts: there its cells
 wait for the router of the same name to come back, and who was away still has them.
@@ -98,7 +99,10 @@ class Seats:
         while self._undecided:
             self.wait(LOOK_SECONDS)
             if self._looked_at > undecided_until:
-                self._take([], anew=True)
+                if self._settings.embedded:
+                    self._take([], anew=True)
+                else:
+                    self.leave()  # by now every session is over: what is still waited for may never come
                 raise SeatLost(f"the group has not decided within {DECIDED_SECONDS:g} s who serves what")
         if seat is not None and seat not in self.held:
             raise SeatLost(f"another router serves cell {seat.cell}")

@@ -11,7 +11,8 @@ from pipeline.routing.seat import LET_GO_SECONDS, SESSION_SECONDS
 from schemas.turns import TurnDispatch
 from tests.brokers import EMBEDDED, KAFKA, AnyBroker, kafka_first, start
 from tests.integration.router_kit import PARTITIONS, Bus, router_process
-from tests.roles import freeze, kill, thaw
+from tests.roles import freeze, kill, role_process, thaw
+from tests.waiting import until
 from topics.admin import create_topics
 
 pytestmark = pytest.mark.slow
@@ -107,4 +108,26 @@ def test_a_router_goes_on_when_its_broker_is_back(broker_kind: str, tmp_path: Pa
             bus.keep_turns_moving(5.0)
             bus.finish()
             assert router.poll() is None, "by itself"
+        bus.close()
+
+
+def test_a_router_whose_broker_was_away_for_longer_than_a_group_decides_goes_on(
+    broker_kind: str, tmp_path: Path, namespace: str
+) -> None:
+    if broker_kind != KAFKA:
+        pytest.skip("the embedded broker loses its last half second when it is killed, and idempotent producers fail")
+    log = tmp_path / "router.log"
+    with start(KAFKA, tmp_path / "broker") as broker:
+        settings = broker.settings(namespace)
+        create_topics(settings, PARTITIONS)
+        bus = Bus(settings)
+        with role_process("router", settings, 0, {"router.low_water_seconds": 0.0}, log=log):
+            bus.beat(0, max_turns=3)
+            bus.ask("warm:0")
+            bus.until_dispatched(1)
+            broker.kill()
+            until(lambda: "seat lost" in log.read_text())
+            broker.restart()
+            bus.keep_turns_moving(5.0)
+            bus.finish()
         bus.close()
