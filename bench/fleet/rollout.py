@@ -176,7 +176,7 @@ class Rollout:
                 seen, deadline = len(self.trainer.completed), time.monotonic() + SILENT_SECONDS
             if time.monotonic() > deadline or self.fleet.process.poll() is not None:
                 raise Stalled(f"{seen} trajectories have ended, and no more do; logs are in {self.folder}")
-            time.sleep(0.1)  # between two looks
+            time.sleep(0.1)  # what is waited for is asked of logs and of a process, and neither tells when it changes
 
     def ended(self, prompts: Sequence[Prompt]) -> bool:
         """Whether all their trajectories have."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING
@@ -154,10 +155,12 @@ def _number(dispatch: TurnDispatch) -> int:
     return int(dispatch.worker.removeprefix("w"))
 
 
-def router_process(settings: BusSettings, number: int = 0, **config: object) -> AbstractContextManager[Forked]:
-    """A router in a process of its own; killed at the end if it still runs."""
+def router_process(
+    settings: BusSettings, number: int = 0, *, log: Path | None = None, **config: object
+) -> AbstractContextManager[Forked]:
+    """A router in a process of its own; killed at the end if it still runs. What it prints is appended to `log`."""
     own = {f"router.{name}": value for name, value in config.items()}
-    return role_process("router", settings, number, {"router.low_water_seconds": 0.0, **own})
+    return role_process("router", settings, number, {"router.low_water_seconds": 0.0, **own}, log=log)
 
 
 def with_properties(settings: BusSettings, properties: Mapping[str, str]) -> BusSettings:

@@ -11,7 +11,7 @@ from pipeline.routing.seat import LET_GO_SECONDS, SESSION_SECONDS
 from schemas.turns import TurnDispatch
 from tests.brokers import EMBEDDED, KAFKA, AnyBroker, kafka_first, start
 from tests.integration.router_kit import PARTITIONS, Bus, router_process
-from tests.roles import freeze, kill, role_process, thaw
+from tests.roles import freeze, kill, thaw
 from tests.waiting import until
 from topics.admin import create_topics
 
@@ -90,30 +90,8 @@ def test_a_router_that_is_killed_is_replaced_within_its_session(bus: Bus, broker
         bus.finish()
 
 
-def test_a_router_goes_on_when_its_broker_is_back(broker_kind: str, tmp_path: Path, namespace: str) -> None:
-    if broker_kind != KAFKA:
-        pytest.skip("the embedded broker loses its last half second when it is killed, and idempotent producers fail")
-    with start(KAFKA, tmp_path / "broker") as broker:
-        settings = broker.settings(namespace)
-        create_topics(settings, PARTITIONS)
-        bus = Bus(settings)
-        with router_process(settings) as router:
-            bus.beat(0, max_turns=3)
-            bus.ask("warm:0")
-            bus.until_dispatched(1)
-            broker.kill()
-            freeze(router)
-            thaw(router)
-            broker.restart()
-            bus.keep_turns_moving(5.0)
-            bus.finish()
-            assert router.poll() is None, "by itself"
-        bus.close()
-
-
-def test_a_router_whose_broker_was_away_for_longer_than_a_group_decides_goes_on(
-    broker_kind: str, tmp_path: Path, namespace: str
-) -> None:
+@pytest.mark.parametrize("away", ["for as long as it starts", "for longer than a group may take to decide"])
+def test_a_router_goes_on_when_its_broker_is_back(broker_kind: str, tmp_path: Path, namespace: str, away: str) -> None:
     if broker_kind != KAFKA:
         pytest.skip("the embedded broker loses its last half second when it is killed, and idempotent producers fail")
     log = tmp_path / "router.log"
@@ -121,13 +99,16 @@ def test_a_router_whose_broker_was_away_for_longer_than_a_group_decides_goes_on(
         settings = broker.settings(namespace)
         create_topics(settings, PARTITIONS)
         bus = Bus(settings)
-        with role_process("router", settings, 0, {"router.low_water_seconds": 0.0}, log=log):
+        with router_process(settings, log=log) as router:
             bus.beat(0, max_turns=3)
             bus.ask("warm:0")
             bus.until_dispatched(1)
             broker.kill()
-            until(lambda: "seat lost" in log.read_text())
+            freeze(router)
+            thaw(router)
+            until(lambda: "longer" not in away or "seat lost" in log.read_text())
             broker.restart()
             bus.keep_turns_moving(5.0)
             bus.finish()
+            assert router.poll() is None, "by itself"
         bus.close()
