@@ -19,7 +19,7 @@ from pipeline.control.metrics import exported
 from pipeline.control.page import page_of, state_of
 from schemas.capacity import CapacityGrant, Voice
 from schemas.errors import UsageError
-from tests.unit.test_control_core import CONFIG, DEDICATED, JOB, fleet, line, summary
+from tests.unit.control_world import CONFIG, DEDICATED, JOB, fleet, line, summary
 
 
 def authority(folder: Path) -> Path:

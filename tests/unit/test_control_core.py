@@ -1,9 +1,7 @@
-"""Elasticity: a small world of cells, lenders that keep their leases by clocks of their own, and what must hold."""
+"""Elasticity: who is woken and parked, what is granted and renewed, and what must hold whatever comes."""
 
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import msgspec
@@ -11,138 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.control.config import ControlConfig
 from pipeline.control.core import SETTLE_SECONDS, STALE_SECONDS, Control
 from pipeline.control.lender import GRACE_SECONDS
 from pipeline.control.moves import FORGET_SECONDS
 from schemas.capacity import CapacityGrant, Voice
-from schemas.cells import CellSummary, ExecutorLine
-from schemas.slack import ExecutorState
-from schemas.wire import encode
-
-JOB, OTHER = "ns.:run", "ns.:other"
-CONFIG = ControlConfig(most_lenders=2, lease_seconds=12.0, margin_seconds=2.0, dwell_seconds=5.0, idle_seconds=4.0)
-
-
-def line(name: str, **other: object) -> ExecutorLine:
-    fields: dict[str, object] = {
-        "serving": True,
-        "by_grant": True,
-        "state": ExecutorState.PAUSED,
-        "open": False,
-        "free_turns": 0,
-        "free_tokens": 0,
-        "held_turns": 0,
-        "held_tokens": 0,
-        "load_seconds": 0.0,
-        "prefill_tokens_per_second": 1.0,
-        "decode_tokens_per_second": 1.0,
-        "lanes": 8,
-        "lag_versions": 0,
-        "serving_running": 0,
-        "serving_waiting": 0,
-        **other,
-    }
-    return ExecutorLine(worker=name, **fields)  # type: ignore[arg-type]
-
-
-def at_work(name: str, **other: object) -> ExecutorLine:
-    fields: dict[str, object] = {
-        "state": ExecutorState.READY,
-        "open": True,
-        "prefill_tokens_per_second": 1000.0,
-        "decode_tokens_per_second": 25.0,
-        "free_turns": 8,
-        "free_tokens": 8000,
-        **other,
-    }
-    return line(name, **fields)
-
-
-DEDICATED = at_work("d", serving=False, by_grant=False, free_turns=0, load_seconds=4.0)
-
-
-def summary(*lines: ExecutorLine, waiting: int = 0, cell: int = 0, cells: int = 1) -> CellSummary:
-    return CellSummary(
-        cell=cell,
-        cells=cells,
-        router="router-0",
-        waiting_turns=waiting,
-        outstanding_turns=0,
-        wanted_tokens=300 * waiting,
-        prefill_tokens=200 * waiting,
-        new_tokens=100 * waiting,
-        waiting_seconds=0.0,
-        policy_version=0,
-        executors=lines,
-        written_at=0.0,
-    )
-
-
-@dataclass
-class Lender:
-    """As it really is: it reads what is written, and counts its lease itself."""
-
-    wakes_in: float = 3.0
-    until: float = 0.0
-    comes_at: float | None = None
-    busy: int = 0
-    hand: bool | None = None
-    """What it was told by hand."""
-
-    def read(self, grant: CapacityGrant, now: float) -> None:
-        lent = now < self.until
-        self.until = now + grant.lease_seconds if grant.lend and grant.job == JOB else 0.0
-        if self.until and not lent:
-            self.comes_at = now + self.wakes_in
-
-    def lends(self, now: float) -> bool:
-        return (now < self.until) if self.hand is None else self.hand
-
-    def line(self, name: str, now: float) -> ExecutorLine:
-        there = self.lends(now) and self.comes_at is not None and now >= self.comes_at
-        return at_work(name, serving_running=self.busy) if there else line(name, serving_running=self.busy)
-
-
-@dataclass
-class World:
-    config: ControlConfig = CONFIG
-    now: float = 1000.0
-    lenders: dict[str, Lender] = field(default_factory=dict)
-    log: list[CapacityGrant] = field(default_factory=list)
-    control: Control = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.control = Control(self.config, JOB)
-
-    def summary(self, waiting: int) -> CellSummary:
-        return summary(DEDICATED, *(each.line(name, self.now) for name, each in self.lenders.items()), waiting=waiting)
-
-    def second(self, waiting: int, *, silent: bool = False) -> list[CapacityGrant]:
-        """One more, with a summary or without."""
-        self.now += 1.0
-        if not silent:
-            self.control.summarised(self.summary(waiting), self.now)
-        written = self.control.tick(self.now)
-        for grant in written:
-            encode(grant)
-            assert grant.reason and grant.job == JOB and grant.lease_seconds == self.config.lease_seconds
-            if grant.worker in self.lenders:
-                self.lenders[grant.worker].read(grant, self.now)
-            self.control.granted(grant.worker, grant, self.now)  # as it is read back from the log
-        self.log += written
-        return written
-
-    def seconds(self, count: int, waiting: int, *, silent: bool = False) -> list[CapacityGrant]:
-        return [grant for _ in range(count) for grant in self.second(waiting, silent=silent)]
-
-    @property
-    def lending(self) -> set[str]:
-        return {name for name, each in self.lenders.items() if each.lends(self.now)}
-
-
-def fleet(*names: str, **other: object) -> World:
-    return World(lenders={name: Lender(**other) for name in names})  # type: ignore[arg-type]
+from tests.unit.control_world import (
+    CONFIG,
+    DEDICATED,
+    JOB,
+    OTHER,
+    Lender,
+    World,
+    at_work,
+    changed,
+    fleet,
+    line,
+    summary,
+)
 
 
 def test_work_that_waits_wakes_the_least_loaded_and_says_why_and_its_end_parks_them() -> None:
@@ -217,76 +100,6 @@ def test_what_is_renewed_says_what_is_so_now() -> None:
     assert lender.lends and lender.reason == "of no use for 1 s, and not for long enough"
 
 
-def told(
-    seconds: Iterable[Sequence[ExecutorLine]], config: ControlConfig = CONFIG
-) -> Iterator[tuple[Control, list[CapacityGrant]]]:
-    """A core that hears of these second after second, nothing waits; and what it grants."""
-    control = Control(config, JOB)
-    for now, lines in enumerate(seconds):
-        control.summarised(summary(*lines), now)
-        yield control, control.tick(now)
-
-
-def parked_of(seconds: Iterable[Sequence[ExecutorLine]], config: ControlConfig = CONFIG) -> list[str]:
-    """Those that it parks, in order."""
-    return [grant.worker for _, granted in told(seconds, config) for grant in granted if not grant.lend]
-
-
-RUNS = at_work("a", serving_running=4, held_turns=2, held_tokens=200, load_seconds=0.1)
-ROOM = at_work("d", serving=False, by_grant=False, free_turns=4, free_tokens=400)
-
-
-def test_who_runs_nothing_is_parked_before_whose_users_ask_more_but_who_runs_turns() -> None:
-    dedicated = at_work("d", serving=False, by_grant=False, free_turns=1, free_tokens=100)
-    idle = at_work("b", free_turns=1, free_tokens=100)
-    assert parked_of([[dedicated, RUNS, idle]] * 9 + [[dedicated, RUNS, line("b")]] * 20) == ["b"], "a is needed then"
-    assert parked_of([[RUNS, at_work("b"), at_work("c")]] * 5, changed(most_lenders=1)) == ["b", "c"], "over the cap"
-
-
-def test_who_runs_turns_stays_while_one_that_runs_none_is_of_no_use_only_lately() -> None:
-    def lines(now: int) -> list[ExecutorLine]:
-        works = at_work("b", held_turns=3, held_tokens=4000, load_seconds=9.0)
-        return [ROOM, RUNS, works if now < 7 else at_work("b")]
-
-    assert parked_of(lines(now) for now in range(10)) == [], "it was of no use for long enough after 7 s"
-    assert parked_of(lines(now) for now in range(30)) == ["a", "b"]
-
-
-def test_who_is_sent_no_turns_but_runs_some_is_parked_only_where_others_would_do_them() -> None:
-    closed = at_work("a", open=False, free_turns=0, free_tokens=0, held_turns=2, held_tokens=200, load_seconds=5.0)
-    full = at_work("d", serving=False, by_grant=False, free_turns=0, free_tokens=0)
-    fast = msgspec.structs.replace(ROOM, decode_tokens_per_second=400.0, prefill_tokens_per_second=1e5)
-    for other, expected in ((full, []), (ROOM, []), (fast, ["a"])):
-        assert parked_of([[other, at_work("a", held_turns=9, held_tokens=9)]] * 5 + [[other, closed]] * 20) == expected
-
-
-LENDER = st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans())
-"""Turns that it runs, requests of its users, whether it is open."""
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 9), st.tuples(LENDER, LENDER, LENDER)), max_size=8))
-def test_nobody_who_runs_turns_is_parked_while_one_that_runs_none_is_of_no_use(
-    history: list[tuple[int, tuple[tuple[int, int, bool], ...]]],
-) -> None:
-    lines = [
-        [
-            ROOM,
-            *(
-                at_work(f"w{number}", held_turns=held, serving_running=busy, open=opened, load_seconds=held / 10)
-                for number, (held, busy, opened) in enumerate(lenders)
-            ),
-        ]
-        for seconds, lenders in history
-        for _ in range(seconds)
-    ]
-    for control, granted in told(lines, changed(most_lenders=0)):
-        for each in granted:
-            if not each.lend and control.lenders[each.worker].line.held_turns:
-                left = [lender for lender in control.lenders.values() if lender.lends and not lender.line.held_turns]
-                assert all(lender.useless_since is None for lender in left)
-
-
 def test_who_was_told_by_hand_is_left_alone_until_that_is_taken_back() -> None:
     world = fleet("a", "b")
     world.seconds(10, waiting=500)
@@ -328,11 +141,6 @@ def test_a_worker_that_does_not_come_is_given_up_and_another_has_its_place() -> 
     world.seconds(100, waiting=500)
     assert world.lending == {"b"}
     assert any("it did not come" in grant.reason for grant in world.log)
-
-
-def changed(**changes: object) -> ControlConfig:
-    fields = {name: getattr(CONFIG, name) for name in CONFIG.__slots__}
-    return ControlConfig(**{**fields, **changes})
 
 
 def test_a_start_goes_on_from_the_log() -> None:

@@ -14,7 +14,7 @@ from pipeline.control.moves import ALONE_SECONDS, GONE_SECONDS, LATE_SECONDS
 from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.wire import encode
-from tests.unit.test_control_core import JOB, at_work, line, summary
+from tests.unit.control_world import JOB, at_work, line, summary
 
 CONFIG = ControlConfig(lease_seconds=12.0, margin_seconds=2.0, dwell_seconds=5.0, idle_seconds=4.0)
 SLOTS = 8

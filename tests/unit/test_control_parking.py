@@ -1,0 +1,83 @@
+"""Elasticity: who is parked first of those that are of no use, and who stays."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.control.config import ControlConfig
+from pipeline.control.core import Control
+from schemas.capacity import CapacityGrant
+from schemas.cells import ExecutorLine
+from tests.unit.control_world import CONFIG, JOB, at_work, changed, line, summary
+
+
+def told(
+    seconds: Iterable[Sequence[ExecutorLine]], config: ControlConfig = CONFIG
+) -> Iterator[tuple[Control, list[CapacityGrant]]]:
+    """A core that hears of these second after second, nothing waits; and what it grants."""
+    control = Control(config, JOB)
+    for now, lines in enumerate(seconds):
+        control.summarised(summary(*lines), now)
+        yield control, control.tick(now)
+
+
+def parked_of(seconds: Iterable[Sequence[ExecutorLine]], config: ControlConfig = CONFIG) -> list[str]:
+    """Those that it parks, in order."""
+    return [grant.worker for _, granted in told(seconds, config) for grant in granted if not grant.lend]
+
+
+RUNS = at_work("a", serving_running=4, held_turns=2, held_tokens=200, load_seconds=0.1)
+ROOM = at_work("d", serving=False, by_grant=False, free_turns=4, free_tokens=400)
+
+
+def test_who_runs_nothing_is_parked_before_whose_users_ask_more_but_who_runs_turns() -> None:
+    dedicated = at_work("d", serving=False, by_grant=False, free_turns=1, free_tokens=100)
+    idle = at_work("b", free_turns=1, free_tokens=100)
+    assert parked_of([[dedicated, RUNS, idle]] * 9 + [[dedicated, RUNS, line("b")]] * 20) == ["b"], "a is needed then"
+    assert parked_of([[RUNS, at_work("b"), at_work("c")]] * 5, changed(most_lenders=1)) == ["b", "c"], "over the cap"
+
+
+def test_who_runs_turns_stays_while_one_that_runs_none_is_of_no_use_only_lately() -> None:
+    def lines(now: int) -> list[ExecutorLine]:
+        works = at_work("b", held_turns=3, held_tokens=4000, load_seconds=9.0)
+        return [ROOM, RUNS, works if now < 7 else at_work("b")]
+
+    assert parked_of(lines(now) for now in range(10)) == [], "it was of no use for long enough after 7 s"
+    assert parked_of(lines(now) for now in range(30)) == ["a", "b"]
+
+
+def test_who_is_sent_no_turns_but_runs_some_is_parked_only_where_others_would_do_them() -> None:
+    closed = at_work("a", open=False, free_turns=0, free_tokens=0, held_turns=2, held_tokens=200, load_seconds=5.0)
+    full = at_work("d", serving=False, by_grant=False, free_turns=0, free_tokens=0)
+    fast = msgspec.structs.replace(ROOM, decode_tokens_per_second=400.0, prefill_tokens_per_second=1e5)
+    for other, expected in ((full, []), (ROOM, []), (fast, ["a"])):
+        assert parked_of([[other, at_work("a", held_turns=9, held_tokens=9)]] * 5 + [[other, closed]] * 20) == expected
+
+
+LENDER = st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans())
+"""Turns that it runs, requests of its users, whether it is open."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.tuples(LENDER, LENDER, LENDER)), max_size=8))
+def test_nobody_who_runs_turns_is_parked_while_one_that_runs_none_is_of_no_use(
+    history: list[tuple[int, tuple[tuple[int, int, bool], ...]]],
+) -> None:
+    lines = [
+        [
+            ROOM,
+            *(
+                at_work(f"w{number}", held_turns=held, serving_running=busy, open=opened, load_seconds=held / 10)
+                for number, (held, busy, opened) in enumerate(lenders)
+            ),
+        ]
+        for seconds, lenders in history
+        for _ in range(seconds)
+    ]
+    for control, granted in told(lines, changed(most_lenders=0)):
+        for each in granted:
+            if not each.lend and control.lenders[each.worker].line.held_turns:
+                left = [lender for lender in control.lenders.values() if lender.lends and not lender.line.held_turns]
+                assert all(lender.useless_since is None for lender in left)
