@@ -30,6 +30,18 @@ def member(cluster: Cluster, sides: list[str], name: str | None = None, **more: 
     return consumer
 
 
+def together(cluster: Cluster, sides: list[str], *names: str | None) -> list[Consumer]:
+    """Members, each of which came when those before it had their shares, who share everything between them.
+
+    The embedded broker forgets a second member that comes just as it no longer waits for one (`topics.reader`).
+    """
+    members: list[Consumer] = []
+    for name in names:
+        members.append(member(cluster, sides, name))
+        until(lambda: settled(members, sides) and all(owned(each, sides[0]) for each in members), what="a share each")
+    return members
+
+
 def settled(members: list[Consumer], sides: list[str]) -> bool:
     """Every partition of both sides belongs to one of the members."""
     poll_all(members)
@@ -39,8 +51,7 @@ def settled(members: list[Consumer], sides: list[str]) -> bool:
 
 @pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
 def test_each_member_has_the_same_partitions_of_both_topics(cluster: Cluster, sides: list[str], static: bool) -> None:
-    members = [member(cluster, sides, f"worker-{index}" if static else None) for index in range(2)]
-    until(lambda: settled(members, sides) and all(owned(each, sides[0]) for each in members), what="two shares")
+    members = together(cluster, sides, *(f"worker-{index}" if static else None for index in range(2)))
     for each in members:
         assert owned(each, sides[0]) == owned(each, sides[1])
         assert len(owned(each, sides[0])) == PARTITIONS // 2
@@ -61,9 +72,7 @@ def test_a_member_that_joins_takes_its_share_and_one_that_leaves_gives_it_back(
 
 
 def test_a_static_member_comes_back_to_its_partitions_and_disturbs_nobody(cluster: Cluster, sides: list[str]) -> None:
-    other, returning = member(cluster, sides, "worker-0"), member(cluster, sides, "worker-1")
-    members = [other, returning]
-    until(lambda: settled(members, sides) and all(owned(each, sides[0]) for each in members), what="two shares")
+    other, returning = together(cluster, sides, "worker-0", "worker-1")
     before = {topic: (owned(other, topic), owned(returning, topic)) for topic in sides}
     lost: list[TopicPartition] = []
     other.unsubscribe()
@@ -150,7 +159,7 @@ def killed_in_the_end(cluster: Cluster, sides: list[str], name: str) -> Iterator
     raises=AssertionError,
 )
 def test_the_partitions_of_a_killed_member_go_to_the_living(cluster: Cluster, sides: list[str], name: str) -> None:
-    stays = member(cluster, sides, "worker-0" if name else None, session_timeout_ms=6000)
+    [stays] = together(cluster, sides, "worker-0" if name else None)
     with killed_in_the_end(cluster, sides, name) as has_share:
         until(lambda: shared(stays, sides) and has_share(), what="a share for the member that will die")
     until(lambda: settled([stays], sides), what="the dead member's partitions")
@@ -160,7 +169,7 @@ def test_the_partitions_of_a_killed_member_go_to_the_living(cluster: Cluster, si
 @pytest.mark.slow
 def test_a_killed_static_member_is_replaced_by_its_name(cluster: Cluster, sides: list[str]) -> None:
     """How an environment worker returns after a crash: at once on any broker, without waiting for an eviction."""
-    stays = member(cluster, sides, "worker-0", session_timeout_ms=6000)
+    [stays] = together(cluster, sides, "worker-0")
     with killed_in_the_end(cluster, sides, "worker-1") as has_share:
         until(lambda: shared(stays, sides) and has_share(), what="a share for the member that will die")
     returns = member(cluster, sides, "worker-1", session_timeout_ms=6000)
