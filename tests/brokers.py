@@ -36,6 +36,13 @@ kafka_first = pytest.mark.parametrize(
 )
 """Of a test that shows on the embedded broker what it shows on Apache Kafka."""
 
+embedded_first = pytest.mark.parametrize(
+    "broker_kind",
+    KINDS if EXTERNAL in KINDS else [EMBEDDED, pytest.param(KAFKA, marks=pytest.mark.long)],
+    indirect=True,
+)
+"""Of a test that starts a broker of its own again and again, of which Apache Kafka's starts take most of the time."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExternalBroker:

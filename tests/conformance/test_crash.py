@@ -9,9 +9,11 @@ from functools import partial
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
-from tests.brokers import start
+from tests.brokers import embedded_first, start
 from tests.conformance.kit import WAIT_SECONDS, Cluster, produce, until
 from topics.broker import Broker
+
+pytestmark = [pytest.mark.slow, embedded_first]
 
 RECORDS = 3000
 EMBEDDED_LOSES = "saves its whole state about once a second: killed, it loses what it acknowledged since"
@@ -52,7 +54,6 @@ class Acknowledged:
             self.errors.append(error)
 
 
-@pytest.mark.slow
 @pytest.mark.embedded_fault(EMBEDDED_LOSES, raises=AssertionError)
 def test_nothing_acknowledged_is_lost_and_nothing_doubled(own: Cluster, own_broker: Broker) -> None:
     """The producer sends all the while, and goes on by itself."""
@@ -71,7 +72,6 @@ def test_nothing_acknowledged_is_lost_and_nothing_doubled(own: Cluster, own_brok
     assert own.values(run.topic) == [b"%d" % index for index in range(run.sent)]
 
 
-@pytest.mark.slow
 @pytest.mark.embedded_fault(EMBEDDED_LOSES, raises=AssertionError)
 def test_committed_transactions_survive_with_their_offsets(own: Cluster, own_broker: Broker) -> None:
     source, sink = own.topic("source"), own.topic("sink")
@@ -129,7 +129,6 @@ def interrupted(own: Cluster, own_broker: Broker) -> tuple[Producer, str]:
     return producer, topic
 
 
-@pytest.mark.slow
 def test_a_restart_does_not_commit_an_open_transaction(own: Cluster, interrupted: tuple[Producer, str]) -> None:
     _, topic = interrupted
     assert own.values(topic) == []
@@ -138,7 +137,6 @@ def test_a_restart_does_not_commit_an_open_transaction(own: Cluster, interrupted
     assert own.values(topic, isolation_level="read_uncommitted") == [b"half"]
 
 
-@pytest.mark.slow
 @pytest.mark.embedded_fault(
     "aborts open transactions when it stops, and says yes to their commit after it has started again",
     raises=AssertionError,
@@ -150,7 +148,6 @@ def test_what_a_restarted_broker_calls_committed_is_committed(own: Cluster, inte
     assert own.values(topic) == [b"half"]
 
 
-@pytest.mark.slow
 def test_a_stop_and_a_start_keep_everything(own: Cluster, own_broker: Broker) -> None:
     topic = own.topic("kept", 2, retention_ms=3_600_000)
     consumer = own.consumer("readers")

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from confluent_kafka import KafkaError
 
-from tests.brokers import start
+from tests.brokers import embedded_first, start
 from tests.conformance.kit import WAIT_SECONDS, Cluster, produce
 from topics.broker import RESERVE_BYTES, Broker, BrokerFailed
+
+pytestmark = [pytest.mark.slow, embedded_first]
 
 DISK_BYTES = RESERVE_BYTES + 128 * 2**20
 RECORDS = 100
@@ -79,14 +81,12 @@ def full(broker_kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield broker
 
 
-@pytest.mark.slow
 @pytest.mark.embedded_fault("acknowledges records that it cannot save, and says nothing", raises=AssertionError)
 def test_a_record_that_cannot_be_saved_is_not_acknowledged(full: FullBroker) -> None:
     assert len(full.answers) == RECORDS
     assert any(error is not None for error in full.answers)
 
 
-@pytest.mark.slow
 def test_the_launcher_tells_of_a_full_disk_and_of_what_it_cost(full: FullBroker) -> None:
     with pytest.raises(BrokerFailed, match=r"disk is too full for .*MiB free.*free some space"):
         full.broker.check()
@@ -95,7 +95,6 @@ def test_the_launcher_tells_of_a_full_disk_and_of_what_it_cost(full: FullBroker)
             full.broker.stop()
 
 
-@pytest.mark.slow
 def test_all_is_saved_once_there_is_room_again(broker_kind: str, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk") as disk, filled(broker_kind, disk) as full:
         full.filler.unlink()
@@ -112,7 +111,6 @@ def test_all_is_saved_once_there_is_room_again(broker_kind: str, tmp_path: Path)
         assert full.cluster.values(full.topic) == before
 
 
-@pytest.mark.slow
 def test_a_broker_does_not_start_on_a_full_disk(broker_kind: str, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk") as disk:
         fill(disk, leave_bytes=RESERVE_BYTES // 2)

@@ -32,7 +32,7 @@ SOUNDINGS = 20
 FROZEN_SECONDS = 45
 """A session of a node, and what a call that hangs is given, are over long before."""
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def write(settings: BusSettings, value: bytes) -> None:
