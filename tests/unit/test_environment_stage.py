@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.integration.scripted_executors import ACT, CHARACTERS, END, FIRST_CHARACTER, model_folder
+from workers.environments import stage as stage_module
 from workers.environments.home import Begun
 from workers.environments.protocol import Environment, EnvironmentArgumentError, JsonValue, Step
 from workers.environments.runner import Advance, Answer, Failed, Job, Refused, Reset
@@ -27,6 +29,7 @@ class Counter:
     held = 0
     restored = 0
     gate = threading.Event()
+    blocks = threading.Event()
 
     def __init__(self) -> None:
         self.steps = 0
@@ -67,6 +70,7 @@ class Counter:
         return Step(observation=f"{self.steps}", reward=1.0, done=done, success=done)
 
     def block(self) -> None:
+        self.blocks.set()
         while not self.gate.is_set():
             pass
 
@@ -96,6 +100,7 @@ def stage_of(
 ) -> Iterator[Stage]:
     Counter.held = Counter.restored = 0
     Counter.gate.clear()
+    Counter.blocks.clear()
     stage = Stage(TurnFormat(folder), create, **{"max_live": 8, "timeout_seconds": WAIT_SECONDS, **limits})
     stage.new_life(1)
     try:
@@ -195,6 +200,27 @@ def test_an_environment_whose_callback_blocks_the_thread_is_given_up_in_the_end(
         failed = answers(stage, [act("bad", "later")])["bad"]
         assert isinstance(failed, Failed) and "blocks its thread" in failed.failure
         assert isinstance(answers(stage, [act("good", "go")])["good"], Stepped)
+        Counter.gate.set()
+
+
+def test_a_blocked_thread_is_noticed_in_time_by_who_looks_seldom_and_not_by_who_was_frozen(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker looks between its transactions, each of which may take a second."""
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(stage_module, "time", clock)
+
+    def looks(stage: Stage, seconds: float) -> bool:
+        clock.now += seconds
+        return bool(stage.answers(0.0))
+
+    with stage_of(folder, lambda _name: Blocking(), timeout_seconds=8.0) as stage:
+        stage.start([act("bad", "block", environment="blocking")])
+        assert Counter.blocks.wait(WAIT_SECONDS)
+        looks(stage, 0.0)  # its last beat
+        assert not looks(stage, 3600.0), "of a freeze no more counts than of any look"
+        assert [looks(stage, 1.0) for _ in range(8)] == [*[False] * 7, True]
         Counter.gate.set()
 
 

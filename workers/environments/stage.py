@@ -21,7 +21,11 @@ from workers.environments.runner import Answer, Failed, Job, Runner
 from workers.environments.turn_format import TurnFormat
 
 LOOK_SECONDS = 0.1
-"""Silence of a thread counts by the looks at it, and each for no more than this: who was frozen has not looked."""
+"""The longest wait between two looks at whether a thread is silent."""
+
+LOOKS = 8
+"""So many looks at least make a silence: each counts for the time since the one before, but for no more than this part
+of what a step may take. Who was frozen has not looked; who was busy with the bus for a second has, that late."""
 
 REPEATS = 3
 """A job that was under way so often when its thread was blocked by nobody knows whom is taken to be who did it."""
@@ -138,7 +142,7 @@ class Stage:
             left = max(0.0, deadline - time.monotonic())
             answers = self._taken(min(left, LOOK_SECONDS))
             now = time.monotonic()
-            looked, self._looked_at = min(now - self._looked_at, LOOK_SECONDS), now
+            looked, self._looked_at = min(now - self._looked_at, self._timeout_seconds / LOOKS), now
             for lane in self._lanes.values():
                 if lane.blocked(looked):
                     answers += lane.move_on()
