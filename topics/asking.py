@@ -1,6 +1,7 @@
 """Questions to a broker: where a partition begins and ends, how many a topic has.
 
-Keeps true: while leaders, coordinators and topics come up or move, a broker is asked again, for a stated time.
+Keeps true: while leaders, coordinators and topics come up or move, a broker is asked again, for a stated time. Between
+two questions, which last ENDS_TURN_SECONDS at most, whoever asks may do what it must not leave undone for long.
 """
 
 import time
@@ -43,7 +44,11 @@ KNOWN_SECONDS = 1.0
 """How long a broker may take to hear of a topic that was made through another, or made anew."""
 
 
-def ends_of(consumer: Consumer, partition: TopicPartition) -> tuple[int, int]:
+def nothing() -> None:
+    """What is done between two questions by whom nobody waits for."""
+
+
+def ends_of(consumer: Consumer, partition: TopicPartition, meanwhile: Callable[[], None] = nothing) -> tuple[int, int]:
     """The first offset kept and the next one to be written. Raises TopicMissing or BusError.
 
     librdkafka goes on asking a leader that is gone, so it is asked again in short turns, with the leaders looked up.
@@ -62,16 +67,18 @@ def ends_of(consumer: Consumer, partition: TopicPartition) -> tuple[int, int]:
         return int(low), int(high)
 
     name = partition.topic
-    moves = (*MOVES, *NO_SUCH_PLACE)
-    return insist(f"reading the ends of {name}", ask, ENDS_SECONDS, f"Describe on topic {name}", moves=moves)
+    right, moves = f"Describe on topic {name}", (*MOVES, *NO_SUCH_PLACE)
+    return insist(f"reading the ends of {name}", ask, ENDS_SECONDS, right, moves=moves, meanwhile=meanwhile)
 
 
-def partitions_of(client: Consumer | Producer, name: str) -> int:
+def partitions_of(client: Consumer | Producer, name: str, meanwhile: Callable[[], None] = nothing) -> int:
     """How many partitions the topic of this name has. Raises TopicMissing or BusError."""
-    try:
-        found = client.list_topics(name, timeout=ENDS_SECONDS).topics[name]
-    except KafkaException as error:
-        raise BusError(f"asking for {name}", error.args[0]) from error
+    found = insist(
+        f"asking for {name}",
+        lambda left: client.list_topics(name, timeout=min(left, ENDS_TURN_SECONDS)).topics[name],
+        ENDS_SECONDS,
+        meanwhile=meanwhile,
+    )
     if found.error is not None and found.error.code() not in NO_SUCH_PLACE:
         raise BusError(f"asking for {name}", found.error, f"Describe on topic {name}")
     if not found.partitions:
@@ -89,9 +96,17 @@ def missing(consumer: Consumer, name: str) -> TopicMissing | BusError:
 
 
 def insist(
-    doing: str, ask: Callable[[float], Answer], seconds: float, *rights: str, moves: Sequence[int] = MOVES
+    doing: str,
+    ask: Callable[[float], Answer],
+    seconds: float,
+    *rights: str,
+    moves: Sequence[int] = MOVES,
+    meanwhile: Callable[[], None] = nothing,
 ) -> Answer:
-    """What `ask`, told how long it may take, returns; asked again while brokers move. Raises BusError."""
+    """What `ask`, told how long it may take, returns; asked again while brokers move.
+
+    `meanwhile` is called between two questions; what it raises ends them. Raises BusError.
+    """
     deadline = time.monotonic() + seconds
     while True:
         left = deadline - time.monotonic()
@@ -100,4 +115,5 @@ def insist(
         except KafkaException as error:
             if error.args[0].code() not in moves or left < ASK_AGAIN_SECONDS:
                 raise BusError(doing, error.args[0], *rights) from error
+            meanwhile()
             time.sleep(ASK_AGAIN_SECONDS)

@@ -43,7 +43,7 @@ def read_back(
     `spoiled` is told what does not decode. `meanwhile` is called at least once a second: for who must not fall silent
     elsewhere; what it raises ends the reading. Raises TopicMissing or BusError.
     """
-    reader = Reader(settings, client_id, ends=True)
+    reader = Reader(settings, client_id, ends=True, meanwhile=meanwhile)
     open_places = set(begins)
     try:
         reader.assign(begins)
@@ -86,9 +86,9 @@ def await_decided(
     waits for this before it reads back. `meanwhile`: as in `read_back`. Raises BusError when one is still open after
     the time given.
     """
-    committed = Reader(settings, client_id)
+    committed = Reader(settings, client_id, meanwhile=meanwhile)
     uncommitted: dict[str, Any] = {"isolation.level": "read_uncommitted"}
-    written = Reader(settings, client_id, **uncommitted)
+    written = Reader(settings, client_id, meanwhile=meanwhile, **uncommitted)
     deadline = time.monotonic() + seconds
     try:
         for place in places:

@@ -35,6 +35,7 @@ from topics.asking import (
     ends_of,
     insist,
     missing,
+    nothing,
     partitions_of,
 )
 from topics.catalog import LOG_GROUP, Topic
@@ -62,11 +63,13 @@ class Reader:
         group: str = LOG_GROUP,
         member: str | None = None,
         ends: bool = False,
+        meanwhile: Callable[[], None] = nothing,
         **overrides: object,
     ) -> None:
         """`member`: its name in the group, by which it is known again on a broker that never evicts a member.
 
-        `ends` makes `read` report EndOfPartition too.
+        `ends` makes `read` report EndOfPartition too. `meanwhile` is called every few seconds while a question to the
+        broker has no answer; what it raises ends the question.
         """
         config = {**settings.consumer(client_id, group), "enable.partition.eof": ends, **overrides}
         self.right_to_group = f"{'Describe' if group == LOG_GROUP else 'Read'} on group {settings.name(group)}"
@@ -74,6 +77,7 @@ class Reader:
             config["group.instance.id"] = settings.name(member)
         self._settings = settings
         self._config = config
+        self._meanwhile = meanwhile
         self._consumer = self._connected()
         self._join: Callable[[], None] | None = None
         """Ask the group to be taken in."""
@@ -164,7 +168,7 @@ class Reader:
                 self._raise_refusal()
                 raise
 
-        answers = insist("reading committed offsets", ask, seconds, self.right_to_group)
+        answers = insist("reading committed offsets", ask, seconds, self.right_to_group, meanwhile=self._meanwhile)
         _refuse_errors(answers, "reading committed offsets")
         return {
             place: answer.offset if answer.offset >= 0 else None for place, answer in zip(places, answers, strict=True)
@@ -189,6 +193,7 @@ class Reader:
             "looking offsets up by time",
             lambda left: self._consumer.offsets_for_times(asked, timeout=min(left, ENDS_TURN_SECONDS)),
             ENDS_SECONDS,
+            meanwhile=self._meanwhile,
         )
         _refuse_errors(found, "looking offsets up by time")
         return {
@@ -198,11 +203,11 @@ class Reader:
 
     def watermarks(self, place: Place) -> tuple[int, int]:
         """The first offset kept and the next one to be written. Raises TopicMissing or BusError."""
-        return ends_of(self._consumer, self._partition(place, 0))
+        return ends_of(self._consumer, self._partition(place, 0), self._meanwhile)
 
     def partitions(self, topic: Topic) -> int:
         """How many partitions the topic has on the broker. Raises TopicMissing or BusError."""
-        return partitions_of(self._consumer, self._settings.topic(topic))
+        return partitions_of(self._consumer, self._settings.topic(topic), self._meanwhile)
 
     def pause(self, places: Iterable[Place]) -> None:
         """Hand nothing of these out until they are resumed or assigned anew; what is not assigned stays as it is."""

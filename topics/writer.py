@@ -14,7 +14,7 @@ Keeps true
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -26,7 +26,7 @@ from schemas.record import Record
 from schemas.wire import encode, headers_of
 from topics import metrics, tracing
 from topics.admin import reach
-from topics.asking import partitions_of
+from topics.asking import nothing, partitions_of
 from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS, Topic
 from topics.errors import BusError
 from topics.hung import PATIENCE, PATIENT_SECONDS, HungCall, Patience, Wait, unless_hung, until_done
@@ -85,14 +85,17 @@ class Writer:
         transactional_id: str | None = None,
         patience: Patience = PATIENCE,
         wanted: Callable[[], bool] = lambda: True,
+        meanwhile: Callable[[], None] = nothing,
     ) -> None:
         """`patience`: how long a commit may hang though the broker answers others.
 
-        `wanted`: whether a commit still waits for a broker that is away.
+        `wanted`: whether it, and a commit, still wait for a broker that is away. `meanwhile` is called every second or
+        so while this one takes the place of the last owner of the `transactional_id`; what it raises ends that.
         """
         self._settings = settings
         self._patience = patience
         self._wanted = wanted
+        self._meanwhile = meanwhile
         self._transactional = transactional_id is not None
         self._failure: tuple[KafkaError, str] | None = None
         """Of a delivery, and the topic."""
@@ -234,12 +237,18 @@ class Writer:
     def _fencing(self, client_id: str, transactional_id: str) -> Producer:
         """A producer of this id; what an earlier one had open is over."""
         producer = Producer(self._settings.transactional(client_id, transactional_id))
-        try:
-            self._guarded("fencing older transactions", producer.init_transactions, TRANSACTION_SECONDS)
-        except BusError:
-            _let_go(producer)
-            raise
+        with ExitStack() as undo:
+            undo.callback(_let_go, producer)
+            self._guarded("fencing older transactions", self._fence, producer)
+            undo.pop_all()
         return producer
+
+    def _fence(self, producer: Producer) -> None:
+        fenced = _in_turns(producer.init_transactions)
+        while not fenced(LOOK_SECONDS):
+            if not self._wanted():
+                raise HungCall("it has no answer yet, and nobody waits for it any more")
+            self._meanwhile()
 
     def _succeeding(self, client_id: str, transactional_id: str) -> Producer:
         """`_fencing` with a producer under whose own id nothing was ever aborted.
@@ -249,7 +258,8 @@ class Writer:
         """
         counting = self._fencing(client_id, transactional_id)
         _let_go(counting)
-        with closing(Reader(self._settings, client_id, group=f"owners.{transactional_id}")) as reader:
+        group = f"owners.{transactional_id}"
+        with closing(Reader(self._settings, client_id, group=group, meanwhile=self._meanwhile)) as reader:
             owners = reader.committed([OWNERS])[OWNERS] or 0
             _let_go(self._fencing(client_id, f"{transactional_id}.{owners}"))
             owner = self._fencing(client_id, f"{transactional_id}.{owners + 1}")
@@ -265,7 +275,9 @@ class Writer:
                 producer.send_offsets_to_transaction, places, reader.group_metadata(), TRANSACTION_SECONDS
             )
             self._guarded("committing offsets", unless_hung, offsets_go, self._wait(self._patience))
-        self._guarded("committing a transaction", until_done, _commit_of(producer), self._wait(TO_ITS_END))
+        self._guarded(
+            "committing a transaction", until_done, _in_turns(producer.commit_transaction), self._wait(TO_ITS_END)
+        )
 
     def _wait(self, patience: Patience) -> Wait:
         return Wait(partial(reach, self._settings), wanted=self._wanted, patience=patience)
@@ -341,15 +353,17 @@ def _free(last: list[Producer]) -> None:
     last.clear()
 
 
-def _commit_of(producer: Producer) -> Callable[[float], bool]:
-    """Goes on with the commit for so many seconds; whether it is done. Raises KafkaException."""
+def _in_turns(call: Callable[[float], object]) -> Callable[[float], bool]:
+    """Goes on with a call of a transaction for so many seconds; whether it is done. Raises KafkaException."""
     deadline = time.monotonic() + TRANSACTION_SECONDS
 
     def go_on(seconds: float) -> bool:
         try:
-            producer.commit_transaction(seconds)
+            call(seconds)
         except KafkaException as error:
-            if error.args[0].code() != KafkaError._TIMED_OUT or time.monotonic() > deadline:
+            told: KafkaError = error.args[0]
+            goes_on = told.retriable() or told.code() == KafkaError._TIMED_OUT
+            if not goes_on or time.monotonic() > deadline:
                 raise
             return False
         return True

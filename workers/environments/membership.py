@@ -4,6 +4,7 @@ Keeps true: whoever holds a `Membership` whose `moved` is false owns `homes`, as
 told otherwise, or met trouble, sets `moved` and builds everything anew.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from confluent_kafka import KafkaError
@@ -33,12 +34,13 @@ class Abandoned(Exception):
 class Membership:
     """One member of the group. Used by one thread."""
 
-    def __init__(self, settings: BusSettings, name: str, group: str) -> None:
+    def __init__(self, settings: BusSettings, name: str, group: str, *, meanwhile: Callable[[], None]) -> None:
+        """`meanwhile`: see Reader."""
         session: dict[str, Any] = {
             "session.timeout.ms": settings.properties.get("session.timeout.ms", SESSION_MILLISECONDS)
         }
         self._name = name
-        self.reader = Reader(settings, f"rose-{name}", group=group, member=name, **session)
+        self.reader = Reader(settings, f"rose-{name}", group=group, member=name, meanwhile=meanwhile, **session)
         self.homes: list[int] = []
         self.moved = False
 

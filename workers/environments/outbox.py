@@ -87,14 +87,16 @@ class Outbox:
         rules: Rules,
         clock: Callable[[], float],
         wanted: Callable[[], bool] = lambda: True,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """`reader` is the member of the group whose offsets are committed. `wanted`: see Writer."""
+        """`reader` is the member of the group whose offsets are committed. `wanted`, `meanwhile`: see Writer."""
         self._settings = settings
         self._name = name
         self._reader = reader
         self._rules = rules
         self._clock = clock
         self._wanted = wanted
+        self._meanwhile = meanwhile
         self._writer: Writer | None = None
         self._committed: dict[Place, int] = {}
         self._committed_at = 0.0
@@ -116,6 +118,7 @@ class Outbox:
                 f"rose-{self._name}",
                 transactional_id=f"{ENVIRONMENT_WRITERS}{self._name}",
                 wanted=self._wanted,
+                meanwhile=self._meanwhile,
             )
 
     def begins(self, offsets: Mapping[Place, int], request_ends: Mapping[int, int]) -> None:

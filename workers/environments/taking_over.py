@@ -133,7 +133,7 @@ def _contents(settings: BusSettings, recoveries: dict[int, Recovery], meanwhile:
     # The embedded broker answers a fetch with all the rest of a partition: there jumps cost more than they save.
     far = sys.maxsize if settings.embedded else FAR
     requests = {(REQUESTED, partition): recovery.requests for partition, recovery in recoveries.items()}
-    with closing(Reader(settings, "rose-recovery", ends=True)) as reader:
+    with closing(Reader(settings, "rose-recovery", ends=True, meanwhile=meanwhile)) as reader:
         find = Find(reader, requests, _turn_of, far=far, stopped=stopped)
         for _, envelope in find:
             if isinstance(envelope.record, TurnRequest):

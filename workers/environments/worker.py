@@ -84,10 +84,18 @@ class EnvironmentWorker:
         self._stage = stage
         self._check_environment = check_environment
         self._clock = clock
-        self._member = Membership(settings, name, ENVIRONMENT_GROUP)
-        self._outcomes = Reader(settings, f"rose-{name}-outcomes", group=ENVIRONMENT_GROUP, ends=True)
+        self._member = Membership(settings, name, ENVIRONMENT_GROUP, meanwhile=self._meanwhile)
+        self._outcomes = Reader(
+            settings, f"rose-{name}-outcomes", group=ENVIRONMENT_GROUP, ends=True, meanwhile=self._meanwhile
+        )
         self._outbox = Outbox(
-            settings, name, self._member.reader, rules=rules, clock=clock, wanted=lambda: not self._stop.is_set()
+            settings,
+            name,
+            self._member.reader,
+            rules=rules,
+            clock=clock,
+            wanted=lambda: not self._stop.is_set(),
+            meanwhile=self._stay,
         )
         self._troubles = Troubles(name)
         self._sweeper = Sweeper(settings, name)
@@ -204,10 +212,14 @@ class EnvironmentWorker:
             for group_id in home.settle_forgotten(low):
                 log.warning("outcomes_forgotten", group=group_id, reason="outcomes are kept for 30 days")
 
-    def _meanwhile(self) -> None:
-        """Stay a member; a change of homes, or a stop, abandons what is under way."""
+    def _stay(self) -> None:
+        """Stay a member: the others wait for one that does not come to a rebalance."""
         HEALTH.turned_over()
         self._member.read(1, 0.0)
+
+    def _meanwhile(self) -> None:
+        """Stay a member; a change of homes, or a stop, abandons what is under way."""
+        self._stay()
         if self._member.moved or self._stop.is_set():
             raise Abandoned
 
