@@ -11,8 +11,10 @@ UV := $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(VENV)/bin/uv
 # One thread a process: the processes of a run share the cores, and small tensors gain nothing from more.
 export OMP_NUM_THREADS ?= 1
 
-# A storm has more processes than there are cores, and its roles may not stand still: it comes last, alone.
+# A storm has more processes than there are cores, and its roles may not stand still: it comes last, alone. So do those
+# whose brokers are upgraded, of which nothing excuses a stall.
 STORM := tests/chaos/test_storm.py
+ALONE := $(STORM) tests/upgrade/test_nodes.py
 # Tests mostly wait for brokers and processes: six files at once, the long ones (chaos) first. PYTEST='-m "not slow"'.
 PARALLEL := -n 6 --dist loadfile --no-loadscope-reorder
 
@@ -48,8 +50,8 @@ test: $(READY) ## run every test; with KAFKA_HOME set, on Apache Kafka too; PYTE
 	$(VENV)/bin/python -m pytest $(STORM) $(PYTEST) || [ $$? -eq 5 ]  # 5: none of these was asked for
 
 test-long: $(READY) ## run the tests that take minutes each: long storms, servers under traffic, upgrades
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long --ignore $(STORM) $(PYTEST)
-	$(VENV)/bin/python -m pytest -m long $(STORM) $(PYTEST) || [ $$? -eq 5 ]
+	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m long $(ALONE:%=--ignore %) $(PYTEST)
+	$(VENV)/bin/python -m pytest -m long $(ALONE) $(PYTEST) || [ $$? -eq 5 ]
 
 lint: $(READY) ## check style and types
 	$(VENV)/bin/ruff check .

@@ -208,7 +208,7 @@ def _configure(folder: Path, plan: Plan) -> Path:
 
 
 def _conclude(report: Report, plan: Plan, roles: Roles, settings: BusSettings) -> None:
-    log = read_log(settings)
+    log = read_log(settings, blocked=plan.blocked)
     report.turns = log.turns
     report.repeated = sum(log.dispatches.values()) - len(log.dispatches)
     report.dropped = log.results - log.turns

@@ -8,7 +8,7 @@ import struct
 import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -164,8 +164,8 @@ class Log:
         return sum(self.sample_turns.values())
 
 
-def read_log(settings: BusSettings) -> Log:
-    """Read everything back."""
+def read_log(settings: BusSettings, *, blocked: Container[str] = ()) -> Log:
+    """Read everything back. `blocked`: trajectories that wait for their environments, and for no worker."""
     log = Log()
     attempts: dict[Turn, set[int]] = defaultdict(set)
     asked_at: dict[Turn, float] = {}
@@ -204,6 +204,7 @@ def read_log(settings: BusSettings) -> Log:
         else:
             log.outcomes[found.record["trajectory_id"]].append(found.record["outcome"])
     applied_at = {(name, turn): asked_at.get((name, turn + 1), log.sampled_at.get(name)) for name, turn in answered_at}
+    applied_at = {turn: at for turn, at in applied_at.items() if turn[0] not in blocked}
     log.waits = {
         Role.ROUTER: max((at - asked_at[turn] for turn, at in sent_at.items()), default=0.0),
         Role.ENVIRONMENT: max((at - answered_at[turn] for turn, at in applied_at.items() if at), default=0.0),

@@ -49,7 +49,7 @@ def test_after_a_short_storm_the_law_holds_and_nothing_stalled(kind: str, tmp_pa
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(FIRST_SEED + 1, FIRST_SEED + 4))
 def test_after_a_long_storm_the_law_holds_and_nothing_stalled(seed: int, tmp_path: Path) -> None:
-    storm(seed, KAFKA, tmp_path, rounds=3, cells=1 + seed % 2)
+    storm(seed, KAFKA, tmp_path, rounds=2, cells=1 + seed % 2)
 
 
 @pytest.mark.long
@@ -68,4 +68,4 @@ def test_thirty_that_are_asked_to_leave_are_gone_in_time_and_no_turn_waits_for_a
 
 @pytest.mark.long
 def test_after_a_long_storm_on_the_embedded_broker_too(tmp_path: Path) -> None:
-    storm(FIRST_SEED + 4, EMBEDDED, tmp_path, rounds=3)
+    storm(FIRST_SEED + 4, EMBEDDED, tmp_path, rounds=2)

@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tests.brokers import home_of, start
+from tests.brokers import embedded_first, home_of, start
 from topics.admin import create_topics
 from topics.broker import Broker, BrokerFailed, free_ports
 from topics.catalog import PROMPTS, Partitions
@@ -129,6 +129,7 @@ sys.stdin.read()
 """
 
 
+@embedded_first
 @pytest.mark.slow
 def test_a_broker_goes_with_its_killed_parent_and_saves_first(broker_kind: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path), str(home_of(broker_kind) or "")]

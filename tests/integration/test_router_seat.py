@@ -90,7 +90,13 @@ def test_a_router_that_is_killed_is_replaced_within_its_session(bus: Bus, broker
         bus.finish()
 
 
-@pytest.mark.parametrize("away", ["for as long as it starts", "for longer than a group may take to decide"])
+@pytest.mark.parametrize(
+    "away",
+    [
+        pytest.param("for as long as it starts", marks=pytest.mark.long),
+        "for longer than a group may take to decide",
+    ],
+)
 def test_a_router_goes_on_when_its_broker_is_back(broker_kind: str, tmp_path: Path, namespace: str, away: str) -> None:
     if broker_kind != KAFKA:
         pytest.skip("the embedded broker loses its last half second when it is killed, and idempotent producers fail")

@@ -122,7 +122,7 @@ def assert_written_is_read(record: Record) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, print_blob=True)
+@settings(max_examples=600, print_blob=True)
 @given(examples_with_one_field_drawn())
 def test_a_record_with_one_field_at_or_beyond_its_bounds_is_read_or_never_written(record: Record) -> None:
     assert_written_is_read(record)

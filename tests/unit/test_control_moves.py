@@ -249,7 +249,7 @@ def of(cells: list[tuple[int, list[tuple[float, float]]]]) -> World:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(CELLS)
 def test_under_a_constant_load_moves_end(cells: list[tuple[int, list[tuple[float, float]]]]) -> None:
     """Whatever the cells are: crowded, empty, with executors of all kinds."""

@@ -56,7 +56,7 @@ def assert_decided(prompt: Prompt) -> str:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     st.fixed_dictionaries(
         {

@@ -113,7 +113,7 @@ ACTS = [
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(logs(most=1, groups=4, largest=2), st.data())
 def test_no_groups_outcome_comes_twice_and_none_is_lost_however_often_it_begins_again(
     samples: Log, data: st.DataObject

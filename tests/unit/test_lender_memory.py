@@ -168,7 +168,7 @@ class Tenants(RuleBasedStateMachine):
         assert guest + self.guest_cached <= shares.kept_bytes
 
 
-Tenants.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
+Tenants.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestTenants = Tenants.TestCase
 
 

@@ -104,7 +104,7 @@ def pair_of(drawn: dict[str, Any]) -> tuple[Words, Words, str]:
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=400)
 @given(PAIRS)
 def test_what_was_encoded_comes_back_bit_for_bit_and_is_never_larger_than_dense(drawn: dict[str, Any]) -> None:
     old, new, dtype = pair_of(drawn)
@@ -118,7 +118,7 @@ def test_what_was_encoded_comes_back_bit_for_bit_and_is_never_larger_than_dense(
     assert not np.shares_memory(back, old)
 
 
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(PAIRS)
 def test_a_delta_is_exact_even_where_dense_is_smaller_and_fits_what_was_set_aside_for_it(drawn: dict[str, Any]) -> None:
     old, new, dtype = pair_of(drawn)

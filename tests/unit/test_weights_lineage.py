@@ -165,7 +165,7 @@ def test_who_can_take_nothing_remembers_no_more_than_a_chain_and_what_it_holds(
     anchor_every: int, first_bad: int | None
 ) -> None:
     lineage = Lineage()
-    for version in range(300):
+    for version in range(120):
         lineage.learn(manifest(version, None if version % anchor_every == 0 else version - 1), version)
         bad = first_bad is not None and version >= first_bad
         follow(lineage, {version: Refusal.WRONG_DTYPE} if bad else {})
