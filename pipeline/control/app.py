@@ -166,6 +166,9 @@ class ControlApp:
         if self._grants.known:
             for grant in self._control.tick(now):
                 self._write(grant)
+            for worker, voice in self._control.outdated(now):
+                self._writer.tombstone(GRANTS, key=key_of(worker, voice), partition=0)
+                self._lending.pop(worker, None)
         self._writer.poll()
         heard = len(self._control.fresh(now))
         if heard:

@@ -16,6 +16,8 @@ Keeps true
   holds without a lease: with nobody to decide they stay where they are.
 - Grants are leases, renewed while the summaries of their cell come. Silence means no: of a cell that is not heard of
   nothing is renewed, and its lenders park by themselves.
+- What it once said of a worker that is gone is deleted, so neither the log nor this grows with every name there ever
+  was. While any cell is silent nobody counts as gone.
 
 Pure: `now` is unix seconds that never jump; no other clock is compared with it.
 
@@ -130,6 +132,21 @@ class Control:
             self._wake(number, now)
         leases = [grant for name in sorted(self.lenders) if (grant := self._told(name, now)) is not None]
         return leases + self._moved(now)
+
+    def outdated(self, now: float) -> list[tuple[str, Voice]]:
+        """Whose grants, by which voice, are to be deleted: nobody has named the worker for long. They are told once."""
+        fresh = self.fresh(now)
+        if not fresh or len(fresh) < max(summary.cells for summary in fresh):
+            return []
+        gone = [name for name, told in self.leased.items() if self._is_over(name, told, now)]
+        for name in gone:
+            del self.leased[name]
+        moved = ((name, Voice.CELL) for name in self.moves.outdated(now))
+        return [*((name, Voice.LEASED) for name in gone), *moved]
+
+    def _is_over(self, name: str, told: Told, now: float) -> bool:
+        ended = now >= max(told.at + FORGET_SECONDS, told.runs_out())
+        return ended and told.grant.job == self.job and name not in self.lenders
 
     def fresh(self, now: float) -> list[CellSummary]:
         """Of the cells that are heard, by their number."""

@@ -165,6 +165,13 @@ class Moves:
                 self._read[name] = told, now
         return gone
 
+    def outdated(self, now: float) -> list[str]:
+        """Let go of what the log says of those that nobody has named for long after it was read; their names."""
+        gone = [name for name, (_, at) in self._read.items() if now - at >= FORGET_SECONDS]
+        for name in gone:
+            del self._read[name]
+        return gone
+
     def going(self, now: float) -> dict[str, Worker]:
         """Those who are on their way, from their cell to the one that they were told of."""
         return {

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from pipeline.control.config import ControlConfig
 from pipeline.control.core import Control
-from schemas.capacity import CapacityGrant
+from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.slack import ExecutorState
 from schemas.wire import encode
@@ -99,6 +99,7 @@ class World:
     now: float = 1000.0
     lenders: dict[str, Lender] = field(default_factory=dict)
     log: list[CapacityGrant] = field(default_factory=list)
+    deleted: list[tuple[str, Voice]] = field(default_factory=list)
     control: Control = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,6 +121,9 @@ class World:
                 self.lenders[grant.worker].read(grant, self.now)
             self.control.granted(grant.worker, grant, self.now)  # as it is read back from the log
         self.log += written
+        for worker, voice in self.control.outdated(self.now):
+            self.control.granted(worker, None, self.now, voice=voice)
+            self.deleted.append((worker, voice))
         return written
 
     def seconds(self, count: int, waiting: int, *, silent: bool = False) -> list[CapacityGrant]:

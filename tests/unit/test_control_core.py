@@ -180,9 +180,36 @@ def test_a_worker_that_is_gone_is_forgotten() -> None:
     world = fleet("a", "b")
     world.seconds(10, waiting=500)
     del world.lenders["b"]
-    world.seconds(int(FORGET_SECONDS) + 1, waiting=500)
+    world.seconds(int(FORGET_SECONDS) + 10, waiting=500)
     assert set(world.control.lenders) == {"a"}
     assert not world.control.learned.wake.workers.keys() - {"a"}
+    assert world.deleted == [("b", Voice.LEASED)] and set(world.control.leased) == {"a"}
+
+
+def test_of_who_is_gone_what_this_job_said_is_deleted_once_and_by_who_hears_all_cells() -> None:
+    control, now = Control(CONFIG, JOB), 0.0
+    for name, job in (("gone", JOB), ("others", OTHER), ("back", JOB)):
+        control.granted(name, granted(name, job=job), now)
+        control.granted(name, granted(name, job=job, cell=1), now, voice=Voice.CELL)
+    control.granted("gone", granted("gone", job=JOB, lease_seconds=0.0), now, voice=Voice.BY_HAND)
+
+    def heard(*cells: int) -> list[tuple[str, Voice]]:
+        for cell in cells:
+            control.summarised(summary(*([line("back")] if cell else [DEDICATED]), cell=cell, cells=2), now)
+        control.tick(now)
+        return control.outdated(now)
+
+    assert heard(0, 1) == []
+    now += FORGET_SECONDS
+    assert heard(0) == [], "who is of the other cell may be there"
+    assert set(heard(0, 1)) == {("gone", Voice.LEASED), ("gone", Voice.CELL), ("others", Voice.CELL)}
+    assert heard(0, 1) == []
+    assert set(control.leased) == {"others", "back"} and set(control.by_hand) == {"gone"}
+
+
+def granted(name: str, **other: object) -> CapacityGrant:
+    fields: dict[str, object] = {"lend": False, "kv_bytes": 0, "token_budget": 0, "lease_seconds": 9.0, **other}
+    return CapacityGrant(worker=name, granted_at=0.0, **fields)  # type: ignore[arg-type]
 
 
 def test_of_workers_that_come_and_go_under_new_names_nothing_is_kept() -> None:
