@@ -174,6 +174,17 @@ class Reader:
             place: answer.offset if answer.offset >= 0 else None for place, answer in zip(places, answers, strict=True)
         }
 
+    def told(self, places: Sequence[Place]) -> None:
+        """Raises BusError unless the broker tells offsets of the group to whom open transactions are all the same."""
+        alike = {name: value for name, value in self._config.items() if name != "group.instance.id"}
+        asking = Consumer({**alike, "isolation.level": "read_uncommitted"})
+        try:
+            asking.committed([self._partition(place, 0) for place in places], timeout=ENDS_TURN_SECONDS)
+        except KafkaException as error:
+            raise BusError("reading committed offsets", error.args[0], self.right_to_group) from error
+        finally:
+            asking.close()
+
     def commit(self, offsets: Mapping[Place, int]) -> None:
         """Have the next offset to read of each partition committed, by the time of `close` at the latest.
 

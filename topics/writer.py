@@ -13,7 +13,7 @@ Keeps true
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from threading import Thread
@@ -225,6 +225,14 @@ class Writer:
     def abort(self) -> None:
         self._guarded("aborting a transaction", self._producer.abort_transaction, TRANSACTION_SECONDS)
 
+    def annul(self, places: Iterable[Place], reader: Reader) -> None:
+        """Abort a transaction that would commit the `reader`'s offsets of these, and with it all that is open there of
+        this transactional id, whoever wrote it and whatever its own end was.
+        """
+        self.begin()
+        self._send(self._producer, dict.fromkeys(places, 0), reader)
+        self.abort()
+
     def close(self) -> None:
         """Give up what is not stored by now. A writer that is dropped without it goes on, and is never freed."""
         self._producer.purge()  # confluent-kafka turns its `blocking` round: False waits, and with it all threads
@@ -268,16 +276,17 @@ class Writer:
         return owner
 
     def _commit(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader | None) -> None:
-        places = [TopicPartition(self._settings.topic(topic), part, at) for (topic, part), at in offsets.items()]
-        if places and reader is not None:
-            self._rights = (*self._rights[:2], reader.right_to_group)
-            offsets_go = partial(
-                producer.send_offsets_to_transaction, places, reader.group_metadata(), TRANSACTION_SECONDS
-            )
-            self._guarded("committing offsets", unless_hung, offsets_go, self._wait(self._patience))
+        if offsets and reader is not None:
+            self._send(producer, offsets, reader)
         self._guarded(
             "committing a transaction", until_done, _in_turns(producer.commit_transaction), self._wait(TO_ITS_END)
         )
+
+    def _send(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader) -> None:
+        places = [TopicPartition(self._settings.topic(topic), part, at) for (topic, part), at in offsets.items()]
+        self._rights = (*self._rights[:2], reader.right_to_group)
+        offsets_go = partial(producer.send_offsets_to_transaction, places, reader.group_metadata(), TRANSACTION_SECONDS)
+        self._guarded("committing offsets", unless_hung, offsets_go, self._wait(self._patience))
 
     def _wait(self, patience: Patience) -> Wait:
         return Wait(partial(reach, self._settings), wanted=self._wanted, patience=patience)

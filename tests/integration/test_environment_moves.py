@@ -298,6 +298,14 @@ def recovered(settings: BusSettings, home: int, meanwhile: Callable[[], None] = 
     reader = Reader(settings, "test", group=ENVIRONMENT_GROUP)
     rules = Rules(model_id="policy", sampling=Sampling(), turn_patience_seconds=60.0, max_context_tokens=1024)
     try:
-        return take_over(settings, reader, [home], homes=PARTITIONS.home, rules=rules, meanwhile=meanwhile)
+        return take_over(
+            settings,
+            reader,
+            [home],
+            homes=PARTITIONS.home,
+            rules=rules,
+            offsets=reader.committed,
+            meanwhile=meanwhile,
+        )
     finally:
         reader.close()

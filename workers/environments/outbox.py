@@ -33,6 +33,7 @@ from topics.errors import BusError
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
+from topics.undecided import committed_offsets
 from topics.writer import Writer
 from workers.environments import metrics
 from workers.environments.home import OLD_BATCH, Begun, Decision, Fate, Home
@@ -121,6 +122,15 @@ class Outbox:
                 meanwhile=self._meanwhile,
             )
 
+    def offsets(self, places: Sequence[Place]) -> dict[Place, int | None]:
+        """What the group has committed, once `fence` has returned. Raises BusError."""
+        assert self._writer is not None
+        try:
+            return committed_offsets(self._reader, self._writer, places)
+        except BusError:
+            self._give_up()
+            raise
+
     def begins(self, offsets: Mapping[Place, int], request_ends: Mapping[int, int]) -> None:
         """The homes were recovered; the committed offsets of their inputs, and ends that their requests had."""
         self._committed = dict(offsets)
@@ -165,8 +175,7 @@ class Outbox:
             self._writer.commit(offsets, self._reader)
             self._writer.poll()
         except BusError:
-            self._writer.close()
-            self._writer = None
+            self._give_up()
             raise
         self._committed.update(offsets)
         self._committed_at = time.monotonic()
@@ -177,6 +186,11 @@ class Outbox:
         for trajectory in self._asking:
             trajectory.committed_at = now
         return ended + [item.trajectory_id for item in ready if item.written.sample is not None]
+
+    def _give_up(self) -> None:
+        assert self._writer is not None
+        self._writer.close()
+        self._writer = None
 
     def _offsets(self, homes: Iterable[Home]) -> dict[Place, int]:
         offsets: dict[Place, int] = {}

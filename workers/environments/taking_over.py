@@ -52,14 +52,15 @@ def take_over(
     *,
     homes: int,
     rules: Rules,
+    offsets: Callable[[Sequence[Place]], dict[Place, int | None]],
     meanwhile: Callable[[], None],
 ) -> TakenOver:
-    """Read these of so many homes back. `reader` is the member of the group that owns them.
+    """Read these of so many homes back. `reader` is the member of the group that owns them; `offsets` tells those that
+    the group has committed.
 
     `meanwhile` is called often; what it raises abandons all. Raises TopicMissing, BusError or FetchStalled.
     """
-    places = [(topic, partition) for partition in partitions for topic in (PROMPTS, COMPLETED)]
-    committed = reader.committed(places)
+    committed = offsets([(topic, partition) for partition in partitions for topic in (PROMPTS, COMPLETED)])
     written = (GROUPS, PROGRESS, SNAPSHOTS, REQUESTED)
     await_decided(settings, [(topic, partition) for topic in written for partition in partitions], meanwhile=meanwhile)
     request_ends = {partition: reader.watermarks((REQUESTED, partition))[1] for partition in partitions}

@@ -185,6 +185,7 @@ class EnvironmentWorker:
             self._member.homes,
             homes=reader.partitions(PROMPTS),
             rules=self._rules,
+            offsets=self._outbox.offsets,
             meanwhile=self._meanwhile,
         )
         self._homes = taken.homes

@@ -45,6 +45,7 @@ from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
 from topics.retention import delete_before, lowest_committed
 from topics.settings import BusSettings
+from topics.undecided import committed_offsets
 from topics.writer import Writer
 from workers.trainer import metrics
 from workers.trainer.groups import CompleteGroup, GroupAssembly, ResumePoint, Taken
@@ -223,7 +224,7 @@ class SampleStream:
 
     def _stand_where_the_log_says(self) -> None:
         places: list[Place] = [(SAMPLES, part) for part in range(self._reader.partitions(SAMPLES))]
-        committed = self._reader.committed([*places, OUTCOMES_PLACE])
+        committed = committed_offsets(self._reader, self._writer, [*places, OUTCOMES_PLACE])
         await_decided(self._settings, [OUTCOMES_PLACE], client_id=self._client_id)
         forgotten = None in committed.values()  # the broker drops the offsets of who was away for a week
         self.fresh = all(offset is None for offset in committed.values())
