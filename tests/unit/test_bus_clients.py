@@ -1,6 +1,7 @@
 """What readers and writers do without a broker: they wait no longer than they were told, and can be let go."""
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable
 from threading import Event, current_thread
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import structlog
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 
 from tests.unit.test_health import Clock
 from tests.waiting import until
@@ -20,6 +21,37 @@ from topics.settings import BusSettings
 from topics.writer import Writer
 
 NOBODY = BusSettings("127.0.0.1:9")
+
+
+class Words(logging.Handler):
+    """What a client says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@pytest.mark.parametrize(
+    ("given", "means"),
+    [
+        ({"max.partition.fetch.bytes": "1000000"}, "fetch.message.max.bytes = 1000000"),
+        ({"queue.buffering.max.ms": "50"}, "queue.buffering.max.ms = 50"),
+        ({"compression.codec": "gzip"}, "compression.codec = gzip"),
+        ({"delivery.timeout.ms": "5000"}, "message.timeout.ms = 5000"),
+    ],
+)
+def test_what_the_user_gives_wins_by_any_of_its_names(given: dict[str, str], means: str) -> None:
+    heard = Words()
+    logger = logging.Logger("client", logging.DEBUG)
+    logger.addHandler(heard)
+    settings = BusSettings(NOBODY.bootstrap, properties={**given, "debug": "conf", "log_level": "7"})
+    reads = "max.partition.fetch.bytes" in given
+    config = settings.consumer("test", "test") if reads else settings.transactional("test", "test")
+    client = (Consumer if reads else Producer)({**config, "logger": logger})
+    until(lambda: client.poll(0.0) or any(said.endswith(means) for said in heard.said))
 
 
 def test_a_question_for_offsets_whose_time_is_over_waits_no_more() -> None:
