@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import learning, storm
+from bench import heartbeats, learning, storm
 from bench.check import Check, options, tell
 from bench.learning import configured
 from bench.reference import Curve, Point
@@ -65,6 +65,13 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
         with pytest.raises(SystemExit):
             parser.parse_args(["--json", file])
         assert f"{file} cannot be written: name a file" in capsys.readouterr().err
+
+
+def test_a_router_that_was_sent_fewer_heartbeats_than_its_fleet_sends_costs_no_less() -> None:
+    whole = heartbeats.share(1.0, 10_000, 1_000, 4, {})
+    assert whole.value == 0.125 and whole.details["microseconds a heartbeat"] == 100.0
+    assert heartbeats.share(0.5, 5_000, 1_000, 4, {}).value == whole.value
+    assert not heartbeats.share(0.01, 0, 1_000, 4, {}).met, "none was measured"
 
 
 def test_storms_tell_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
