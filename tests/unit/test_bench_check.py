@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,12 @@ def test_storms_tell_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert (status, [each["seed"] for each in found["storms"]], found["checks"][0]["value"]) == (1, [7, 8], 1)
     status, said = printed(storm.main, "--first", "7", "--seeds", "1", capsys=capsys)
     assert status == 0 and said.startswith("1 storms, 1 clean")
+
+
+def test_who_leaves_when_a_storm_is_over_was_not_asked_to_in_it() -> None:
+    few = Report(7, "kafka", Path(), faults=Counter({"leave router": 20, "leave trainer": 3}), left=Counter({0: 33}))
+    found = {check.name: check for check in storm.checks_of([few], leaves=30)}
+    assert found["asked to leave while it blew"].value == 23 and not found["asked to leave while it blew"].met
 
 
 def test_demos_tell_one_object(
