@@ -52,8 +52,13 @@ def test_what_is_told_is_one_object_or_for_people_and_kept_in_a_file(
     whole = capsys.readouterr().out
     assert json.loads(whole)["checks"][0]["details"] == {"windows": 4}
     tell([CHECK], broker="embedded", file=str(tmp_path / "found"))
-    assert "3.00 ms (at most 2: MISSED)" in capsys.readouterr().out
+    assert "3.0000 ms (at most 2: MISSED)" in capsys.readouterr().out
     assert (tmp_path / "found").read_text() == whole
+
+
+def test_a_bound_that_is_missed_by_little_is_seen_to_be() -> None:
+    assert "0.1032 of a core (at most 0.1: MISSED)" in str(Check("share", 0.1032, "of a core", 0.1, "max", ""))
+    assert "7,560.00 turns/s (at least 5,000: met)" in str(Check("router", 7560.0, "turns/s", 5_000, "min", ""))
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
