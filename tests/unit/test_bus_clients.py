@@ -14,6 +14,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from tests.unit.test_health import Clock
 from tests.waiting import until
 from topics import settings
+from topics import writer as writer_module
 from topics.catalog import HEARTBEATS, PROMPTS
 from topics.errors import BusError
 from topics.reader import Reader
@@ -154,10 +155,30 @@ def test_whoever_drops_a_writer_that_was_closed_does_not_wait_for_the_end_of_its
 def test_nor_does_who_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     ended_on = list[str]()
     monkeypatch.setattr("topics.writer.Producer", lambda _: Client(ended_on))
+    monkeypatch.setattr("topics.writer.TRANSACTION_SECONDS", -1.0)
     with pytest.raises(BusError):
         Writer(NOBODY, "test", transactional_id="test")
     until(lambda: bool(ended_on))
     assert ended_on == ["free"]
+
+
+def test_a_call_of_a_transaction_that_is_to_be_made_again_has_taken_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By these turns it is counted for how long the broker has said nothing."""
+    clock, takes = Clock(), [0.0, 1.0, 0.25]
+    began = clock.now
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    def call(seconds: float) -> None:
+        if takes:
+            sleep(takes.pop())
+            raise KafkaException(KafkaError(KafkaError._CONFLICT, "busy", False, True))
+
+    monkeypatch.setattr(writer_module, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
+    goes_on = writer_module._in_turns(call)
+    assert [goes_on(1.0) for _ in range(4)] == [False, False, False, True]
+    assert clock.now == began + 3.0
 
 
 @pytest.mark.parametrize(
