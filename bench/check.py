@@ -37,7 +37,10 @@ class Check:
         relation = "at least" if self.direction == "min" else "at most"
         verdict = "met" if self.met else "MISSED"
         details = ", ".join(f"{name} {value}" for name, value in self.details.items())
-        return f"{self.name:10} {self.value:12,.2f} {self.unit} ({relation} {self.bound:,g}: {verdict}); {details}"
+        digits = 2 if abs(self.value) >= 10 else 4  # 0.10 of at most 0.1, and missed, would tell nobody why
+        return (
+            f"{self.name:10} {self.value:12,.{digits}f} {self.unit} ({relation} {self.bound:,g}: {verdict}); {details}"
+        )
 
 
 @dataclass

@@ -104,7 +104,7 @@ class Arm:
     lines: Sequence[Line]
     waiting: Waiting
     outlived: float | None = None
-    """Seconds from the control app's end to the last lender's."""
+    """Seconds from the control app's end to the last lender's; None where that was not seen."""
 
     @property
     def clean(self) -> bool:
@@ -138,7 +138,8 @@ def run_arm(settings: BusSettings, shape: Shape, name: str, folder: Path, *, kil
         lines = running.fleet.stop()
         waiting = Waiting(running.waiting())
     shares = {role: (after[role] - before[role]) / took for role in after}
-    last = last_lent(lines, [worker_name(number) for number in range(shape.lenders)]) if kills else None
+    lenders = [worker_name(number) for number in range(shape.lenders)]
+    last = last_lent(lines, lenders, since=killed_at) if kills else None
     return _arm_of(running, lines, waiting, machine, shares, outlived=None if last is None else last - killed_at)
 
 

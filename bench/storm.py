@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.check import Check, keep, options, say
 from tests.chaos.stalls import SESSION_SECONDS
-from tests.chaos.storm import MOST_STALL_SECONDS, Report, blow
+from tests.chaos.storm import LEAST_ASKED, MOST_STALL_SECONDS, Report, blow
 from tests.chaos.storm_plan import draw
 from tests.chaos.storm_shape import Shape, leaving
 from topics.apache_kafka import start_cluster
@@ -46,8 +46,8 @@ def storm(seed: int, shape: Shape) -> Report:
     return report
 
 
-def checks_of(reports: list[Report], *, leaving: bool) -> list[Check]:
-    """The bounds on all storms together."""
+def checks_of(reports: list[Report], *, leaves: int) -> list[Check]:
+    """The bounds on all storms together; in each so many were to be asked to leave."""
     faults = sum(sum(report.faults.values()) for report in reports)
     stall = max(report.stall_seconds for report in reports)
     against = f"{len(reports)} storms, {faults} faults"
@@ -56,14 +56,23 @@ def checks_of(reports: list[Report], *, leaving: bool) -> list[Check]:
         Check("storms not clean", unclean, "", 0, "max", against),
         Check("longest stall", stall, "s", MOST_STALL_SECONDS, "max", against),
     ]
-    return checks + _checks_of_leaving(reports) if leaving else checks
+    return checks + _checks_of_leaving(reports, leaves) if leaves else checks
 
 
-def _checks_of_leaving(reports: list[Report]) -> list[Check]:
+def _checks_of_leaving(reports: list[Report], leaves: int) -> list[Check]:
     """Everybody leaves well, and nobody waits for whoever left."""
     left = sum((report.left for report in reports), Counter())
-    asked = f"{left.total()} that left"
+    asked = f"{left.total()} that left, those at the end among them"
+    fewest = min(report.asked_to_leave for report in reports)
     return [
+        Check(
+            "asked to leave while it blew",
+            fewest,
+            "",
+            LEAST_ASKED * leaves,
+            "min",
+            f"the fewest of {len(reports)} storms",
+        ),
         Check("left otherwise than with status 0", left.total() - left[0], "", 0, "max", asked),
         Check("attempts that failed", max(report.attempts_at_fault for report in reports), "", 0, "max", asked),
         *(
@@ -128,7 +137,7 @@ def main() -> None:
         say(f"seed {seed}")
         reports.append(storm(seed, shape))
         say(str(reports[-1]))
-    checks = checks_of(reports, leaving=bool(arguments.leaves))
+    checks = checks_of(reports, leaves=arguments.leaves)
     if not keep({"checks": checks, "storms": [figures_of(report) for report in reports]}, arguments.json):
         show(reports, checks)
     sys.exit(any(report.breaches for report in reports))

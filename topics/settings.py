@@ -64,57 +64,66 @@ class BusSettings:
 
     def client(self, client_id: str) -> dict[str, object]:
         """What every client has in common."""
-        return {
-            "bootstrap.servers": self.bootstrap,
-            "client.id": client_id,
-            "error_cb": partial(_report, len(set(self.bootstrap.split(","))), time.monotonic()),
-            "log_level": 2,
-            "topic.metadata.refresh.interval.ms": 30_000,
-            "socket.nagle.disable": True,
-            **self.properties,
-        }
+        return self._won(
+            {
+                "bootstrap.servers": self.bootstrap,
+                "client.id": client_id,
+                "error_cb": partial(_report, len(set(self.bootstrap.split(","))), time.monotonic()),
+                "log_level": 2,
+                "topic.metadata.refresh.interval.ms": 30_000,
+                "socket.nagle.disable": True,
+            }
+        )
 
     def producer(self, client_id: str) -> dict[str, object]:
         """An idempotent producer that sends at once and packs what waits."""
-        return {
-            **self.client(client_id),
-            "enable.idempotence": True,
-            "linger.ms": 0,
-            "compression.type": "lz4",
-            "message.max.bytes": LETTER_BYTES,  # what else is too large its topic refuses
-            "batch.size": MAX_MESSAGE_BYTES,  # of records that do not compress, a batch is what its topic must take
-            "queue.buffering.max.kbytes": 256 * 1024,
-            "message.timeout.ms": 0,  # a slow link is no failure: whoever flushes decides
-            **self.properties,
-        }
+        return self._won(
+            {
+                **self.client(client_id),
+                "enable.idempotence": True,
+                "linger.ms": 0,
+                "compression.type": "lz4",
+                "message.max.bytes": LETTER_BYTES,  # what else is too large its topic refuses
+                "batch.size": MAX_MESSAGE_BYTES,  # of records that do not compress, a batch is what its topic must take
+                "queue.buffering.max.kbytes": 256 * 1024,
+                "message.timeout.ms": 0,  # a slow link is no failure: whoever flushes decides
+            }
+        )
 
     def transactional(self, client_id: str, transactional_id: str) -> dict[str, object]:
         """A transactional producer. Back-to-back transactions meet CONCURRENT_TRANSACTIONS: retry at once."""
-        return {
-            **self.producer(client_id),
-            "transactional.id": self.name(transactional_id),
-            "transaction.timeout.ms": TRANSACTION_MILLISECONDS,
-            "retry.backoff.ms": 1,
-            "retry.backoff.max.ms": 5,
-            "message.timeout.ms": TRANSACTION_MILLISECONDS,
-            **self.properties,
-        }
+        return self._won(
+            {
+                **self.producer(client_id),
+                "transactional.id": self.name(transactional_id),
+                "transaction.timeout.ms": TRANSACTION_MILLISECONDS,
+                "retry.backoff.ms": 1,
+                "retry.backoff.max.ms": 5,
+                "message.timeout.ms": TRANSACTION_MILLISECONDS,
+            }
+        )
 
     def consumer(self, client_id: str, group: str) -> dict[str, object]:
         """A consumer that sees committed records only and commits nothing by itself."""
-        return {
-            **self.client(client_id),
-            "group.id": self.name(group),
-            "enable.auto.commit": False,
-            "on_commit": _report_commit,
-            "auto.offset.reset": "earliest",
-            "isolation.level": "read_committed",
-            "fetch.wait.max.ms": 0 if self.embedded else FETCH_MILLISECONDS,
-            "fetch.message.max.bytes": 4 * 1024 * 1024,
-            "receive.message.max.bytes": 512 * 1024 * 1024,
-            "partition.assignment.strategy": "range",
-            **self.properties,
-        }
+        return self._won(
+            {
+                **self.client(client_id),
+                "group.id": self.name(group),
+                "enable.auto.commit": False,
+                "on_commit": _report_commit,
+                "auto.offset.reset": "earliest",
+                "isolation.level": "read_committed",
+                "fetch.wait.max.ms": 0 if self.embedded else FETCH_MILLISECONDS,
+                "fetch.message.max.bytes": 4 * 1024 * 1024,
+                "receive.message.max.bytes": 512 * 1024 * 1024,
+                "partition.assignment.strategy": "range",
+            }
+        )
+
+    def _won(self, config: Mapping[str, object]) -> dict[str, object]:
+        """With what the user gave in the end: of a setting with two names librdkafka heeds the one that comes last."""
+        own = {name: value for name, value in config.items() if name not in self.properties}
+        return {**own, **self.properties}
 
 
 _said: dict[int, float] = {}

@@ -367,13 +367,16 @@ def _in_turns(call: Callable[[float], object]) -> Callable[[float], bool]:
     deadline = time.monotonic() + TRANSACTION_SECONDS
 
     def go_on(seconds: float) -> bool:
+        began = time.monotonic()
         try:
             call(seconds)
         except KafkaException as error:
             told: KafkaError = error.args[0]
             goes_on = told.retriable() or told.code() == KafkaError._TIMED_OUT
-            if not goes_on or time.monotonic() > deadline:
+            now = time.monotonic()
+            if not goes_on or now > deadline:
                 raise
+            time.sleep(max(0.0, began + seconds - now))  # refused at once: who counts turns takes each for its time
             return False
         return True
 

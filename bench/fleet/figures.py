@@ -83,8 +83,8 @@ def last_turns_off(lines: Iterable[Line]) -> Mapping[str, Sequence[float]]:
     return found
 
 
-def last_lent(lines: Iterable[Line], lenders: Collection[str]) -> float | None:
-    """When the last lender had parked and all its turns were off; None if one of them still lends."""
+def last_lent(lines: Iterable[Line], lenders: Collection[str], *, since: float) -> float | None:
+    """When the last lender had parked and all its turns were off; None if one still lends, or none did `since` then."""
     lends: dict[str, bool] = dict.fromkeys(lenders, False)
     at = 0.0
     for line in lines:
@@ -94,4 +94,4 @@ def last_lent(lines: Iterable[Line], lenders: Collection[str]) -> float | None:
             lends[line.worker] = line.what == What.FREE.value or line.reason != GRANT
         if line.what in (What.SHUT.value, What.OFF.value) and line.reason == GRANT:
             at = max(at, line.at)
-    return None if any(lends.values()) else at
+    return None if any(lends.values()) or at < since else at

@@ -88,6 +88,7 @@ class Rest:
         room = self.free_turns - line.free_turns >= line.held_turns
         room = room and self.free_tokens - line.free_tokens >= line.held_tokens
         others = self.flow.done_by(seconds) - share.rate * max(0.0, seconds - share.free_at)
+        others = max(0.0, others)  # of the last one the difference is 0, or by rounding a little less
         return not room or others < self.turns + turns
 
     def leave(self, name: str, line: ExecutorLine) -> None:

@@ -32,6 +32,8 @@ from topics.settings import BusSettings
 
 MOST_STALL_SECONDS = 20.0
 """No longer may nothing move while it could."""
+LEAST_ASKED = 0.9
+"""Of those that a plan has leave: who is still on the way out under its name cannot be asked again."""
 READY_SECONDS = 600.0
 """How long all roles together may take to start; a serving engine takes longest."""
 SILENCE_SECONDS = 75.0
@@ -124,12 +126,17 @@ class Report:
     stall: Stall | None = None
     """The longest."""
     left: Counter[int] = field(default_factory=Counter)
-    """The exit statuses of those that were asked to leave."""
+    """The exit statuses of those that were asked to leave; at the end all are that are still there."""
     attempts_at_fault: int = 0
     """The most at one turn that ended by somebody's fault."""
     waits: dict[Role, float] = field(default_factory=dict)
     """Seconds that a turn waited at most for this role."""
     breaches: list[str] = field(default_factory=list)
+
+    @property
+    def asked_to_leave(self) -> int:
+        """Times that one was while the storm blew."""
+        return sum(many for what, many in self.faults.items() if what.startswith(f"{Act.LEAVE.value} "))
 
     @property
     def stall_seconds(self) -> float:

@@ -145,7 +145,8 @@ class Log:
     """How many attempts at each turn were sent to an executor."""
     results: int = 0
     samples: Counter[str] = field(default_factory=Counter)
-    sample_turns: Counter[str] = field(default_factory=Counter)
+    sample_turns: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """The turns that are in the samples of each trajectory."""
     sampled_at: dict[str, float] = field(default_factory=dict)
     """When each trajectory ended."""
     applied_at: list[float] = field(default_factory=list)
@@ -161,7 +162,7 @@ class Log:
     @property
     def turns(self) -> int:
         """Applied ones."""
-        return sum(self.sample_turns.values())
+        return sum(map(len, self.sample_turns.values()))
 
 
 def read_log(settings: BusSettings, *, blocked: Container[str] = ()) -> Log:
@@ -198,7 +199,7 @@ def read_log(settings: BusSettings, *, blocked: Container[str] = ()) -> Log:
         elif found.topic == name(SAMPLES):
             trajectory = found.record["trajectory_id"]
             log.samples[trajectory] += 1
-            log.sample_turns[trajectory] += len(found.record["turns"])
+            log.sample_turns[trajectory] += [turn[0] for turn in found.record["turns"]]
             log.sampled_at[trajectory] = found.at
             log.applied_at.append(found.at)
         else:
@@ -222,7 +223,7 @@ def read_log(settings: BusSettings, *, blocked: Container[str] = ()) -> Log:
 
 def breaches(plan: Plan, log: Log, settings: BusSettings) -> list[str]:
     """Every way in which the law does not hold on this log, in a sentence each."""
-    return [*_of_outcomes(plan, log), *_of_turns(log), *_of_letters(plan, log), *_of_others(plan, log, settings)]
+    return [*_of_outcomes(plan, log), *of_turns(log), *_of_letters(plan, log), *_of_others(plan, log, settings)]
 
 
 def _of_outcomes(plan: Plan, log: Log) -> Iterator[str]:
@@ -239,13 +240,20 @@ def _of_outcomes(plan: Plan, log: Log) -> Iterator[str]:
             yield f"{trajectory} ended as {', '.join(ends)}, and its environment {'blocked' if blocked else 'was well'}"
 
 
-def _of_turns(log: Log) -> Iterator[str]:
+def of_turns(log: Log) -> Iterator[str]:
+    """That each was asked for once, and each that was asked for is in the sample of its trajectory, once."""
     for (trajectory, turn), many in sorted(log.requests.items()):
         if many > 1:
             yield f"turn {turn} of {trajectory} was asked for {many} times"
     for trajectory, many in sorted(log.samples.items()):
         if many > 1:
             yield f"{trajectory} has {many} samples"
+    asked: dict[str, list[int]] = defaultdict(list)
+    for trajectory, turn in sorted(log.requests):
+        asked[trajectory].append(turn)
+    for trajectory, turns in sorted(log.sample_turns.items()):
+        if turns != asked[trajectory]:
+            yield f"turns {turns} are in the sample of {trajectory}, and {asked[trajectory]} were asked for"
 
 
 def _of_letters(plan: Plan, log: Log) -> Iterator[str]:

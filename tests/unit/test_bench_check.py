@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import learning, storm
+from bench import heartbeats, learning, storm
 from bench.check import Check, options, tell
 from bench.learning import configured
 from bench.reference import Curve, Point
@@ -51,8 +52,13 @@ def test_what_is_told_is_one_object_or_for_people_and_kept_in_a_file(
     whole = capsys.readouterr().out
     assert json.loads(whole)["checks"][0]["details"] == {"windows": 4}
     tell([CHECK], broker="embedded", file=str(tmp_path / "found"))
-    assert "3.00 ms (at most 2: MISSED)" in capsys.readouterr().out
+    assert "3.0000 ms (at most 2: MISSED)" in capsys.readouterr().out
     assert (tmp_path / "found").read_text() == whole
+
+
+def test_a_bound_that_is_missed_by_little_is_seen_to_be() -> None:
+    assert "0.1032 of a core (at most 0.1: MISSED)" in str(Check("share", 0.1032, "of a core", 0.1, "max", ""))
+    assert "7,560.00 turns/s (at least 5,000: met)" in str(Check("router", 7560.0, "turns/s", 5_000, "min", ""))
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
@@ -67,6 +73,13 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
         assert f"{file} cannot be written: name a file" in capsys.readouterr().err
 
 
+def test_a_router_that_was_sent_fewer_heartbeats_than_its_fleet_sends_costs_no_less() -> None:
+    whole = heartbeats.share(1.0, 10_000, 1_000, 4, {})
+    assert whole.value == 0.125 and whole.details["microseconds a heartbeat"] == 100.0
+    assert heartbeats.share(0.5, 5_000, 1_000, 4, {}).value == whole.value
+    assert not heartbeats.share(0.01, 0, 1_000, 4, {}).met, "none was measured"
+
+
 def test_storms_tell_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def blown(seed: int, _shape: Shape) -> Report:
         return Report(seed, "embedded", Path(), breaches=["lost"] * (seed == 8))
@@ -77,6 +90,12 @@ def test_storms_tell_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert (status, [each["seed"] for each in found["storms"]], found["checks"][0]["value"]) == (1, [7, 8], 1)
     status, said = printed(storm.main, "--first", "7", "--seeds", "1", capsys=capsys)
     assert status == 0 and said.startswith("1 storms, 1 clean")
+
+
+def test_who_leaves_when_a_storm_is_over_was_not_asked_to_in_it() -> None:
+    few = Report(7, "kafka", Path(), faults=Counter({"leave router": 20, "leave trainer": 3}), left=Counter({0: 33}))
+    found = {check.name: check for check in storm.checks_of([few], leaves=30)}
+    assert found["asked to leave while it blew"].value == 23 and not found["asked to leave while it blew"].met
 
 
 def test_demos_tell_one_object(

@@ -1,6 +1,7 @@
 """What readers and writers do without a broker: they wait no longer than they were told, and can be let go."""
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable
 from threading import Event, current_thread
@@ -8,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import structlog
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 
 from tests.unit.test_health import Clock
 from tests.waiting import until
 from topics import settings
+from topics import writer as writer_module
 from topics.catalog import HEARTBEATS, PROMPTS
 from topics.errors import BusError
 from topics.reader import Reader
@@ -20,6 +22,37 @@ from topics.settings import BusSettings
 from topics.writer import Writer
 
 NOBODY = BusSettings("127.0.0.1:9")
+
+
+class Words(logging.Handler):
+    """What a client says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@pytest.mark.parametrize(
+    ("given", "means"),
+    [
+        ({"max.partition.fetch.bytes": "1000000"}, "fetch.message.max.bytes = 1000000"),
+        ({"queue.buffering.max.ms": "50"}, "queue.buffering.max.ms = 50"),
+        ({"compression.codec": "gzip"}, "compression.codec = gzip"),
+        ({"delivery.timeout.ms": "5000"}, "message.timeout.ms = 5000"),
+    ],
+)
+def test_what_the_user_gives_wins_by_any_of_its_names(given: dict[str, str], means: str) -> None:
+    heard = Words()
+    logger = logging.Logger("client", logging.DEBUG)
+    logger.addHandler(heard)
+    settings = BusSettings(NOBODY.bootstrap, properties={**given, "debug": "conf", "log_level": "7"})
+    reads = "max.partition.fetch.bytes" in given
+    config = settings.consumer("test", "test") if reads else settings.transactional("test", "test")
+    client = (Consumer if reads else Producer)({**config, "logger": logger})
+    until(lambda: client.poll(0.0) or any(said.endswith(means) for said in heard.said))
 
 
 def test_a_question_for_offsets_whose_time_is_over_waits_no_more() -> None:
@@ -122,10 +155,30 @@ def test_whoever_drops_a_writer_that_was_closed_does_not_wait_for_the_end_of_its
 def test_nor_does_who_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     ended_on = list[str]()
     monkeypatch.setattr("topics.writer.Producer", lambda _: Client(ended_on))
+    monkeypatch.setattr("topics.writer.TRANSACTION_SECONDS", -1.0)
     with pytest.raises(BusError):
         Writer(NOBODY, "test", transactional_id="test")
     until(lambda: bool(ended_on))
     assert ended_on == ["free"]
+
+
+def test_a_call_of_a_transaction_that_is_to_be_made_again_has_taken_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By these turns it is counted for how long the broker has said nothing."""
+    clock, takes = Clock(), [0.0, 1.0, 0.25]
+    began = clock.now
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    def call(seconds: float) -> None:
+        if takes:
+            sleep(takes.pop())
+            raise KafkaException(KafkaError(KafkaError._CONFLICT, "busy", False, True))
+
+    monkeypatch.setattr(writer_module, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
+    goes_on = writer_module._in_turns(call)
+    assert [goes_on(1.0) for _ in range(4)] == [False, False, False, True]
+    assert clock.now == began + 3.0
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,16 @@ def test_who_is_sent_no_turns_but_runs_some_is_parked_only_where_others_would_do
         assert parked_of([[other, at_work("a", held_turns=9, held_tokens=9)]] * 5 + [[other, closed]] * 20) == expected
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(10.0, 100.0), min_size=1, max_size=5))
+def test_where_nothing_waits_nor_runs_all_are_parked_at_once_however_fast_they_are(rates: list[float]) -> None:
+    lines = [at_work(f"w{number}", decode_tokens_per_second=rate) for number, rate in enumerate(rates)]
+    granted = [
+        [each.worker for each in said if not each.lend] for _, said in told([lines] * 30, changed(most_lenders=0))
+    ]
+    assert [each for each in granted if each] == [sorted(line.worker for line in lines)]
+
+
 LENDER = st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans())
 """Turns that it runs, requests of its users, whether it is open."""
 

@@ -123,8 +123,10 @@ def test_who_lends_when_the_journal_ends_has_outlived_all() -> None:
         line(What.OFF, 7.1, 7.0, GRANT),
         line(What.SHUT, 6.0, reason=USERS, worker="s1"),
     ]
-    assert last_lent(lines, ["s0", "s1"]) is None
-    assert last_lent([*lines, line(What.SHUT, 7.4, reason=GRANT, worker="s1")], ["s0", "s1"]) == 7.4
+    assert last_lent(lines, ["s0", "s1"], since=0.0) is None
+    assert last_lent([*lines, line(What.SHUT, 7.4, reason=GRANT, worker="s1")], ["s0", "s1"], since=7.0) == 7.4
+    for seen in ([], [*lines, line(What.SHUT, 7.4, reason=GRANT, worker="s1")]):
+        assert last_lent(seen, ["s0", "s1"], since=8.0) is None, "nobody lent then: of that no bound is kept"
     assert last_turns_off(lines) == {GRANT: [pytest.approx(0.1)]}
 
 

@@ -21,7 +21,7 @@ from tests.chaos.stalls import (
     union,
 )
 from tests.chaos.storm_lines import Sort
-from tests.chaos.storm_log import MARK
+from tests.chaos.storm_log import MARK, Log, of_turns
 from tests.chaos.storm_plan import ROUND, Act, Deed, Part, Plan, Role, cell_of, draw, first_of
 from tests.chaos.storm_shape import Shape, leaving
 
@@ -133,6 +133,24 @@ def test_marks_tell_lines_apart_and_repeats_name_a_good_group(plan: Plan) -> Non
         if line.sort is not Sort.BAD:
             assert json.loads(line.value)["group_id"] == line.group_id
     assert plan.blocked and plan.blocked < plan.trajectories
+
+
+@pytest.mark.parametrize(
+    ("asked", "sampled", "breaches"),
+    [
+        ([0, 1, 2], [0, 1, 2], 0),
+        ([], [], 0),
+        ([0, 1, 2], [0, 1], 1),
+        ([0, 1, 2], [0, 2, 1], 1),
+        ([0, 1], [0, 1, 1], 1),
+        ([0, 0, 1], [0, 1], 1),
+    ],
+)
+def test_each_turn_that_is_asked_for_is_in_the_sample_once(asked: list[int], sampled: list[int], breaches: int) -> None:
+    log = Log(requests=Counter(("a:0", turn) for turn in asked), samples=Counter(["a:0"]))
+    log.sample_turns["a:0"] += sampled
+    assert len(list(of_turns(log))) == breaches
+    assert log.turns == len(sampled)
 
 
 def test_of_the_time_between_two_turns_what_is_excused_does_not_count() -> None:

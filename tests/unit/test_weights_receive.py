@@ -1,5 +1,6 @@
 """What a receiver says of versions that it does not take, and in which order; no broker is asked."""
 
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.unit.weights_world import bare
 from topics.reader import Reader
 from topics.settings import BusSettings
+from workers.weights import receive
 from workers.weights.config import WeightsConfig
 from workers.weights.receive import WeightReceiver
 from workers.weights.refusals import Refusal
@@ -34,3 +36,19 @@ def test_whoever_sees_that_versions_were_refused_finds_why_the_newest_was(monkey
     assert sum(receiver.refusals.values()) == 2, "each once"
     assert told == [receiver.refused_newest] * 2
     assert receiver.refused_newest is not None and receiver.refused_newest[0] == 2
+
+
+def test_what_the_user_says_of_fetches_holds_for_chunks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def reader(settings: BusSettings, client_id: str, **other: object) -> SimpleNamespace:
+        asked.append({**settings.consumer(client_id, "log"), **other}.get("fetch.max.bytes"))
+        return SimpleNamespace(assign=lambda _: None, close=lambda: None)
+
+    monkeypatch.setattr(receive, "Reader", reader)
+    for properties in ({}, {"fetch.max.bytes": "8000000"}):
+        settings = BusSettings("127.0.0.1:1", "", properties)
+        receiver = WeightReceiver(settings, trust_of(settings, "m", WeightsConfig()), shapes={"w": (2, 2)})
+        receiver._stopping.set()
+        receiver._follow()
+    assert asked == [None, receive.SMALL_FETCHES["fetch.max.bytes"], "8000000", "8000000"]

@@ -11,11 +11,10 @@ Keeps true
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Condition, Event, Thread
 from time import perf_counter
-from typing import Any
 
 import structlog
 from confluent_kafka import OFFSET_BEGINNING
@@ -56,7 +55,7 @@ REASON_CHARACTERS = 1_000
 MANIFEST_BATCH = 16
 """Manifests taken from librdkafka at once."""
 
-SMALL_FETCHES: dict[str, Any] = {"fetch.max.bytes": 4 * 2**20, "queued.max.messages.kbytes": 8 * 2**10}
+SMALL_FETCHES = {"fetch.max.bytes": str(4 * 2**20), "queued.max.messages.kbytes": str(8 * 2**10)}
 """An answer hands out nothing before it is whole: over a slow link one of many megabytes looks like a broker that is
 gone. And a shard that wants a part of the chunks should not have all of them fetched ahead."""
 
@@ -222,9 +221,10 @@ class WeightReceiver:
                 self._stopping.wait(RETRY_SECONDS)
 
     def _follow(self) -> None:
+        small = replace(self._settings, properties={**SMALL_FETCHES, **self._settings.properties})
         with (
             closing(Reader(self._settings, self._client_id, ends=True)) as manifests,
-            closing(Reader(self._settings, self._client_id, ends=True, **SMALL_FETCHES)) as chunks,
+            closing(Reader(small, self._client_id, ends=True)) as chunks,
         ):
             self._lineage.versions.clear()  # all that may still be taken is read again
             manifests.assign({PLACE: OFFSET_BEGINNING})
