@@ -12,8 +12,10 @@ from tests.integration.bus_kit import with_topics
 from topics.broker import Broker
 from topics.catalog import PROMPTS
 from topics.errors import BusError
-from topics.log import read_topics
+from topics.letters import buried
+from topics.log import read_back, read_topics
 from topics.reader import Reader
+from topics.records import Raw, Spoiled
 from topics.settings import BusSettings
 from topics.writer import Writer
 
@@ -30,6 +32,35 @@ class GivenUp(Exception):
 def settings(own_broker: Broker) -> Iterator[BusSettings]:
     yield with_topics(own_broker.settings())
     own_broker.send_signal(signal.SIGCONT)
+
+
+READINGS: list[Callable[[BusSettings, Callable[[], None]], object]] = [
+    lambda settings, meanwhile: buried(settings, PROMPTS, meanwhile=meanwhile),
+    lambda settings, meanwhile: list(read_back(settings, {(PROMPTS, 0): 0}, meanwhile=meanwhile)),
+]
+
+
+@any_broker
+@pytest.mark.parametrize("read", READINGS, ids=["letters", "log"])
+def test_reading_back_ends_when_whoever_reads_says_so(
+    settings: BusSettings, own_broker: Broker, read: Callable[[BusSettings, Callable[[], None]], object]
+) -> None:
+    """Also once it has begun, where nothing else ends it before the broker is back."""
+    with closing(Writer(settings, "test")) as writer:
+        writer.dead_letter(Spoiled(PROMPTS, 0, 0, Raw(b"g", b"v", ()), "spoiled"), "spoiled")
+        writer.write(PROMPTS, PROMPT, key="g", partition=0)
+        writer.flush()
+    calls = 0
+
+    def meanwhile() -> None:
+        nonlocal calls
+        calls += 1
+        own_broker.send_signal(signal.SIGSTOP)
+        if calls == CALLS:
+            raise GivenUp
+
+    with pytest.raises(GivenUp):
+        read(settings, meanwhile)
 
 
 def owner(settings: BusSettings, **more: Callable[[], bool | None]) -> Writer:
