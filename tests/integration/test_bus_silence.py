@@ -1,12 +1,13 @@
 """A broker that is frozen: who asks it something is not silent itself meanwhile, and gives up when it is told to."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from threading import Event
 
 import pytest
 
-from tests.brokers import any_broker
+from tests.brokers import EMBEDDED, any_broker
 from tests.golden.examples import PROMPT
 from tests.integration.bus_kit import with_topics
 from topics.broker import Broker
@@ -15,7 +16,7 @@ from topics.errors import BusError
 from topics.letters import buried
 from topics.log import read_back, read_topics
 from topics.reader import Reader
-from topics.records import Raw, Spoiled
+from topics.records import Place, Raw, Spoiled
 from topics.settings import BusSettings
 from topics.writer import Writer
 
@@ -97,6 +98,22 @@ def test_who_is_asked_to_leave_takes_no_name_over(settings: BusSettings, own_bro
     own_broker.send_signal(signal.SIGSTOP)
     with pytest.raises(BusError, match="nobody waits for it any more"):
         owner(settings, wanted=lambda: False)
+
+
+@pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
+def test_nor_does_who_is_asked_to_leave_while_it_looks_who_owned_the_name(
+    settings: BusSettings, own_broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, leaves = Reader.committed, Event()
+
+    def frozen(reader: Reader, places: Sequence[Place]) -> dict[Place, int | None]:
+        own_broker.send_signal(signal.SIGSTOP)
+        leaves.set()
+        return ask(reader, places)
+
+    monkeypatch.setattr(Reader, "committed", frozen)
+    with pytest.raises(BusError, match="nobody waits for it any more"):
+        owner(settings, wanted=lambda: not leaves.is_set())
 
 
 QUESTIONS: list[Callable[[Reader], object]] = [
