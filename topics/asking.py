@@ -1,7 +1,7 @@
 """Questions to a broker: where a partition begins and ends, how many a topic has.
 
 Keeps true: while leaders, coordinators and topics come up or move, a broker is asked again, for a stated time. Between
-two questions, which last ENDS_TURN_SECONDS at most, whoever asks may do what it must not leave undone for long.
+two questions, which last twice ENDS_TURN_SECONDS at most, whoever asks may do what it must not leave undone for long.
 """
 
 import time
@@ -54,15 +54,19 @@ def ends_of(consumer: Consumer, partition: TopicPartition, meanwhile: Callable[[
     librdkafka goes on asking a leader that is gone, so it is asked again in short turns, with the leaders looked up.
     """
     known_at = time.monotonic() + KNOWN_SECONDS
+    asked = False
 
     def ask(seconds: float) -> tuple[int, int]:
+        nonlocal asked
+        if asked:
+            with suppress(KafkaException):
+                consumer.list_topics(partition.topic, timeout=ENDS_TURN_SECONDS)
+        asked = True
         try:
             low, high = consumer.get_watermark_offsets(partition, timeout=min(seconds, ENDS_TURN_SECONDS))
         except KafkaException as error:
             if error.args[0].code() in NO_SUCH_PLACE and time.monotonic() > known_at:
                 raise missing(consumer, partition.topic) from error
-            with suppress(KafkaException):
-                consumer.list_topics(partition.topic, timeout=ENDS_TURN_SECONDS)
             raise
         return int(low), int(high)
 
@@ -115,5 +119,6 @@ def insist(
         except KafkaException as error:
             if error.args[0].code() not in moves or left < ASK_AGAIN_SECONDS:
                 raise BusError(doing, error.args[0], *rights) from error
-            meanwhile()
-            time.sleep(ASK_AGAIN_SECONDS)
+        # With nothing being handled: what the client raises amid that is never freed, nor its frames.
+        meanwhile()
+        time.sleep(ASK_AGAIN_SECONDS)

@@ -17,6 +17,7 @@ Example
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
 
@@ -106,10 +107,11 @@ def unless_hung(call: Callable[[], object], wait: Wait) -> None:
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
     Thread(target=_make, args=(call, ended), name="call", daemon=True).start()
     while True:
-        try:
-            raised = ended.get(timeout=wait.look_seconds)
-        except Empty:
-            wait.look()
+        raised, has_ended = None, False
+        with suppress(Empty):
+            raised, has_ended = ended.get(timeout=wait.look_seconds), True
+        if not has_ended:
+            wait.look()  # with nothing being handled: what the client raises amid that is never freed, nor its frames
             continue
         if raised is not None:
             try:

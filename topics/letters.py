@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from confluent_kafka import OFFSET_BEGINNING
 
+from topics.asking import nothing
 from topics.catalog import LETTERS_WRITER, Topic
 from topics.messages import NamedPlace, read_messages
 from topics.records import Raw, Spoiled
@@ -76,11 +77,11 @@ class Buried:
         """By place, whether it was sent back."""
         self._of_nowhere: Counter[Topic] = Counter()
 
-    def read(self) -> None:
-        """Take in what has come. Raises TopicMissing or BusError."""
+    def read(self, meanwhile: Callable[[], None] = nothing) -> None:
+        """Take in what has come. `meanwhile`: see read_messages. Raises TopicMissing or BusError."""
         names = {f"{self._settings.namespace}{topic.dead_letters}": topic for topic in self._sent_back}
         for place, offset, raw, _ in read_messages(
-            self._settings, dict(self._next), client_id=self._client_id, ahead=AHEAD
+            self._settings, dict(self._next), client_id=self._client_id, ahead=AHEAD, meanwhile=meanwhile
         ):
             topic, where = names[place[0]], _where(raw)
             if where[0] == NOWHERE:
@@ -102,10 +103,19 @@ class Buried:
         return self.count(topic) - sum(self._sent_back[topic].values())
 
 
-def buried(settings: BusSettings, topic: Topic, *, client_id: str = "rose-letters") -> set[tuple[int, int]]:
-    """Partition and offset of every message of the topic that is a dead letter. Raises TopicMissing or BusError."""
+def buried(
+    settings: BusSettings,
+    topic: Topic,
+    *,
+    client_id: str = "rose-letters",
+    meanwhile: Callable[[], None] = nothing,
+) -> set[tuple[int, int]]:
+    """Partition and offset of every message of the topic that is a dead letter.
+
+    `meanwhile`: see read_messages. Raises TopicMissing or BusError.
+    """
     found = Buried(settings, topic, client_id=client_id)
-    found.read()
+    found.read(meanwhile)
     return found.places(topic)
 
 

@@ -3,14 +3,14 @@
 Keeps true: only what is committed is seen, in order within a partition, and reading ends by itself at the present end.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 
-from topics.asking import NO_SUCH_PLACE, ends_of, missing
+from topics.asking import NO_SUCH_PLACE, ends_of, missing, nothing
 from topics.catalog import LOG_GROUP, Topic
 from topics.errors import BROKER_AWAY, BusError
 from topics.reader import Reader
@@ -47,17 +47,21 @@ def read_messages(
     *,
     client_id: str,
     ahead: Mapping[str, object] = MappingProxyType({}),
+    meanwhile: Callable[[], None] = nothing,
 ) -> Iterator[tuple[NamedPlace, int, Raw, float]]:
     """Place, offset, message and stamp (unix seconds) of all that is committed from these offsets on.
 
-    `ahead`: librdkafka settings that say how much of it is held in memory. Raises TopicMissing or BusError.
+    `ahead`: librdkafka settings that say how much of it is held in memory. `meanwhile` is called at least once a
+    second, and every few seconds while a question to the broker has no answer; what it raises ends the reading.
+    Raises TopicMissing or BusError.
     """
     consumer = Consumer({**settings.consumer(client_id, LOG_GROUP), "enable.partition.eof": True, **ahead})
     with closing(consumer):
-        found = {place: _begin(consumer, place, offset) for place, offset in begins.items()}
+        found = {place: _begin(consumer, place, offset, meanwhile) for place, offset in begins.items()}
         left = {place for place, begin in found.items() if begin is not None}
         consumer.assign([TopicPartition(*place, found[place]) for place in left])
         while left:
+            meanwhile()
             first = consumer.poll(LOOK_SECONDS)  # `consume` would wait until the batch is full
             for message in () if first is None else (first, *consumer.consume(BATCH - 1, 0)):
                 error, place = message.error(), (str(message.topic()), int(message.partition() or 0))
@@ -75,9 +79,9 @@ def read_messages(
         consumer.unassign()  # nothing is being fetched any more when it closes
 
 
-def _begin(consumer: Consumer, place: NamedPlace, offset: int) -> int | None:
+def _begin(consumer: Consumer, place: NamedPlace, offset: int, meanwhile: Callable[[], None]) -> int | None:
     """Where to begin, asked for here: librdkafka takes half a second to find a beginning. None: nothing is there."""
-    low, high = ends_of(consumer, TopicPartition(*place))
+    low, high = ends_of(consumer, TopicPartition(*place), meanwhile)
     begin = max(low, offset)
     return begin if begin < high else None
 

@@ -254,9 +254,14 @@ class Writer:
     def _fence(self, producer: Producer) -> None:
         fenced = _in_turns(producer.init_transactions)
         while not fenced(LOOK_SECONDS):
-            if not self._wanted():
-                raise HungCall("it has no answer yet, and nobody waits for it any more")
-            self._meanwhile()
+            self._wait_on()
+
+    def _wait_on(self) -> None:
+        """Between two looks for an answer of whom it succeeds. Raises BusError once nobody waits for it any more."""
+        if not self._wanted():
+            doing = "fencing older transactions (it has no answer yet, and nobody waits for it any more)"
+            raise BusError(doing, KafkaError(KafkaError._TIMED_OUT))
+        self._meanwhile()
 
     def _succeeding(self, client_id: str, transactional_id: str) -> Producer:
         """`_fencing` with a producer under whose own id nothing was ever aborted.
@@ -267,7 +272,7 @@ class Writer:
         counting = self._fencing(client_id, transactional_id)
         _let_go(counting)
         group = f"owners.{transactional_id}"
-        with closing(Reader(self._settings, client_id, group=group, meanwhile=self._meanwhile)) as reader:
+        with closing(Reader(self._settings, client_id, group=group, meanwhile=self._wait_on)) as reader:
             owners = reader.committed([OWNERS])[OWNERS] or 0
             _let_go(self._fencing(client_id, f"{transactional_id}.{owners}"))
             owner = self._fencing(client_id, f"{transactional_id}.{owners + 1}")

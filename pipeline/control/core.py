@@ -17,7 +17,7 @@ Keeps true
 - Grants are leases, renewed while the summaries of their cell come. Silence means no: of a cell that is not heard of
   nothing is renewed, and its lenders park by themselves.
 - What it once said of a worker that is gone is deleted, so neither the log nor this grows with every name there ever
-  was. While any cell is silent nobody counts as gone.
+  was. Nobody counts as gone before all cells were heard for as long, without a gap, and none named it.
 
 Pure: `now` is unix seconds that never jump; no other clock is compared with it.
 
@@ -67,6 +67,8 @@ class Cell(NamedTuple):
 
     summary: CellSummary
     heard_at: float
+    since: float
+    """From when on it was heard without a gap."""
 
 
 class Control:
@@ -93,7 +95,9 @@ class Control:
         if summary.cell >= summary.cells:
             return
         self._began = now if self._began is None else self._began
-        self.cells[summary.cell] = Cell(summary, now)
+        before = self.cells.get(summary.cell)
+        goes_on = before is not None and now - before.heard_at < STALE_SECONDS
+        self.cells[summary.cell] = Cell(summary, now, before.since if before is not None and goes_on else now)
         if summary.waiting_turns:
             self.learned.saw_waiting(summary.waiting_turns, summary.prefill_tokens, summary.new_tokens)
         for line in summary.executors:
@@ -138,6 +142,8 @@ class Control:
         fresh = self.fresh(now)
         if not fresh or len(fresh) < max(summary.cells for summary in fresh):
             return []
+        if now - max(self.cells[summary.cell].since for summary in fresh) < FORGET_SECONDS:
+            return []  # a router that has just begun has not heard its workers yet
         gone = [name for name, told in self.leased.items() if self._is_over(name, told, now)]
         for name in gone:
             del self.leased[name]

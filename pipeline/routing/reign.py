@@ -264,7 +264,9 @@ class Reign:
     def _bury(self, found: Envelope | Spoiled, reason: str) -> None:
         """Make a dead letter of what is of no use, unless it is one already."""
         if found.topic not in self._buried:
-            self._buried[found.topic] = buried(self._settings, found.topic, client_id="rose-router-letters")
+            self._buried[found.topic] = buried(
+                self._settings, found.topic, client_id="rose-router-letters", meanwhile=self._hold
+            )
         place = found.partition, found.offset
         if place not in self._buried[found.topic]:
             self._buried[found.topic].add(place)

@@ -1,19 +1,22 @@
 """A broker that is frozen: who asks it something is not silent itself meanwhile, and gives up when it is told to."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from threading import Event
 
 import pytest
 
-from tests.brokers import any_broker
+from tests.brokers import EMBEDDED, any_broker
 from tests.golden.examples import PROMPT
 from tests.integration.bus_kit import with_topics
 from topics.broker import Broker
 from topics.catalog import PROMPTS
 from topics.errors import BusError
-from topics.log import read_topics
+from topics.letters import buried
+from topics.log import read_back, read_topics
 from topics.reader import Reader
+from topics.records import Place, Raw, Spoiled
 from topics.settings import BusSettings
 from topics.writer import Writer
 
@@ -30,6 +33,35 @@ class GivenUp(Exception):
 def settings(own_broker: Broker) -> Iterator[BusSettings]:
     yield with_topics(own_broker.settings())
     own_broker.send_signal(signal.SIGCONT)
+
+
+READINGS: list[Callable[[BusSettings, Callable[[], None]], object]] = [
+    lambda settings, meanwhile: buried(settings, PROMPTS, meanwhile=meanwhile),
+    lambda settings, meanwhile: list(read_back(settings, {(PROMPTS, 0): 0}, meanwhile=meanwhile)),
+]
+
+
+@any_broker
+@pytest.mark.parametrize("read", READINGS, ids=["letters", "log"])
+def test_reading_back_ends_when_whoever_reads_says_so(
+    settings: BusSettings, own_broker: Broker, read: Callable[[BusSettings, Callable[[], None]], object]
+) -> None:
+    """Also once it has begun, where nothing else ends it before the broker is back."""
+    with closing(Writer(settings, "test")) as writer:
+        writer.dead_letter(Spoiled(PROMPTS, 0, 0, Raw(b"g", b"v", ()), "spoiled"), "spoiled")
+        writer.write(PROMPTS, PROMPT, key="g", partition=0)
+        writer.flush()
+    calls = 0
+
+    def meanwhile() -> None:
+        nonlocal calls
+        calls += 1
+        own_broker.send_signal(signal.SIGSTOP)
+        if calls == CALLS:
+            raise GivenUp
+
+    with pytest.raises(GivenUp):
+        read(settings, meanwhile)
 
 
 def owner(settings: BusSettings, **more: Callable[[], bool | None]) -> Writer:
@@ -66,6 +98,22 @@ def test_who_is_asked_to_leave_takes_no_name_over(settings: BusSettings, own_bro
     own_broker.send_signal(signal.SIGSTOP)
     with pytest.raises(BusError, match="nobody waits for it any more"):
         owner(settings, wanted=lambda: False)
+
+
+@pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
+def test_nor_does_who_is_asked_to_leave_while_it_looks_who_owned_the_name(
+    settings: BusSettings, own_broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, leaves = Reader.committed, Event()
+
+    def frozen(reader: Reader, places: Sequence[Place]) -> dict[Place, int | None]:
+        own_broker.send_signal(signal.SIGSTOP)
+        leaves.set()
+        return ask(reader, places)
+
+    monkeypatch.setattr(Reader, "committed", frozen)
+    with pytest.raises(BusError, match="nobody waits for it any more"):
+        owner(settings, wanted=lambda: not leaves.is_set())
 
 
 QUESTIONS: list[Callable[[Reader], object]] = [

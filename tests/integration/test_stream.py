@@ -26,7 +26,8 @@ from topics.retention import delete_before
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.trainer.groups import CompleteGroup
-from workers.trainer.stream import SampleStream, WrongLog
+from workers.trainer.stream import SampleStream, Stopped, WrongLog
+from workers.weights.publish import WeightPublisher
 
 pytestmark = pytest.mark.slow
 
@@ -105,6 +106,17 @@ def test_what_was_not_settled_comes_again_and_what_was_does_not(settings: BusSet
     settled += [group.group_id for group in groups]
     assert sorted(settled) == [group_name(number) for number in range(9)]
     assert on_log(settings) == everyone(range(9))
+
+
+def test_a_stop_ends_reading_back_where_the_trainer_stands(settings: BusSettings) -> None:
+    """Nothing else would, before a broker that is away by then has come back."""
+    stop = Event()
+    with SampleStream(settings, "policy", stop=stop) as stream, pytest.raises(Stopped):
+        publisher = WeightPublisher(settings, "policy", meanwhile=stream.unless_stopped)
+        stop.set()
+        assert publisher.newest is None
+    with pytest.raises(Stopped):
+        SampleStream(settings, "policy", stop=stop)
 
 
 def test_a_group_is_settled_whole_and_once(settings: BusSettings) -> None:

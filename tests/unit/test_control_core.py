@@ -13,6 +13,7 @@ from pipeline.control.core import SETTLE_SECONDS, STALE_SECONDS, Control
 from pipeline.control.lender import GRACE_SECONDS
 from pipeline.control.moves import FORGET_SECONDS
 from schemas.capacity import CapacityGrant, Voice
+from schemas.cells import CellSummary
 from tests.unit.control_world import (
     CONFIG,
     DEDICATED,
@@ -186,7 +187,7 @@ def test_a_worker_that_is_gone_is_forgotten() -> None:
     assert world.deleted == [("b", Voice.LEASED)] and set(world.control.leased) == {"a"}
 
 
-def test_of_who_is_gone_what_this_job_said_is_deleted_once_and_by_who_hears_all_cells() -> None:
+def test_of_who_is_gone_what_this_job_said_is_deleted_once() -> None:
     control, now = Control(CONFIG, JOB), 0.0
     for name, job in (("gone", JOB), ("others", OTHER), ("back", JOB)):
         control.granted(name, granted(name, job=job), now)
@@ -199,12 +200,37 @@ def test_of_who_is_gone_what_this_job_said_is_deleted_once_and_by_who_hears_all_
         control.tick(now)
         return control.outdated(now)
 
-    assert heard(0, 1) == []
-    now += FORGET_SECONDS
-    assert heard(0) == [], "who is of the other cell may be there"
+    for _ in range(int(FORGET_SECONDS)):
+        assert heard(0, 1) == []
+        now += 1.0
     assert set(heard(0, 1)) == {("gone", Voice.LEASED), ("gone", Voice.CELL), ("others", Voice.CELL)}
     assert heard(0, 1) == []
     assert set(control.leased) == {"others", "back"} and set(control.by_hand) == {"gone"}
+
+
+def test_after_a_long_silence_of_its_cell_nobody_is_gone_before_all_cells_were_heard_for_long() -> None:
+    """The first summary of a router that has just begun names nobody: it has heard nobody yet."""
+    control, now = Control(CONFIG, JOB), 0.0
+    control.granted("a", granted("a", job=JOB), now)
+    control.granted("a", granted("a", job=JOB, cell=1), now, voice=Voice.CELL)
+
+    def seconds(count: float, *summaries: CellSummary) -> list[tuple[str, Voice]]:
+        nonlocal now
+        deleted: list[tuple[str, Voice]] = []
+        for _ in range(int(count)):
+            now += 1.0
+            for each in summaries:
+                control.summarised(each, now)
+            control.tick(now)
+            deleted += control.outdated(now)
+        return deleted
+
+    seen, unseen, other = summary(line("a"), cells=2), summary(cells=2), summary(cell=1, cells=2)
+    seconds(5, seen, other)
+    assert not seconds(2 * FORGET_SECONDS, other), "it may be there"
+    assert not seconds(3, unseen, other)
+    assert not seconds(3, seen, other)
+    assert set(seconds(2 * FORGET_SECONDS + 5, unseen, other)) == {("a", Voice.LEASED), ("a", Voice.CELL)}
 
 
 def granted(name: str, **other: object) -> CapacityGrant:

@@ -1,12 +1,16 @@
 """What hangs is given up; what is slow, and whoever waits for a broker that is away, is not."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
+from confluent_kafka import KafkaException, Producer
 
 from tests.unit.test_health import Clock
+from tests.waiting import until
 from topics.errors import BrokerUnreachable
 from topics.health import HUNG_SECONDS, Health
 from topics.hung import HungCall, Patience, Wait, unless_hung, until_done
@@ -66,6 +70,28 @@ def test_it_waits_while_no_broker_answers_anybody_and_the_loop_does_not_count_as
         unless_hung(never.wait, wait)
     assert away.asked > 100
     never.set()
+
+
+def test_what_the_client_raises_amid_a_look_keeps_nothing_of_the_call() -> None:
+    """It never lets go of what is being handled when it raises, nor of the frames of that."""
+    client, never = Producer({"bootstrap.servers": "127.0.0.1:1", "log_level": 0}), threading.Event()
+
+    class Held:
+        def __call__(self) -> None:
+            never.wait()
+
+    def reach() -> None:
+        with suppress(KafkaException):
+            client.list_topics(timeout=0.001)
+        raise BrokerUnreachable("127.0.0.1:9")
+
+    held = Held()
+    gone = weakref.ref(held)
+    with pytest.raises(HungCall):
+        unless_hung(held, Wait(reach, wanted=lambda: False, look_seconds=0.01, patience=Patience(0.05, 0.05)))
+    never.set()
+    del held
+    until(lambda: gc.collect() >= 0 and gone() is None)
 
 
 def test_who_is_asked_to_leave_waits_for_no_broker_that_is_away() -> None:

@@ -74,6 +74,16 @@ def test_a_grant_by_hand_holds_across_starts_and_overrides_until_it_is_deleted()
     assert not lease.leave(1e6).refused, "it does not run out"
 
 
+def test_who_followed_leases_lends_nothing_once_they_are_deleted_before_it_is_told_again() -> None:
+    for told in (grant(), grant(lend=False)):
+        for seen in (True, False):
+            lease = of(told, seen=seen, now=0.0)
+            assert lease.take(None, 5.0, voice=Voice.LEASED, seen=seen)
+            assert lease.leave(5.0).refused and lease.leave(1e6).refused
+            lease.take(grant(at=6.0), 6.0, voice=Voice.LEASED, seen=True)
+            assert not lease.leave(6.0).refused
+
+
 def test_a_grant_that_names_another_job_parks_it() -> None:
     refused = of(grant(job="ns.:other")).leave(0.0).refused
     assert "ns.:other" in refused and JOB in refused

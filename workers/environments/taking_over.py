@@ -65,7 +65,7 @@ def take_over(
     await_decided(settings, [(topic, partition) for topic in written for partition in partitions], meanwhile=meanwhile)
     request_ends = {partition: reader.watermarks((REQUESTED, partition))[1] for partition in partitions}
     unknown = [place for place, offset in committed.items() if offset is None and reader.watermarks(place)[1] > 0]
-    letters = _letters(settings, unknown)
+    letters = _letters(settings, unknown, meanwhile)
     recoveries = {
         partition: Recovery(Home(partition, homes=homes, buried=frozenset(letters.get(partition, ()))))
         for partition in partitions
@@ -93,11 +93,13 @@ def _begin(reader: Reader, recovery: Recovery, place: Place, committed: dict[Pla
     return min(end, recovery.prompts_from(low) if place[0] is PROMPTS else recovery.results_from(low, end))
 
 
-def _letters(settings: BusSettings, places: Sequence[Place]) -> dict[int, list[tuple[str, int]]]:
+def _letters(
+    settings: BusSettings, places: Sequence[Place], meanwhile: Callable[[], None]
+) -> dict[int, list[tuple[str, int]]]:
     """By home: what is a dead letter already of those inputs whose committed offset is gone."""
     found: dict[int, list[tuple[str, int]]] = {}
     for topic in dict.fromkeys(topic for topic, _ in places):
-        for partition, offset in buried(settings, topic):
+        for partition, offset in buried(settings, topic, meanwhile=meanwhile):
             if (topic, partition) in places:
                 found.setdefault(partition, []).append((topic.name, offset))
     return found

@@ -6,7 +6,8 @@ Keeps true
 - A lease is counted by the clock of its lender from when its grant was read; no other host's is asked. One that was
   read back from the log, and not seen to come, holds nothing: it has to be renewed first.
 - It lends to one RL job: a grant that names another one parks it here.
-- Without a grant it lends all that it has, unless it is told that it needs one.
+- Without a grant it lends all that it has, unless it is told that it needs one. Once it has followed a lease, that is
+  over and not undone when its grant is deleted: it has to be told again.
 - The cell that was named last holds for every executor, also after its next start, and changes nothing of the rest.
 
 Pure; `now` is seconds on any clock of the caller's that never jumps.
@@ -55,7 +56,9 @@ class Lease:
         before = self._read.get(voice)
         if before is not None and before.grant == grant:
             return False  # read again after trouble with the bus: its time began when it was read first
-        if grant is None:
+        if grant is None and before is not None and before.grant.lease_seconds:
+            self._read[voice] = replace(before, until=now)
+        elif grant is None:
             self._read.pop(voice, None)
         else:
             self._read[voice] = Read(grant, now, now + grant.lease_seconds if seen else None)

@@ -78,7 +78,10 @@ class Trainer:
     """One run of training. Making one loads the policy and fences any other trainer of the model."""
 
     def __init__(self, settings: BusSettings, config: TrainerConfig, weights: WeightsConfig, stop: Event) -> None:
-        """`stop` ends `run` after the present step. Raises UsageError for a broken folder, BusError or TopicMissing."""
+        """`stop` ends `run` after the present step, and reading the log back before that, with Stopped.
+
+        Raises UsageError for a broken folder, BusError or TopicMissing.
+        """
         self._config = config
         self._stop = stop
         self._model = load_policy(config.model_folder)
@@ -95,7 +98,7 @@ class Trainer:
         self._checkpoints = Checkpoints(config.checkpoints, self._identity)
         self._step_log = StepLog(config.run_folder)
         self._stream = SampleStream(settings, config.model_id, total_groups=config.total_groups, stop=stop)
-        self._publisher = publisher_of(settings, config.model_id, weights)
+        self._publisher = publisher_of(settings, config.model_id, weights, meanwhile=self._stream.unless_stopped)
         self._version = 0
         self._abandoned: tuple[tuple[int, int], ...] = ()
         self._progress: Progress | None = None

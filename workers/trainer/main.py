@@ -1,5 +1,6 @@
 """The trainer as a program."""
 
+from contextlib import suppress
 from threading import Event
 
 from topics.settings import BusSettings
@@ -12,6 +13,8 @@ def run_trainer(
 ) -> None:
     """Train until all groups of the run are settled, or until `stop` is set; the present step is finished first.
 
+    Where it is asked to stop before there is one, it ends without.
+
     Raises RoseError: a broken model folder or key file, another run's checkpoint, an unreachable broker, a missing
     topic.
     """
@@ -19,8 +22,10 @@ def run_trainer(
     from transformers.utils.logging import disable_progress_bar
 
     from workers.trainer.loop import Trainer
+    from workers.trainer.stream import Stopped
 
     disable_progress_bar()
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    Trainer(settings, config, weights or WeightsConfig(), stop).run()
+    with suppress(Stopped):
+        Trainer(settings, config, weights or WeightsConfig(), stop).run()

@@ -75,6 +75,13 @@ class WrongLog(UsageError):
     """The log is not the one that this trainer has read."""
 
 
+class Stopped(RoseError):
+    """Asked to stop before it was known where the trainer stands."""
+
+    def __init__(self) -> None:
+        super().__init__("the trainer was asked to stop before it had read back where it stands")
+
+
 @dataclass(frozen=True, slots=True)
 class Settlement:
     """What one transaction is to say: decided, not yet on the log."""
@@ -107,8 +114,8 @@ class SampleStream:
         """Fences any other stream of the model.
 
         `total_groups`: the run has ended when so many groups are settled or their prompts refused; 0 is never. `stop`
-        ends waiting for groups, and for a broker that is away. Raises TopicMissing, BusError, or WrongLog when the
-        samples end before that place.
+        ends waiting for groups, for a broker that is away, and this: then it raises Stopped. Raises TopicMissing,
+        BusError, or WrongLog when the samples end before that place.
         """
         export(metrics.TRAINER)
         self.model_id = model_id
@@ -125,14 +132,20 @@ class SampleStream:
             patience=Patience(PATIENT_SECONDS),  # whoever gives up ends, and would begin as impatient as before
             wanted=lambda: not self._stop.is_set(),
         )
-        self._reader = Reader(settings, client_id, group=f"{TRAINER_NAMES}{model_id}", ends=True)
+        self._reader = Reader(
+            settings, client_id, group=f"{TRAINER_NAMES}{model_id}", ends=True, meanwhile=self.unless_stopped
+        )
         self.fresh = False
         """No trainer of the model has ever settled anything on this log, as far as the broker remembers."""
         self._buried: set[tuple[int, int]] | None = None
         self._handed: set[str] = set()
         self._ended: set[str] = set()
         """Groups that count towards the total, where there is one: settled, or refused."""
-        self._stand_where_the_log_says()
+        try:
+            self._stand_where_the_log_says()
+        except BaseException:
+            self._reader.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -149,6 +162,12 @@ class SampleStream:
     def ended(self) -> bool:
         """Whether the run's groups are settled or refused, all of them."""
         return bool(self._total) and len(self._ended) >= self._total
+
+    def unless_stopped(self) -> None:
+        """For who reads the log back: the loop turns over, unless it is to stop. Raises Stopped."""
+        HEALTH.turned_over()
+        if self._stop.is_set():
+            raise Stopped
 
     def take(self, count: int) -> tuple[CompleteGroup, ...]:
         """The next `count` groups, in the order in which they became complete; waits for them.
@@ -225,13 +244,13 @@ class SampleStream:
     def _stand_where_the_log_says(self) -> None:
         places: list[Place] = [(SAMPLES, part) for part in range(self._reader.partitions(SAMPLES))]
         committed = committed_offsets(self._reader, self._writer, [*places, OUTCOMES_PLACE])
-        await_decided(self._settings, [OUTCOMES_PLACE], client_id=self._client_id)
+        await_decided(self._settings, [OUTCOMES_PLACE], client_id=self._client_id, meanwhile=self.unless_stopped)
         forgotten = None in committed.values()  # the broker drops the offsets of who was away for a week
         self.fresh = all(offset is None for offset in committed.values())
         known_from = 0 if self._total or forgotten else committed[OUTCOMES_PLACE] or 0
         low, self._outcomes_end = self._reader.watermarks(OUTCOMES_PLACE)
         begin = {OUTCOMES_PLACE: max(low, known_from)}
-        settled = (one.record for one in read_back(self._settings, begin, client_id=self._client_id))
+        settled = (one.record for one in self._read_back(begin))
         spans = {place[1]: self._begin_and_end(place, committed[place]) for place in places}
         self._committed = {part: first for part, (first, _) in spans.items()}
         self._assembly = GroupAssembly(
@@ -250,10 +269,13 @@ class SampleStream:
         """Take in what is said of the groups so far; what was mended must not count meanwhile. Returns what follows."""
         places: list[Place] = [(GROUPS, part) for part in range(self._reader.partitions(GROUPS))]
         begins = {place: self._reader.watermarks(place)[0] for place in places}
-        for envelope in read_back(self._settings, begins, client_id=self._client_id):
+        for envelope in self._read_back(begins):
             self._follow(envelope)
             begins[GROUPS, envelope.partition] = envelope.offset + 1
         return begins
+
+    def _read_back(self, begins: Mapping[Place, int]) -> Iterator[Envelope]:
+        return read_back(self._settings, begins, client_id=self._client_id, meanwhile=self.unless_stopped)
 
     def _begin_and_end(self, place: Place, committed: int | None) -> tuple[int, int]:
         low, high = self._reader.watermarks(place)

@@ -5,13 +5,14 @@ Keeps true
 - What a run has on the log is told by manifests that are believed, and by nothing else.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from schemas.weights import SIGNATURE_HEADER, WeightManifest
 from schemas.wire import encode
+from topics.asking import nothing
 from topics.catalog import MANIFESTS
 from topics.log import read_back
 from topics.records import Envelope
@@ -49,9 +50,9 @@ def signed(manifest: WeightManifest, key: Ed25519PrivateKey | None) -> SignedMan
     return SignedManifest(manifest, wire, {} if key is None else {SIGNATURE_HEADER: key.sign(wire)})
 
 
-def read_manifests(settings: BusSettings) -> Iterator[Envelope]:
-    """All that is on the topic, believed or not. Raises TopicMissing or BusError."""
-    yield from read_back(settings, {PLACE: 0}, client_id="rose-weights")
+def read_manifests(settings: BusSettings, *, meanwhile: Callable[[], None] = nothing) -> Iterator[Envelope]:
+    """All that is on the topic, believed or not. `meanwhile`: see `read_back`. Raises TopicMissing or BusError."""
+    yield from read_back(settings, {PLACE: 0}, client_id="rose-weights", meanwhile=meanwhile)
 
 
 def newest_manifest(settings: BusSettings, trust: Trust) -> WeightManifest | None:

@@ -34,6 +34,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from torch import Tensor
 
 from schemas.weights import ChunkRef, SliceRef, WeightManifest
+from topics.asking import nothing
 from topics.catalog import CHUNKS
 from topics.log import await_decided
 from topics.metrics import export
@@ -87,12 +88,14 @@ class WeightPublisher:
         store: AnchorStore | None = None,
         store_above_bytes: int = 0,
         key: Ed25519PrivateKey | None = None,
+        meanwhile: Callable[[], None] = nothing,
     ) -> None:
         """Raises TopicMissing, BusError, or UsageError for a run without a proper name, or no key where one must be.
 
         `run`: what the run is called in its namespace. `dtype`: what finer weights are rounded to on the wire; None is
         as they are. `column_parts`: see `geometry.cut`. Anchors of a model larger than `store_above_bytes` go to the
-        `store`, if there is one. `key` signs the manifests.
+        `store`, if there is one. `key` signs the manifests. `meanwhile` is called often while the log is read back: see
+        `read_back`.
         """
         refuse_unsigned(settings, key, "signing_key")
         export(PUBLISHING)
@@ -106,6 +109,7 @@ class WeightPublisher:
         self._store = store
         self._store_above_bytes = store_above_bytes
         self._key = key
+        self._meanwhile = meanwhile
         self._writer = Writer(settings, f"rose-weights-{model_id}")
         self._log = LogShelf(self._writer, self._writer.partitions(CHUNKS))
         self._base: Snapshot | None = None
@@ -127,8 +131,9 @@ class WeightPublisher:
     def _numbering(self) -> Numbering:
         """Read from the log when it is first asked for: by then an older publisher may have been fenced."""
         numbering = Numbering()
-        await_decided(self._settings, [PLACE], client_id="rose-weights")
-        numbering.learn(filter(None, map(self.trust.of_any_run, read_manifests(self._settings))), self.trust.run)
+        await_decided(self._settings, [PLACE], client_id="rose-weights", meanwhile=self._meanwhile)
+        found = read_manifests(self._settings, meanwhile=self._meanwhile)
+        numbering.learn(filter(None, map(self.trust.of_any_run, found)), self.trust.run)
         return numbering
 
     @property
@@ -361,9 +366,14 @@ def _at(chunk: ChunkRef, file: int) -> ChunkRef:
 
 
 def publisher_of(
-    settings: BusSettings, model_id: str, config: WeightsConfig, *, run: str | None = None
+    settings: BusSettings,
+    model_id: str,
+    config: WeightsConfig,
+    *,
+    run: str | None = None,
+    meanwhile: Callable[[], None] = nothing,
 ) -> WeightPublisher:
-    """The publisher that a configuration describes; `run` instead of the configuration's.
+    """The publisher that a configuration describes; `run` instead of the configuration's. `meanwhile`: see there.
 
     Raises UsageError for a broken key file or store, or a run without a proper name; TopicMissing, BusError.
     """
@@ -378,4 +388,5 @@ def publisher_of(
         store=store_of(config),
         store_above_bytes=config.store_above_bytes,
         key=signer_of(config),
+        meanwhile=meanwhile,
     )
