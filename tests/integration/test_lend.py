@@ -186,7 +186,8 @@ def goes_on_after_a_park(router: Router) -> None:
     router.until(lambda: router.beats[-1].token_budget >= offered)
     for seed, name in enumerate(names):
         if name in begun:
-            router.dispatch(name, CONTEXT, max_tokens=LONG, stop=(), seed=seed, attempt=1, begun=begun[name].part)
+            part = begun[name].part if begun[name].tokens else None  # as a router sends it
+            router.dispatch(name, CONTEXT, max_tokens=LONG, stop=(), seed=seed, attempt=1, begun=part)
     for name in begun:
         assert router.result(name, 1).tokens == router.result(f"whole-{name}").tokens
         assert router.result(name, 1).context_tokens == len(CONTEXT) + len(unpack_tokens(begun[name].tokens))
