@@ -50,7 +50,7 @@ test: $(READY) ## run every test; with KAFKA_HOME set, on Apache Kafka too; PYTE
 	$(VENV)/bin/python -m pytest $(STORM) $(PYTEST) || [ $$? -eq 5 ]  # 5: none of these was asked for
 
 test-long: $(READY) ## run the tests that take minutes each: long storms, servers under traffic, upgrades
-	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m long $(ALONE:%=--ignore %) $(PYTEST)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long $(ALONE:%=--ignore %) $(PYTEST)
 	$(VENV)/bin/python -m pytest -m long $(ALONE) $(PYTEST) || [ $$? -eq 5 ]
 
 lint: $(READY) ## check style and types

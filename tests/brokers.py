@@ -43,6 +43,13 @@ embedded_first = pytest.mark.parametrize(
 )
 """Of a test that starts a broker of its own again and again, of which Apache Kafka's starts take most of the time."""
 
+best_broker = pytest.mark.parametrize(
+    "broker_kind",
+    KINDS if EXTERNAL in KINDS else [KAFKA if os.environ.get("KAFKA_HOME") else EMBEDDED],
+    indirect=True,
+)
+"""Of a test of minutes of which the broker is the least: on Apache Kafka where there is one."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExternalBroker:

@@ -64,11 +64,11 @@ def ends_of(consumer: Consumer, partition: TopicPartition, meanwhile: Callable[[
         asked = True
         try:
             low, high = consumer.get_watermark_offsets(partition, timeout=min(seconds, ENDS_TURN_SECONDS))
+            return int(low), int(high)
         except KafkaException as error:
-            if error.args[0].code() in NO_SUCH_PLACE and time.monotonic() > known_at:
-                raise missing(consumer, partition.topic) from error
-            raise
-        return int(low), int(high)
+            if error.args[0].code() not in NO_SUCH_PLACE or time.monotonic() <= known_at:
+                raise
+        raise missing(consumer, partition.topic)
 
     name = partition.topic
     right, moves = f"Describe on topic {name}", (*MOVES, *NO_SUCH_PLACE)

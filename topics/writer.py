@@ -318,14 +318,18 @@ class Writer:
         place: dict[str, Any] = {} if partition is None else {"partition": partition}
         self._touched.add(name)
         while True:
+            refused: KafkaError | None = None
             try:
                 self._producer.produce(name, value=value, key=key, headers=headers, on_delivery=delivered, **place)
                 return
-            except BufferError:  # the local queue is full: let it drain
-                self._producer.poll(1.0)
-                self._raise_failure()
+            except BufferError:
+                pass
             except KafkaException as error:
-                raise self._error(f"writing to {name}", self._cause(error.args[0]), name) from error
+                refused = error.args[0]
+            if refused is not None:
+                raise self._error(f"writing to {name}", self._cause(refused), name)
+            self._producer.poll(1.0)  # the local queue is full: let it drain
+            self._raise_failure()
 
     def _cause(self, error: KafkaError) -> KafkaError:
         """Why this producer takes nothing any more: all of its calls but `produce` tell whether it was fenced."""

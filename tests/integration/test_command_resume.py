@@ -7,6 +7,7 @@ from time import monotonic
 
 import pytest
 
+from tests.brokers import best_broker
 from tests.integration.rose_command import Rose, small
 
 PATIENCE_SECONDS = 240.0
@@ -14,6 +15,7 @@ PATIENCE_SECONDS = 240.0
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
+@best_broker
 def test_a_run_that_was_ended_goes_on_where_it_was(rose: Rose) -> None:
     run = rose.folder / "runs" / "demo"
     with rose.start("demo", *small(tasks__steps=3, run__executors=1)) as process:

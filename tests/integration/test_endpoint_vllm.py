@@ -14,7 +14,7 @@ import pytest
 from schemas.arrays import unpack_logprobs, unpack_tokens
 from schemas.slack import ExecutorState, WorkerClass
 from schemas.turns import TurnOutcome, TurnResult
-from tests.brokers import AnyBroker, flags
+from tests.brokers import AnyBroker, best_broker, flags
 from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router
 from tests.integration.lender_kit import SERVING, healthy, server_flags
 from tests.integration.policies import logprobs_of, new_policy, save_policy
@@ -130,6 +130,7 @@ def alone(model: Any, folder: Path) -> list[int]:
         engine.close()
 
 
+@best_broker
 def test_a_vllm_server_answers_turns_of_the_bus_under_versions_that_it_has_proven(
     settings: BusSettings, server: Server, lender: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:

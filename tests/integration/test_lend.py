@@ -20,7 +20,7 @@ from schemas.arrays import unpack_logprobs, unpack_tokens
 from schemas.capacity import CapacityGrant
 from schemas.slack import ExecutorState, WorkerClass
 from schemas.turns import TurnOutcome, TurnResult
-from tests.brokers import AnyBroker, flags
+from tests.brokers import AnyBroker, best_broker, flags
 from tests.integration.executor_kit import SLOT, WAIT_SECONDS, Router
 from tests.integration.lender_kit import (
     FAULT,
@@ -106,6 +106,7 @@ def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
         assert not psutil.wait_procs(children, WAIT_SECONDS)[1]
 
 
+@best_broker
 def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_until_its_guest_hangs(
     settings: BusSettings, tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_unti
         router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
 
 
+@best_broker
 def test_a_rank_that_hangs_is_ended_with_the_engine_core(settings: BusSettings, tmp_path: Path) -> None:
     with lending(tmp_path, *flags(settings), vllm=ON_RANKS) as server:
         router = Router(settings, server.process)
@@ -200,6 +202,7 @@ def grant(router: Router, *, lend: bool) -> None:
     router.writer.flush()
 
 
+@best_broker
 def test_a_file_stops_lending_while_the_broker_is_away(own_broker: Broker, tmp_path: Path) -> None:
     settings = with_topics(own_broker.settings())
     (tmp_path / "stop").touch()

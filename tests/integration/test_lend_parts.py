@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from schemas.slack import ExecutorState
 from schemas.turns import TurnOutcome
-from tests.brokers import AnyBroker, flags
+from tests.brokers import AnyBroker, best_broker, flags
 from tests.integration.executor_kit import Router
 from tests.integration.lender_kit import MODEL
 from tests.integration.test_lend import CONTEXT, child, lending, prove, with_topics
@@ -57,6 +57,7 @@ def halted(process: psutil.Process, seconds: float) -> Iterator[None]:
         process.resume()
 
 
+@best_broker
 def test_a_server_serves_on_whatever_is_done_to_the_processes_beside_it(
     settings: BusSettings, folders: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_server_serves_on_whatever_is_done_to_the_processes_beside_it(
     assert server.process.returncode == 0 and left.exists(), "nobody was there to remove it"
 
 
+@best_broker
 def test_a_server_whose_engine_core_is_killed_leaves_with_a_status_and_without_a_trace(
     settings: BusSettings, folders: Path, tmp_path: Path
 ) -> None:

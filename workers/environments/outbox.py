@@ -127,9 +127,10 @@ class Outbox:
         assert self._writer is not None
         try:
             return committed_offsets(self._reader, self._writer, places)
-        except BusError:
-            self._give_up()
-            raise
+        except BusError as error:
+            trouble = error
+        self._give_up()
+        raise trouble
 
     def begins(self, offsets: Mapping[Place, int], request_ends: Mapping[int, int]) -> None:
         """The homes were recovered; the committed offsets of their inputs, and ends that their requests had."""
@@ -164,6 +165,7 @@ class Outbox:
         self.began_at = time.monotonic()
         self._counted.clear()
         self._asking.clear()
+        trouble: BusError | None = None
         try:
             self._writer.begin()
             ended = [ended_id for home, decision in decisions for ended_id in self._put_decision(home, decision)]
@@ -174,9 +176,11 @@ class Outbox:
             offsets = self._offsets(homes[partition] for partition in touched)
             self._writer.commit(offsets, self._reader)
             self._writer.poll()
-        except BusError:
+        except BusError as error:
+            trouble = error
+        if trouble is not None:
             self._give_up()
-            raise
+            raise trouble
         self._committed.update(offsets)
         self._committed_at = time.monotonic()
         metrics.TRANSACTION_SECONDS.observe(self._committed_at - self.began_at)
@@ -188,6 +192,7 @@ class Outbox:
         return ended + [item.trajectory_id for item in ready if item.written.sample is not None]
 
     def _give_up(self) -> None:
+        """Throw the writer away; never while an error is handled, see `topics/hung.py`."""
         assert self._writer is not None
         self._writer.close()
         self._writer = None
