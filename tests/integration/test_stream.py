@@ -1,7 +1,8 @@
 """`SampleStream` over a real broker: the whole contract of any trainer, whatever kills it."""
 
-from collections.abc import Iterable
-from contextlib import closing
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from threading import Event
 from typing import Any
@@ -209,7 +210,7 @@ def test_old_samples_have_been_read_though_what_ends_their_transaction_is_no_rec
     for sample in make_samples(groups=range(2)):
         writer.write(SAMPLES, sample, key=sample.group_id, trajectory_id=sample.trajectory_id)
     writer.commit()
-    with SampleStream(one_partition, "policy", stop=StopAfter(20)) as stream:
+    with stopped_after(20, one_partition, "policy") as stream:
         groups = stream.take(2)
         assert stream.take(1) == ()
         stream.settle(outcomes_of(groups[:1]))
@@ -238,7 +239,7 @@ def test_what_is_no_sample_is_a_dead_letter_once(settings: BusSettings) -> None:
     writer.forward(SAMPLES, no_sample, partition=0, key="g00")
     writer.flush()
     for _ in range(3):
-        with SampleStream(settings, "policy", total_groups=2, stop=StopAfter(3)) as stream:
+        with stopped_after(3, settings, "policy", total_groups=2) as stream:
             assert stream.take(2) == ()
     write_samples(settings, samples[1:])
     with SampleStream(settings, "policy") as stream:
@@ -249,15 +250,22 @@ def test_what_is_no_sample_is_a_dead_letter_once(settings: BusSettings) -> None:
 
 
 class StopAfter(Event):
-    """Is set once it has been asked so many times."""
+    """Is set once it has been asked so many times as are left."""
 
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.left = times
+    left = math.inf
 
     def is_set(self) -> bool:
         self.left -= 1
         return self.left < 0
+
+
+@contextmanager
+def stopped_after(times: int, settings: BusSettings, model_id: str, *, total_groups: int = 0) -> Iterator[SampleStream]:
+    """A stream that is asked to stop after so many looks, from when it stands where the log says."""
+    stop = StopAfter()
+    with SampleStream(settings, model_id, stop=stop, total_groups=total_groups) as stream:
+        stop.left = times
+        yield stream
 
 
 def test_a_stream_without_an_end_remembers_no_more_groups_than_it_must(settings: BusSettings) -> None:
@@ -332,7 +340,7 @@ def test_samples_are_deleted_when_they_are_settled_and_old(
     monkeypatch.setattr("workers.trainer.stream.delete_before", partial(delete_before, keep_seconds=0.0))
     with SampleStream(settings, "policy") as stream:
         stream.settle(outcomes_of(stream.take(2)))
-    with SampleStream(settings, "policy", stop=StopAfter(2)) as stream:
+    with stopped_after(2, settings, "policy") as stream:
         stream.take(1)
     with closing(Reader(settings, "test", group="test")) as reader:
         assert reader.watermarks((SAMPLES, 0)) == (4, 9)
@@ -354,9 +362,9 @@ def test_samples_that_another_models_trainer_has_not_settled_stay(
         stream.settle(outcomes_of(stream.take(1)))
     monkeypatch.setattr("workers.trainer.stream.delete_before", partial(delete_before, keep_seconds=0.0))
     for _ in range(2):
-        with SampleStream(settings, "policy", stop=StopAfter(2)) as stream:
+        with stopped_after(2, settings, "policy") as stream:
             stream.take(1)
-    with SampleStream(settings, "other", stop=StopAfter(50)) as stream:
+    with stopped_after(50, settings, "other") as stream:
         groups = stream.take(1)
         stream.settle(outcomes_of(groups))
     assert on_log(settings) == everyone(range(2))
