@@ -68,6 +68,9 @@ def ends_of(consumer: Consumer, partition: TopicPartition, meanwhile: Callable[[
         except KafkaException as error:
             if error.args[0].code() not in NO_SUCH_PLACE or time.monotonic() <= known_at:
                 raise
+            refused = error
+        if _listed(consumer, partition):
+            raise refused
         raise missing(consumer, partition.topic)
 
     name = partition.topic
@@ -88,6 +91,14 @@ def partitions_of(client: Consumer | Producer, name: str, meanwhile: Callable[[]
     if not found.partitions:
         raise TopicMissing(name)
     return len(found.partitions)
+
+
+def _listed(consumer: Consumer, partition: TopicPartition) -> bool:
+    """Whether the brokers' list has it: then its leader has yet to hear of it, as one does that was started again."""
+    with suppress(KafkaException):
+        told = consumer.list_topics(partition.topic, timeout=ENDS_TURN_SECONDS).topics[partition.topic]
+        return told.error is None and partition.partition in told.partitions
+    return True  # nobody says that it is gone
 
 
 def missing(consumer: Consumer, name: str) -> TopicMissing | BusError:

@@ -5,18 +5,20 @@ import logging
 import weakref
 from collections.abc import Callable
 from threading import Event, current_thread
+from time import monotonic
 from types import SimpleNamespace
 
 import pytest
 import structlog
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
 from tests.unit.test_health import Clock
 from tests.waiting import until
 from topics import settings
 from topics import writer as writer_module
+from topics.asking import KNOWN_SECONDS, ends_of
 from topics.catalog import HEARTBEATS, PROMPTS
-from topics.errors import BusError
+from topics.errors import BusError, TopicMissing
 from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -33,6 +35,28 @@ class Words(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.said.append(record.getMessage())
+
+
+class StartedAgain:
+    """A broker that lists a topic of one partition, whose leader it has not told of it yet."""
+
+    def __init__(self, answers_at: float) -> None:
+        self.began, self.answers_at = monotonic(), answers_at
+
+    def get_watermark_offsets(self, partition: TopicPartition, timeout: float) -> tuple[int, int]:
+        if monotonic() < self.began + self.answers_at or partition.partition > 0:
+            raise KafkaException(KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART))
+        return 3, 7
+
+    def list_topics(self, topic: str, timeout: float) -> SimpleNamespace:
+        return SimpleNamespace(topics={topic: SimpleNamespace(error=None, partitions={0: None})})
+
+
+def test_a_topic_that_is_listed_is_not_missing_though_its_leader_has_not_heard_of_it() -> None:
+    broker = StartedAgain(answers_at=KNOWN_SECONDS + 0.5)
+    assert ends_of(broker, TopicPartition("there", 0)) == (3, 7)
+    with pytest.raises(TopicMissing):
+        ends_of(broker, TopicPartition("there", 1))
 
 
 @pytest.mark.parametrize(
