@@ -15,8 +15,9 @@ Example
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Lock
+from typing import NamedTuple
 
 HUNG_SECONDS = 120.0
 """Silence of a loop that turns over many times a second: twice what its longest call to the broker may take."""
@@ -25,8 +26,7 @@ START_SECONDS = 1800.0
 """Before its first word: a large engine loads and compiles for minutes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
+class Word(NamedTuple):
     """A loop's newest."""
 
     said: str
@@ -69,7 +69,8 @@ class Health:
     def turned_over(self) -> None:
         """The loop turned over, and is as it was."""
         with self._writing:
-            self._word = replace(self._word, at=self._clock())
+            said, ready, _, lasts_seconds = self._word
+            self._word = Word(said, ready, self._clock(), lasts_seconds)
 
     @property
     def standing(self) -> Standing:

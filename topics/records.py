@@ -1,10 +1,10 @@
 """What reading hands out: records with their places in the log, and what lies there and is no record."""
 
 import math
-from dataclasses import dataclass
 from operator import methodcaller
 from typing import NamedTuple
 
+import msgspec
 from confluent_kafka import Message
 
 from schemas.record import Record
@@ -36,8 +36,7 @@ class Raw(NamedTuple):
         return next((value for key, value in reversed(self.headers) if key == name), b"")
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(msgspec.Struct, frozen=True, gc=False):
     """A record with its place in the log."""
 
     record: Record | None
@@ -51,8 +50,7 @@ class Envelope:
     raw: Raw
 
 
-@dataclass(frozen=True, slots=True)
-class Spoiled:
+class Spoiled(msgspec.Struct, frozen=True, gc=False):
     """A message that is no record of its topic."""
 
     topic: Topic
@@ -62,8 +60,7 @@ class Spoiled:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class EndOfPartition:
+class EndOfPartition(msgspec.Struct, frozen=True, gc=False):
     """The reader has reached the end of what is committed in this partition."""
 
     topic: Topic
@@ -75,8 +72,7 @@ class EndOfPartition:
 Item = Envelope | Spoiled | EndOfPartition
 
 
-@dataclass(frozen=True, slots=True)
-class Passed:
+class Passed(msgspec.Struct, frozen=True, gc=False):
     """A message that was passed over, unread."""
 
     topic: Topic

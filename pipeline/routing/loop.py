@@ -60,6 +60,8 @@ class RouterLoop:
         """While it serves."""
         self.reigns: dict[Seat, Reign] = {}
         """Of the cells that it serves now."""
+        self._serves = ""
+        """Which cells, in words."""
         self._reads_as_it_should = True
         """What is read is what these reigns are to be told, and nothing that they were not told is passed over."""
         self._well_at: float | None = None
@@ -90,16 +92,12 @@ class RouterLoop:
     def turn_over(self) -> None:
         """Serve its cells once, or wait a moment for one. Raises TopicMissing or BusError."""
         try:
-            if self.reigns:
-                self._seats.hold()
-                held = self._seats.held
-            else:
-                held = self._seats.wait(WAIT_SECONDS)
+            held = self._seats.held if self.reigns else self._seats.wait(WAIT_SECONDS)
             if held != self.reigns.keys() or not self._reads_as_it_should:
                 self._serve(held)
             if self.reigns:
                 self._serve_once()
-                HEALTH.says(f"serves {_cells(self.reigns)} of {self.cells}")
+                HEALTH.says(self._serves)
                 self._well_at = time.monotonic()
             else:
                 HEALTH.says("waits for a cell, to serve it when no other router does")
@@ -130,6 +128,7 @@ class RouterLoop:
             reign.begin()
             self.reigns = {**self.reigns, seat: reign}
             self._log.info("serving", cell=seat.cell, seconds=round(time.monotonic() - began, 3))
+        self._serves = f"serves {_cells(self.reigns)} of {self.cells}"
         places = {place: at for reign in self.reigns.values() for place, at in reign.reads_from.items()}
         self._station.reader.assign(places)
         for reign in self.reigns.values():

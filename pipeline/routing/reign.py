@@ -44,6 +44,9 @@ MISPLACED = 100
 SUMMARY_SECONDS = 1.0
 """Between two summaries of the cell."""
 
+QUIET_SECONDS = 0.05
+"""Between two looks at the time while nothing comes."""
+
 INBOXES_SECONDS = 5.0
 """Between two looks for inboxes that were added, while an executor says that it has one which is not known."""
 
@@ -109,6 +112,7 @@ class Reign:
         """FAILED results and dead letters on their way to the broker: until they are there the low water stays."""
         self._buried: dict[Topic, set[tuple[int, int]]] = {}
         """What is a dead letter already, of the topics in which something was spoiled."""
+        self._next_look = 0.0
         self._next_mark = 0.0
         self._next_summary = 0.0
         self._name = station.name
@@ -168,6 +172,9 @@ class Reign:
         Raises SeatLost, TopicMissing or BusError.
         """
         began = time.monotonic()
+        if not found and began < self._next_look:
+            return
+        self._next_look = began + QUIET_SECONDS
         for item in found:
             if isinstance(item, Spoiled) and item.topic is not COMPLETED:  # whoever waits for the results buries those
                 self._bury(item, item.reason)

@@ -37,6 +37,9 @@ DECIDED_SECONDS = 2 * SESSION_SECONDS
 LOOK_SECONDS = 0.2
 """How long one look lasts while the group decides."""
 
+FRESH_SECONDS = 0.05
+"""For so long a look counts: the group decides nothing anew before this member has looked."""
+
 HEARTBEAT_SECONDS = 1.0
 """Between two heartbeats of the client itself."""
 
@@ -93,8 +96,10 @@ class Seats:
         Waits while the group decides anew. Raises SeatLost.
         """
         HEALTH.turned_over()
-        self._not_after(time.monotonic() - self._looked_at)
-        self.wait(0.0)
+        absent = time.monotonic() - self._looked_at
+        if absent > FRESH_SECONDS:
+            self._not_after(absent)
+            self.wait(0.0)
         undecided_until = self._looked_at + DECIDED_SECONDS
         while self._undecided:
             self.wait(LOOK_SECONDS)

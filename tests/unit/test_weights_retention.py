@@ -1,7 +1,5 @@
 """What may be deleted: nothing that a version from a run's last anchor but one on can need, whoever says otherwise."""
 
-import dataclasses
-
 import msgspec
 import pytest
 
@@ -29,7 +27,7 @@ def versions(manifests: list[WeightManifest]) -> list[int]:
 
 
 def honest(offset: int, each: WeightManifest, *, at: float = 0.0) -> Envelope:
-    return dataclasses.replace(as_read(signed(each, KEY), offset=offset), timestamp_seconds=at)
+    return msgspec.structs.replace(as_read(signed(each, KEY), offset=offset), timestamp_seconds=at)
 
 
 def forged(offset: int, each: WeightManifest) -> Envelope:
