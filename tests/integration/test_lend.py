@@ -66,9 +66,11 @@ def with_topics(settings: BusSettings) -> BusSettings:
     return settings
 
 
-@contextmanager
-def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: object) -> Iterator[Server]:
-    """A server by `rose lend`, with these arguments and flags of vLLM's; `more` of the configuration, __ for a dot."""
+def started(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: object) -> Server:
+    """A server by `rose lend`, with these arguments and flags of vLLM's; `more` of the configuration, __ for a dot.
+
+    It loads yet.
+    """
     [port], log = free_ports(1), folder / "server.log"
     wanted = {
         "run.name": DEFAULT_RUN,
@@ -89,12 +91,20 @@ def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
     environment[NOTES] = str(folder / "notes")
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+    return Server(process, port, LendConfig(model_folder=str(MODEL), socket=""), log, folder / "notes")
+
+
+@contextmanager
+def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: object) -> Iterator[Server]:
+    """The same, once it is up; it is asked to stop at the end."""
+    server = started(folder, *arguments, vllm=vllm, **more)
+    process, log = server.process, server.log
     children: list[psutil.Process] = []
     try:
-        until(lambda: healthy(port) or process.poll() is not None, START_SECONDS)
+        until(lambda: healthy(server.port) or process.poll() is not None, START_SECONDS)
         assert process.poll() is None, log.read_text()[-4000:]
         children = psutil.Process(process.pid).children(recursive=True)
-        yield Server(process, port, LendConfig(model_folder=str(MODEL), socket=""), log, folder / "notes")
+        yield server
     finally:
         if not children:  # one that is not up yet hears nothing
             for child in psutil.Process(process.pid).children(recursive=True):

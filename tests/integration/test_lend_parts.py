@@ -20,8 +20,8 @@ from schemas.turns import TurnOutcome
 from tests.brokers import AnyBroker, best_broker, flags
 from tests.integration.executor_kit import Router
 from tests.integration.lender_kit import MODEL
-from tests.integration.test_lend import CONTEXT, child, lending, prove, with_topics
-from tests.waiting import WAIT_SECONDS
+from tests.integration.test_lend import CONTEXT, START_SECONDS, child, lending, prove, started, with_topics
+from tests.waiting import WAIT_SECONDS, until
 from topics.settings import BusSettings
 from workers.lender.pulse import KEEPER_SECONDS
 from workers.lender.server import CORE_LOST
@@ -129,6 +129,21 @@ def test_of_a_server_that_is_killed_nothing_is_left(folders: Path, tmp_path: Pat
         server.process.kill()
         assert not psutil.wait_procs(children, WAIT_SECONDS)[1]
         assert not list(folders.glob(f"{PREFIX}*"))
+
+
+def test_of_a_server_that_is_killed_as_it_loads_nothing_is_left(folders: Path, tmp_path: Path) -> None:
+    server = started(tmp_path, "--observe")
+    process = psutil.Process(server.process.pid)
+    children: list[psutil.Process] = []
+    try:
+        until(lambda: any("EngineCore" in each.name() for each in process.children(recursive=True)), START_SECONDS)
+        children = process.children(recursive=True)
+    finally:
+        server.process.kill()
+        server.process.wait()
+    assert not psutil.wait_procs(children, START_SECONDS)[1]
+    assert "the server of this engine core is gone" in server.log.read_text()
+    assert not list(folders.glob(f"{PREFIX}*"))
 
 
 def lends(router: Router, when: str) -> None:

@@ -227,6 +227,19 @@ def test_an_engine_core_that_outlives_its_server_ends_with_the_keeper(
         each.wait()
 
 
+def test_an_engine_core_that_began_after_the_last_look_ends_too_when_its_server_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulse, stop = Pulse.made(tmp_path / "pulse"), Event()
+    keeper = Keeper(pulse, tmp_path / "stop", Beside("exec sleep 600").begin, hang_seconds=60.0)
+    core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving"], cwd=ROOT)
+    until(lambda: pulse.core is not None)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    stop.set()  # it never looks
+    keeper.keep(stop)
+    assert core.wait(60.0) in (-signal.SIGTERM, -signal.SIGKILL)
+
+
 def test_a_process_is_known_by_its_id_and_its_start(tmp_path: Path) -> None:
     program = tmp_path / "a) Z 1 (b"  # its name, in the kernel's line
     program.symlink_to("/bin/sleep")

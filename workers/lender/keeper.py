@@ -8,7 +8,8 @@ Keeps true
   file then says stop: the next life does not lend until somebody has looked at it and removed it. Serving that is slow
   is left alone.
 - It is the server's child and ends with it, after the process beside has said goodbye. An engine core that outlives its
-  server, as when that one is killed, ends then too, with its ranks: it serves nobody, and holds its memory.
+  server, as when that one is killed, ends then too, with its ranks: it serves nobody, and holds its memory. One that
+  was still loading ends itself (`vllm/attach.py`).
 - It ends no stranger: not one who has got the id of a process that is gone.
 
 It looks at one page of memory (`pulse`) and at one file, and imports nothing that could hang itself.
@@ -91,10 +92,13 @@ class Keeper:
                 wait = self._again.failed(now)
                 self._log.error("the process beside cannot be started", reason=str(error), again_in=wait)
 
-    def _watch(self) -> None:
+    def _find_core(self) -> None:
         core = self._pulse.core
         if self._core is None and core is not None and (descriptor := opened(core)) is not None:
             self._core = core, descriptor
+
+    def _watch(self) -> None:
+        self._find_core()
         if self._core is None or self._ended:
             return
         core, descriptor = self._core
@@ -137,6 +141,7 @@ class Keeper:
                 time.sleep(LOOK_SECONDS)
 
     def _end_orphan(self) -> None:
+        self._find_core()  # it may have begun after the last look
         if self._core is None:
             return
         core, descriptor = self._core

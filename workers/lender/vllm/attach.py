@@ -5,13 +5,16 @@ Keeps true
   arrives waits for at most one bounded piece of the guest's work.
 - The loop never spins: with nothing to do for either it sleeps where vLLM sleeps.
 - A server that no guest was tried in is left as it is, and the log says why in a sentence.
+- An engine core whose server was killed meanwhile does not begin.
 
 Three methods of `EngineCoreProc` are wrapped (`touched` has the table), two of them in an engine that lends alone.
 `has_work` is left as it is, so vLLM's shutdown is its own.
 """
 
 import logging
+import sys
 from functools import wraps
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ def register_lender(configuration: str) -> None:
         except Exception:  # serving begins whatever is wrong here
             LOG.exception("rose: this server does not lend")
         try:
+            _end_if_left()
             run_busy_loop(core)
         except SystemExit:  # how the loop ends when it is asked to
             if pulse is not None:
@@ -48,6 +52,17 @@ def register_lender(configuration: str) -> None:
             raise
 
     EngineCoreProc.run_busy_loop = run_lending
+
+
+def _end_if_left() -> None:
+    """End an engine core whose server was killed as it loaded, which vLLM's would outlive. Raises SystemExit.
+
+    Its page says by now who it is: of a server that is killed later the keeper ends the engine core.
+    """
+    server = parent_process()
+    if server is not None and not server.is_alive():
+        LOG.error("rose: the server of this engine core is gone: it ends")
+        sys.exit(0)
 
 
 def _check(core: Any, config: LendConfig) -> None:
