@@ -21,6 +21,16 @@ from tests.forked import Forks
 from topics.apache_kafka import Cluster
 from topics.broker import Broker
 
+LONGEST = (
+    "chaos/test_lending.py",
+    "deploy/test_images.py",
+    "integration/test_lender.py",
+    "integration/test_lender_ranks.py",
+    "upgrade/test_rolling.py",
+    "integration/test_least_privilege.py",
+)
+"""Files that take more than five minutes each. They come first: whoever gets one last has all others wait for it."""
+
 FORKED = "forked"
 FORKS = pytest.StashKey[Forks]()
 """Of the process that hands the tests out: where those that run them are forked."""
@@ -67,6 +77,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """What takes minutes is not quick: `-m "not slow"` asks for none of it."""
     if item.get_closest_marker("long") is not None:
         item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(trylast=True)  # pytest itself has ordered them by their brokers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    places = {Path(__file__).parent / each: place for place, each in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -18,8 +18,9 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions, NewTopic, OffsetSpec
 
 from schemas.errors import UsageError
+from topics.asking import listing
 from topics.catalog import CATALOG, DISPATCHED, LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, Spread, Topic
-from topics.errors import BrokerUnreachable, BusError, NotLetIn
+from topics.errors import BROKER_AWAY, BrokerUnreachable, BusError, NotLetIn
 from topics.settings import BusSettings
 
 REACH_SECONDS = 5.0
@@ -41,6 +42,7 @@ _NO_LEADER_YET = (
     KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError._NOENT,
     KafkaError._UNKNOWN_PARTITION,
+    *BROKER_AWAY,
 )
 """What a broker answers in the first moments of a topic or partition; librdkafka does not count them as retriable
 here."""
@@ -110,7 +112,7 @@ def create_topics(settings: BusSettings, partitions: Partitions, *, replication_
     then. Raises BrokerUnreachable or BusError.
     """
     client = reach(settings)
-    there = client.list_topics(timeout=ADMIN_SECONDS).topics
+    there = listing(client).topics
     wanted = [
         NewTopic(
             settings.topic(topic),
@@ -145,7 +147,7 @@ def create_topics(settings: BusSettings, partitions: Partitions, *, replication_
 def describe_topics(settings: BusSettings) -> list[TopicState]:
     """The catalog's topics that the broker has. Raises BrokerUnreachable or BusError."""
     client = reach(settings)
-    there = client.list_topics(timeout=ADMIN_SECONDS).topics
+    there = listing(client).topics
     present = {
         topic: len(there[settings.topic(topic)].partitions) for topic in CATALOG if settings.topic(topic) in there
     }
@@ -162,7 +164,7 @@ def drift(settings: BusSettings, partitions: Partitions) -> list[Drift]:
     Raises BrokerUnreachable or BusError.
     """
     client = reach(settings)
-    there = client.list_topics(timeout=ADMIN_SECONDS).topics
+    there = listing(client).topics
     found: list[Drift] = []
     present: list[Topic] = []
     for topic in CATALOG:
@@ -252,4 +254,4 @@ def _await_leaders(client: AdminClient, places: Sequence[TopicPartition]) -> Non
                 waiting.append(place)
         if waiting:
             client.poll(LEADER_POLL_SECONDS)
-            client.list_topics(timeout=ADMIN_SECONDS)  # or librdkafka goes on believing that there is no leader
+            listing(client)  # or librdkafka goes on believing that there is no leader

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, ClusterMetadata
 
 from topics.errors import BROKER_AWAY, BusError, TopicMissing
 
@@ -76,6 +77,13 @@ def ends_of(consumer: Consumer, partition: TopicPartition, meanwhile: Callable[[
     name = partition.topic
     right, moves = f"Describe on topic {name}", (*MOVES, *NO_SUCH_PLACE)
     return insist(f"reading the ends of {name}", ask, ENDS_SECONDS, right, moves=moves, meanwhile=meanwhile)
+
+
+def listing(client: AdminClient) -> ClusterMetadata:
+    """Brokers, and topics with their partitions, as a broker lists them. Raises BusError."""
+    return insist(
+        "asking for the topics", lambda left: client.list_topics(timeout=min(left, ENDS_TURN_SECONDS)), ENDS_SECONDS
+    )
 
 
 def partitions_of(client: Consumer | Producer, name: str, meanwhile: Callable[[], None] = nothing) -> int:

@@ -11,6 +11,7 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient, ConfigResource
 
 from topics.admin import ADMIN_SECONDS, reach
+from topics.asking import listing
 from topics.catalog import CATALOG, DAY, MINUTE, OUTCOMES_KEPT_SECONDS
 from topics.errors import REFUSED_RIGHTS
 from topics.settings import TRANSACTION_MILLISECONDS, BusSettings
@@ -22,10 +23,10 @@ SAFE_REPLICAS = 3
 def weaknesses(settings: BusSettings, *, replication_factor: int = 1) -> list[str]:
     """What to know of this broker, a sentence each; empty when there is nothing.
 
-    `replication_factor`: what the topics should have. Raises BrokerUnreachable.
+    `replication_factor`: what the topics should have. Raises BrokerUnreachable or BusError.
     """
     client = reach(settings)
-    there = client.list_topics(timeout=ADMIN_SECONDS)
+    there = listing(client)
     broker = ConfigResource(ConfigResource.Type.BROKER, str(next(iter(there.brokers), 0)))
     refused: list[str] = []
     told = list(_forgets(_settings(client, [broker], refused).get(broker.name, {})))

@@ -4,15 +4,19 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from threading import Event
+from typing import Any
 
 import pytest
+from confluent_kafka.admin import AdminClient
 
 from tests.brokers import EMBEDDED, any_broker
 from tests.golden.examples import PROMPT
-from tests.integration.bus_kit import with_topics
+from tests.integration.bus_kit import PARTITIONS, with_topics
 from tests.waiting import until
+from topics import admin, asking
+from topics.admin import create_topics, reach
 from topics.broker import Broker
-from topics.catalog import PROMPTS
+from topics.catalog import CATALOG, PROMPTS
 from topics.errors import BusError
 from topics.letters import buried
 from topics.log import read_back, read_topics
@@ -148,3 +152,28 @@ def test_a_question_ends_when_whoever_asks_says_so(
             ask(reader)
         own_broker.send_signal(signal.SIGCONT)
         ask(reader)
+
+
+@any_broker
+def test_who_creates_topics_asks_a_broker_again_that_did_not_answer(
+    own_broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had answered before: a broker that never did is told at once."""
+    monkeypatch.setattr(asking, "ENDS_TURN_SECONDS", 0.5)
+    asked = 0
+
+    class Thawing(AdminClient):  # type: ignore[misc]
+        def list_topics(self, *arguments: Any, **named: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            own_broker.send_signal(signal.SIGSTOP if asked == 1 else signal.SIGCONT)
+            return super().list_topics(*arguments, **named)
+
+    settings = own_broker.settings()
+    reach(settings)
+    monkeypatch.setattr(admin, "reach", lambda settings: Thawing(settings.client("test")))
+    try:
+        assert len(create_topics(settings, PARTITIONS)) == len(CATALOG)
+    finally:
+        own_broker.send_signal(signal.SIGCONT)
+    assert asked > 1
