@@ -156,8 +156,8 @@ class Beside:
         self.heard.clear()
 
     def awake(self) -> None:
-        """Wait until the guest lends."""
-        until(lambda: bool(ticks := self._of(Tick)) and not ticks[-1].parked)
+        """Wait until the guest lends: it is built beside serving, on ranks of a busy server for minutes."""
+        until(lambda: bool(ticks := self._of(Tick)) and not ticks[-1].parked, 4 * WAIT_SECONDS)
 
     def parked(self) -> str:
         """Wait until there is no guest; why."""
