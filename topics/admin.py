@@ -18,7 +18,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions, NewTopic, OffsetSpec
 
 from schemas.errors import UsageError
-from topics.asking import listing
+from topics.asking import listing, offset_in
 from topics.catalog import CATALOG, DISPATCHED, LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, Spread, Topic
 from topics.errors import BROKER_AWAY, BrokerUnreachable, BusError, NotLetIn
 from topics.settings import BusSettings
@@ -230,7 +230,7 @@ def _records(client: AdminClient, name: str, partitions: int) -> int:
         asked = {TopicPartition(name, partition): spec for partition in range(partitions)}
         try:
             answers = client.list_offsets(asked, request_timeout=ADMIN_SECONDS)
-            return sum(future.result().offset for future in answers.values())
+            return sum(offset_in(future) for future in answers.values())
         except KafkaException as error:
             raise BusError(f"reading the ends of {name}", error.args[0], f"Describe on topic {name}") from error
 
@@ -246,7 +246,7 @@ def _await_leaders(client: AdminClient, places: Sequence[TopicPartition]) -> Non
         waiting = []
         for place, future in futures.items():
             try:
-                future.result()
+                offset_in(future)
             except KafkaException as error:
                 if error.args[0].code() not in _NO_LEADER_YET or monotonic() > deadline:
                     right = f"Describe on topic {place.topic}"

@@ -6,11 +6,12 @@ two questions, which last twice ENDS_TURN_SECONDS at most, whoever asks may do w
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, ClusterMetadata
+from confluent_kafka.admin import AdminClient, ClusterMetadata, ListOffsetsResultInfo
 
 from topics.errors import BROKER_AWAY, BusError, TopicMissing
 
@@ -80,10 +81,22 @@ def ends_of(consumer: Consumer, partition: TopicPartition, meanwhile: Callable[[
 
 
 def listing(client: AdminClient) -> ClusterMetadata:
-    """Brokers, and topics with their partitions, as a broker lists them. Raises BusError."""
-    return insist(
-        "asking for the topics", lambda left: client.list_topics(timeout=min(left, ENDS_TURN_SECONDS)), ENDS_SECONDS
-    )
+    """Brokers, and topics with their partitions, as a broker lists them. Raises BusError.
+
+    Each question has half of the time that is left: of a broker that is slow, an answer to the first is waited for.
+    """
+    return insist("asking for the topics", lambda left: client.list_topics(timeout=left / 2), ENDS_SECONDS)
+
+
+def offset_in(answer: "Future[ListOffsetsResultInfo]") -> int:
+    """The offset in an answer to `list_offsets`. Raises KafkaException.
+
+    Where nobody has answered in time confluent-kafka says so by an offset below 0 alone.
+    """
+    offset = int(answer.result().offset)
+    if offset < 0:
+        raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
+    return offset
 
 
 def partitions_of(client: Consumer | Producer, name: str, meanwhile: Callable[[], None] = nothing) -> int:

@@ -17,6 +17,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from schemas.errors import RoseError
 from topics.admin import reach
+from topics.asking import offset_in
 from topics.catalog import (
     COMPLETED,
     DISPATCHED,
@@ -136,7 +137,7 @@ class Sounder:
         asked = {TopicPartition(self._name(topic), part): OffsetSpec.latest() for topic, part in self._places}
         names = {(self._name(topic), part): (topic, part) for topic, part in self._places}
         answers = client.list_offsets(asked, request_timeout=ANSWER_SECONDS)
-        return {names[each.topic, each.partition]: future.result().offset for each, future in answers.items()}
+        return {names[each.topic, each.partition]: offset_in(future) for each, future in answers.items()}
 
     def _committed(self, group: str, topics: tuple[Topic, ...]) -> dict[Place, int]:
         """The next offset that the group reads of each partition; 0 where it has committed none."""
@@ -179,7 +180,7 @@ class Sounder:
         names = [f"{self._settings.namespace}{topic.dead_letters}" for topic in RECORD_TOPICS]
         asked = {TopicPartition(name, 0): OffsetSpec.latest() for name in names}
         answers = client.list_offsets(asked, request_timeout=ANSWER_SECONDS)
-        return [future.result().offset for future in answers.values()]
+        return [offset_in(future) for future in answers.values()]
 
     def _name(self, topic: Topic) -> str:
         return self._settings.topic(topic)

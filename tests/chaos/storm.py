@@ -26,6 +26,7 @@ from tests.chaos.storm_roles import Roles
 from tests.integration.lender_kit import SERVING
 from topics.admin import create_topics
 from topics.apache_kafka import Cluster
+from topics.asking import offset_in
 from topics.broker import QUIET, Broker
 from topics.catalog import OUTCOMES, PROMPTS, REQUESTED, SAMPLES, Partitions
 from topics.settings import BusSettings
@@ -274,7 +275,7 @@ class _Watch:
         self._next_look = now + LOOK_SECONDS
         try:
             found = self._admin.list_offsets(self._ends, request_timeout=LOOK_SECONDS)
-            seen = [end.result().offset for end in found.values()]
+            seen = [offset_in(end) for end in found.values()]
         except KafkaException:  # a node is away; a client that met this may hold on to a leader's old epoch for good
             self._admin = AdminClient(self._address)
             return

@@ -42,7 +42,7 @@ class Cluster:
 
         def leaders_answer() -> bool:
             try:
-                return all(future.result() for future in admin.list_offsets(places).values())
+                return all(future.result().offset >= 0 for future in admin.list_offsets(places).values())
             except KafkaException:  # Apache Kafka has many words for "not yet" in the first tenths of a second
                 admin.poll(0.05)
                 return False

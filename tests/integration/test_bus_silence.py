@@ -7,7 +7,8 @@ from threading import Event
 from typing import Any
 
 import pytest
-from confluent_kafka.admin import AdminClient
+from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from tests.brokers import EMBEDDED, any_broker
 from tests.golden.examples import PROMPT
@@ -15,6 +16,7 @@ from tests.integration.bus_kit import PARTITIONS, with_topics
 from tests.waiting import until
 from topics import admin, asking
 from topics.admin import create_topics, reach
+from topics.asking import offset_in
 from topics.broker import Broker
 from topics.catalog import CATALOG, PROMPTS
 from topics.errors import BusError
@@ -159,7 +161,7 @@ def test_who_creates_topics_asks_a_broker_again_that_did_not_answer(
     own_broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had answered before: a broker that never did is told at once."""
-    monkeypatch.setattr(asking, "ENDS_TURN_SECONDS", 0.5)
+    monkeypatch.setattr(asking, "ENDS_SECONDS", 4.0)
     asked = 0
 
     class Thawing(AdminClient):  # type: ignore[misc]
@@ -177,3 +179,20 @@ def test_who_creates_topics_asks_a_broker_again_that_did_not_answer(
     finally:
         own_broker.send_signal(signal.SIGCONT)
     assert asked > 1
+
+
+@any_broker
+def test_a_leader_that_does_not_answer_is_not_taken_for_one_that_does(
+    settings: BusSettings, own_broker: Broker
+) -> None:
+    """confluent-kafka raises nothing then."""
+    client = reach(settings)
+    place = TopicPartition(settings.topic(PROMPTS), 0)
+
+    def asked(seconds: float) -> int:
+        return offset_in(client.list_offsets({place: OffsetSpec.latest()}, request_timeout=seconds)[place])
+
+    assert asked(30.0) == 0
+    own_broker.send_signal(signal.SIGSTOP)
+    with pytest.raises(KafkaException, match="imed out"):
+        asked(1.0)

@@ -21,6 +21,7 @@ from workers.lender.hang import GAP_SECONDS, Hang
 from workers.lender.identity import Identity, identity_of, opened, state_of, this_process
 from workers.lender.keeper import Keeper, is_halted, says_stop
 from workers.lender.pulse import Pulse
+from workers.lender.vllm.attach import is_gone
 
 pytestmark = pytest.mark.slow
 
@@ -238,6 +239,15 @@ def test_an_engine_core_that_began_after_the_last_look_ends_too_when_its_server_
     stop.set()  # it never looks
     keeper.keep(stop)
     assert core.wait(60.0) in (-signal.SIGTERM, -signal.SIGKILL)
+
+
+def test_a_server_is_gone_once_it_has_ended_whoever_holds_its_pipes_open() -> None:
+    server = subprocess.Popen(["sleep", "600"])
+    assert not is_gone(os.getppid()) and not is_gone(server.pid)
+    server.kill()
+    until(lambda: is_gone(server.pid))  # nobody has waited for it
+    server.wait()
+    assert is_gone(server.pid)
 
 
 def test_a_process_is_known_by_its_id_and_its_start(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ Three methods of `EngineCoreProc` are wrapped (`touched` has the table), two of 
 """
 
 import logging
+import os
 import sys
 from functools import wraps
 from multiprocessing import parent_process
@@ -20,6 +21,7 @@ from typing import Any
 
 from schemas.errors import UsageError
 from workers.lender.config import LendConfig, read_config
+from workers.lender.identity import identity_of, state_of
 from workers.lender.pulse import Pulse
 
 LOG = logging.getLogger("vllm.rose")
@@ -36,8 +38,8 @@ def register_lender(configuration: str) -> None:
         pulse: Pulse | None = None
         try:
             config = read_config(Path(configuration))
+            pulse = Pulse.of_core(config.pulse)  # first: the keeper is to know an engine core that does not lend, too
             _check(core, config)
-            pulse = Pulse.of_core(config.pulse)
             _attach(core, config, pulse)
         except UsageError as refusal:
             LOG.error("rose: this server does not lend: %s", refusal)
@@ -60,18 +62,28 @@ def _end_if_left() -> None:
     Its page says by now who it is: of a server that is killed later the keeper ends the engine core.
     """
     server = parent_process()
-    if server is not None and not server.is_alive():
+    if server is not None and server.pid is not None and (not server.is_alive() or is_gone(server.pid)):
         LOG.error("rose: the server of this engine core is gone: it ends")
         sys.exit(0)
 
 
+def is_gone(server: int) -> bool:
+    """By the kernel's word: what a server forks after its engine core holds the pipe open that tells of its end."""
+    if os.getppid() == server:
+        return False
+    found = identity_of(server)
+    return found is None or state_of(found) in ("", "Z", "X")
+
+
 def _check(core: Any, config: LendConfig) -> None:
     """Raises UsageError where no guest may be."""
-    from workers.lender.vllm.refusals import why_not
+    from workers.lender.vllm.refusals import is_one_of_several, why_not
     from workers.lender.vllm.touched import moved
 
     if reason := moved() or (not config.observe and why_not(core)):
         raise UsageError(reason)
+    if is_one_of_several(core):
+        raise UsageError("no server was observed that has several engine cores (data parallelism)")
 
 
 def _attach(core: Any, config: LendConfig, pulse: Pulse) -> None:

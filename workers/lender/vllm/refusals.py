@@ -3,10 +3,21 @@
 Keeps true: a guest is refused, never serving; what is not known to work is not tried on somebody's server.
 """
 
+from multiprocessing import current_process
 from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCoreProc
+
+ONE_OF_SEVERAL = "EngineCore_DP"
+"""How vLLM's name for the process of an engine core begins that has others beside it; each of a dense model is told
+that it is alone."""
+
+
+def is_one_of_several(core: Any) -> bool:
+    """Whether the server of this engine core has others."""
+    several = core.vllm_config.parallel_config.data_parallel_size > 1
+    return several or type(core) is not EngineCoreProc or current_process().name.startswith(ONE_OF_SEVERAL)
 
 
 def why_not(core: Any) -> str:
@@ -15,7 +26,7 @@ def why_not(core: Any) -> str:
     parallel, model = config.parallel_config, config.model_config
     untried = {
         "a device that is not a CPU": not current_platform.is_cpu(),
-        "data parallelism": type(core) is not EngineCoreProc or parallel.data_parallel_size > 1,
+        "data parallelism": is_one_of_several(core),
         "pipeline or context parallelism": (
             parallel.world_size != parallel.tensor_parallel_size or parallel.decode_context_parallel_size > 1
         ),
