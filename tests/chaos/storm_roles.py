@@ -251,12 +251,13 @@ class Roles:
         self._count(f"{deed.act.value}{_of(deed.part)}", worker)
 
     def _kill(self, part: Part, present: _Process) -> None:
+        there = part is Part.ALL or _send(present, signal.SIGKILL, part)
+        if part is Part.CORE and not there:
+            part = Part.ALL  # a server that loads has none yet: it would not leave
         if part is Part.ALL:
             present.process.send_signal(signal.SIGKILL)
             present.process.wait()
             del self._present[present.worker]
-        else:
-            _send(present, signal.SIGKILL, part)
         if part is Part.CORE:  # what is left of the server leaves by itself
             present.asked_at = time.time()
             del self._present[present.worker]
@@ -333,17 +334,22 @@ class Roles:
         return at
 
 
-def _send(present: _Process, number: signal.Signals, part: Part = Part.ALL) -> None:
-    """To a process of a worker; a lender has several, and all of them are a session."""
+def _send(present: _Process, number: signal.Signals, part: Part = Part.ALL) -> bool:
+    """To a process of a worker; a lender has several, and all of them are a session. Whether there was one."""
+    there = False
     with suppress(ProcessLookupError, psutil.NoSuchProcess):
         if present.worker.role is not Role.LENDER:
             present.process.send_signal(number)
+            there = True
         elif part is Part.ALL:
             os.killpg(present.process.pid, number)
+            there = True
         else:
             for child in psutil.Process(present.process.pid).children(recursive=True):
                 if child.name().startswith(part.value):
                     child.send_signal(number)
+                    there = True
+    return there
 
 
 def _of(part: Part) -> str:
