@@ -38,7 +38,7 @@ LOOK_SECONDS = 0.2
 """How long one look lasts while the group decides."""
 
 FRESH_SECONDS = 0.05
-"""For so long a look counts: the group decides nothing anew before this member has looked."""
+"""For so long a look counts: within a session the group decides nothing anew before this member has looked."""
 
 HEARTBEAT_SECONDS = 1.0
 """Between two heartbeats of the client itself."""

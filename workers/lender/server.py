@@ -1,6 +1,6 @@
 """The server of `rose lend`: vLLM's own program, and an exit status that tells when its engine core was lost.
 
-Keeps true: flags, signals and log are vLLM's. So is the status, but where an engine core that lent ended and nobody had
+Keeps true: flags, signals and log are vLLM's. So is the status, but where the engine core ended and nobody had
 asked for that: vLLM leaves with 0 then, and whoever starts servers again after a failure would leave this one down.
 And a server that is asked to stop while it loads stops: vLLM's own handler raises KeyboardInterrupt then, which vLLM
 itself drops as long as it waits for its engine core (`zmq_socket_ctx`, 0.32), and goes on.

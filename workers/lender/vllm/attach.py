@@ -21,7 +21,7 @@ from typing import Any
 
 from schemas.errors import UsageError
 from workers.lender.config import LendConfig, read_config
-from workers.lender.identity import identity_of, state_of
+from workers.lender.identity import has_ended, identity_of
 from workers.lender.pulse import Pulse
 
 LOG = logging.getLogger("vllm.rose")
@@ -72,7 +72,7 @@ def is_gone(server: int) -> bool:
     if os.getppid() == server:
         return False
     found = identity_of(server)
-    return found is None or state_of(found) in ("", "Z", "X")
+    return found is None or has_ended(found)
 
 
 def _check(core: Any, config: LendConfig) -> None:
