@@ -17,7 +17,7 @@ Example
 
 from collections.abc import Iterable
 
-from pipeline.routing.liveness import Execution, Executor, Liveness
+from pipeline.routing.liveness import Execution, Executor, Listing, Liveness
 from pipeline.routing.placement import Placement
 from pipeline.routing.turn import Turn
 from pipeline.routing.waiting import Waiting
@@ -31,11 +31,6 @@ LEASE_SECONDS = 5.0
 def listed_as(key: TurnKey) -> bytes:
     """What stands for an execution in a heartbeat's `holds`."""
     return held_hash(key).to_bytes(8, "little")
-
-
-def unpack_holds(packed: bytes) -> frozenset[bytes]:
-    """The executions in a heartbeat's `holds`."""
-    return frozenset([packed[at : at + 8] for at in range(0, len(packed) - 7, 8)])
 
 
 class Custody:
@@ -68,7 +63,7 @@ class Custody:
         if not turn.worker:
             return turn.queued_at
         executor = self._liveness.executors[turn.worker]
-        return executor.heard_at if turn.execution in unpack_holds(executor.listed) else turn.seen_at
+        return executor.heard_at if turn.execution in executor.listed else turn.seen_at
 
     def ended(self, turn: Turn) -> None:
         """The executor that has the turn has answered it, or it is not there any more."""
@@ -93,9 +88,8 @@ class Custody:
         """
         beat, seconds = executor.beat, 0.0
         waiting = 0 if beat is None else beat.rollout.waiting
-        listed = unpack_holds(executor.listed)
         for execution, turn in reversed(executor.holds.items()):
-            if execution in listed:
+            if execution in executor.listed:
                 if not waiting:
                     break
                 waiting -= 1
@@ -124,13 +118,15 @@ class Custody:
         beat, holds, before = executor.beat, executor.holds, executor.listed
         assert beat is not None
         at, clock = executor.heard_at, executor.heard_clock
-        executor.listed, executor.heard_at, executor.heard_clock = beat.holds, now, self._liveness.clock
+        executor.heard_at, executor.heard_clock = now, self._liveness.clock
+        if beat.holds != before.packed:  # most list what the one before did
+            executor.listed = Listing(beat.holds)
         if beat.holds == b"".join(holds) and not executor.ghosts:
             return []
-        listed, was_listed = unpack_holds(beat.holds), unpack_holds(before)
+        listed = executor.listed
         missing = [turn for each, turn in holds.items() if each not in listed]
         for turn in missing:
-            if turn.execution in was_listed:
+            if turn.execution in before:
                 turn.seen_at, turn.seen_clock = at, clock
         for each, ghost in list(executor.ghosts.items()):
             if each not in listed:

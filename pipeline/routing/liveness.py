@@ -68,6 +68,26 @@ class Execution(NamedTuple):
     """It counts as a failure of its turn, until its executor comes back."""
 
 
+class Listing:
+    """The executions that a heartbeat lists in its `holds`, taken apart once somebody looks for one."""
+
+    __slots__ = ("_found", "packed")
+
+    def __init__(self, packed: bytes) -> None:
+        """`packed`: eight bytes of each."""
+        self.packed = packed
+        self._found: frozenset[bytes] | None = None
+
+    def __contains__(self, execution: bytes) -> bool:
+        if self._found is None:
+            packed = self.packed
+            self._found = frozenset([packed[at : at + 8] for at in range(0, len(packed) - 7, 8)])
+        return execution in self._found
+
+
+NOTHING = Listing(b"")
+
+
 @dataclass(slots=True)
 class Executor:
     """One executor under its newest incarnation."""
@@ -86,7 +106,7 @@ class Executor:
     """It refused for lack of room, and neither what it offers nor what it holds has changed since."""
     holds: dict[bytes, Turn] = field(default_factory=dict)
     """By execution, as heartbeats list it: the turns that it has, in the order in which they came."""
-    listed: bytes = b""
+    listed: Listing = NOTHING
     """What its newest heartbeat says that it has: that was seen at `heard_at`, whatever the turns say."""
     heard_at: float = 0.0
     """When that came, on the router's clock."""

@@ -237,9 +237,11 @@ class Reign:
         skew = self.skews.heard(beat.worker, beat.sent_at, time.time())
         if skew is not None:
             self._log.warning("clock is wrong", worker=beat.worker, seconds_behind=round(skew, 1))
-        if not self._has(beat.slot) and time.monotonic() >= self._next_inboxes:
+        there = self._has(beat.slot)
+        if not there and time.monotonic() >= self._next_inboxes:
             self._look_for_inboxes()
-        if self._has(beat.slot):
+            there = self._has(beat.slot)
+        if there:
             self._carry_out(self.router.heard(beat, self.clock()))
         elif beat.worker not in self._misplaced and len(self._misplaced) < MISPLACED:
             self._misplaced.add(beat.worker)

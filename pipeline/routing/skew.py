@@ -45,7 +45,9 @@ class Skews:
         """Take a heartbeat's time in; the skew if it is to be told now. `now` is unix seconds."""
         if now >= self._sweeps_at:
             self._sweep(now)
-        window = self._windows.setdefault(worker, _Window(now, now - sent_at, now))
+        window = self._windows.get(worker)
+        if window is None:
+            window = self._windows[worker] = _Window(now, now - sent_at, now)
         window.heard_at = now
         if now - window.began < WINDOW_SECONDS:
             window.least = min(window.least, now - sent_at)
