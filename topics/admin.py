@@ -18,7 +18,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions, NewTopic, OffsetSpec
 
 from schemas.errors import UsageError
-from topics.asking import listing, offset_in
+from topics.asking import metadata_of, offset_in
 from topics.catalog import CATALOG, DISPATCHED, LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, Spread, Topic
 from topics.errors import BROKER_AWAY, BrokerUnreachable, BusError, NotLetIn
 from topics.settings import BusSettings
@@ -112,7 +112,7 @@ def create_topics(settings: BusSettings, partitions: Partitions, *, replication_
     then. Raises BrokerUnreachable or BusError.
     """
     client = reach(settings)
-    there = listing(client).topics
+    there = metadata_of(client).topics
     wanted = [
         NewTopic(
             settings.topic(topic),
@@ -147,7 +147,7 @@ def create_topics(settings: BusSettings, partitions: Partitions, *, replication_
 def describe_topics(settings: BusSettings) -> list[TopicState]:
     """The catalog's topics that the broker has. Raises BrokerUnreachable or BusError."""
     client = reach(settings)
-    there = listing(client).topics
+    there = metadata_of(client).topics
     present = {
         topic: len(there[settings.topic(topic)].partitions) for topic in CATALOG if settings.topic(topic) in there
     }
@@ -164,7 +164,7 @@ def drift(settings: BusSettings, partitions: Partitions) -> list[Drift]:
     Raises BrokerUnreachable or BusError.
     """
     client = reach(settings)
-    there = listing(client).topics
+    there = metadata_of(client).topics
     found: list[Drift] = []
     present: list[Topic] = []
     for topic in CATALOG:
@@ -254,4 +254,4 @@ def _await_leaders(client: AdminClient, places: Sequence[TopicPartition]) -> Non
                 waiting.append(place)
         if waiting:
             client.poll(LEADER_POLL_SECONDS)
-            listing(client)  # or librdkafka goes on believing that there is no leader
+            metadata_of(client)  # or librdkafka goes on believing that there is no leader

@@ -80,7 +80,7 @@ def ends_of(consumer: Consumer, partition: TopicPartition, meanwhile: Callable[[
     return insist(f"reading the ends of {name}", ask, ENDS_SECONDS, right, moves=moves, meanwhile=meanwhile)
 
 
-def listing(client: AdminClient) -> ClusterMetadata:
+def metadata_of(client: AdminClient) -> ClusterMetadata:
     """Brokers, and topics with their partitions, as a broker lists them. Raises BusError.
 
     Each question has half of the time that is left: of a broker that is slow, an answer to the first is waited for.

@@ -11,7 +11,7 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient, ConfigResource
 
 from topics.admin import ADMIN_SECONDS, reach
-from topics.asking import listing
+from topics.asking import metadata_of
 from topics.catalog import CATALOG, DAY, MINUTE, OUTCOMES_KEPT_SECONDS
 from topics.errors import REFUSED_RIGHTS
 from topics.settings import TRANSACTION_MILLISECONDS, BusSettings
@@ -26,7 +26,7 @@ def weaknesses(settings: BusSettings, *, replication_factor: int = 1) -> list[st
     `replication_factor`: what the topics should have. Raises BrokerUnreachable or BusError.
     """
     client = reach(settings)
-    there = listing(client)
+    there = metadata_of(client)
     broker = ConfigResource(ConfigResource.Type.BROKER, str(next(iter(there.brokers), 0)))
     refused: list[str] = []
     told = list(_forgets(_settings(client, [broker], refused).get(broker.name, {})))

@@ -31,7 +31,7 @@ READ_LIMIT = 500
 """Records taken at once."""
 
 IDLE_SECONDS = 0.02
-"""How long to wait for records before looking at the time."""
+"""How long to wait for records before looking whether anything else is due."""
 
 FETCH_AHEAD = {"fetch.message.max.bytes": "1048576", "fetch.max.bytes": "8388608", "queued.max.messages.kbytes": "8192"}
 """8 MiB fetched ahead are about 9,000 turns of 150 tokens, which take about a second to decide on."""

@@ -238,7 +238,8 @@ class Roles:
     def _do_to_role(self, deed: Deed, present: _Process) -> None:
         worker, number = present.worker, present.number
         if deed.act is Act.KILL:
-            self._kill(deed.part, present)
+            self._count(f"{deed.act.value}{_of(self._kill(deed.part, present))}", worker)
+            return
         elif deed.act is Act.LEAVE:
             self._ask_to_leave(present)
         elif deed.act is Act.FREEZE:
@@ -250,10 +251,11 @@ class Roles:
             return
         self._count(f"{deed.act.value}{_of(deed.part)}", worker)
 
-    def _kill(self, part: Part, present: _Process) -> None:
+    def _kill(self, part: Part, present: _Process) -> Part:
+        """What of it was killed: a server that still loads has no engine core yet."""
         there = part is Part.ALL or _send(present, signal.SIGKILL, part)
         if part is Part.CORE and not there:
-            part = Part.ALL  # a server that loads has none yet: it would not leave
+            part = Part.ALL  # it would not leave
         if part is Part.ALL:
             present.process.send_signal(signal.SIGKILL)
             present.process.wait()
@@ -263,6 +265,7 @@ class Roles:
             del self._present[present.worker]
             self._leaving.append(present)
         self._note(Change.ENDED, present.worker, present.number, status=-signal.SIGKILL, part=part.name)
+        return part
 
     def _grant(self, act: Act, lender: Worker) -> None:
         told = ("--no-lend" if act is Act.PARK else "--lend", "--reason", "storm")

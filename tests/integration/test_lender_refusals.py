@@ -1,21 +1,28 @@
 """Servers that no guest was tried in, and a vLLM of which a part has moved: refused in a sentence."""
 
+import os
 from dataclasses import replace
+from multiprocessing import current_process
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
-from workers.lender.vllm import touched
-from workers.lender.vllm.refusals import why_not
+from workers.lender.vllm import attach, touched
+from workers.lender.vllm.attach import register_lender
+from workers.lender.vllm.refusals import ALONE, why_not
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 
+@pytest.fixture(autouse=True)
+def in_the_process_of_an_engine_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current_process(), "name", ALONE)
+
+
 def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
     parallel = SimpleNamespace(
-        data_parallel_size=1,
         world_size=1,
         tensor_parallel_size=1,
         decode_context_parallel_size=1,
@@ -47,6 +54,8 @@ def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
     core.scheduler = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=["one"]))
     assert why_not(core) == ""
     for place, name, value, said in [
+        (current_process(), "name", "EngineCore_DP0", "data parallelism"),
+        (current_process(), "name", "another of vLLM's names", "data parallelism"),
         (config, "speculative_config", object(), "speculative decoding"),
         (config, "kv_transfer_config", object(), "prefill and decode apart"),
         (config.scheduler_config, "async_scheduling", True, "--no-async-scheduling"),
@@ -61,6 +70,25 @@ def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
         setattr(place, name, value)
         assert said in why_not(core)
         setattr(place, name, usual)
+
+
+@pytest.mark.parametrize("kind", [EngineCoreProc, DPEngineCoreProc])
+def test_every_engine_core_begins_with_a_look_for_its_server(
+    kind: type[EngineCoreProc], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun: list[EngineCoreProc] = []
+    for each in (EngineCoreProc, DPEngineCoreProc):
+        monkeypatch.setattr(each, "run_busy_loop", begun.append)
+    register_lender("/nowhere")
+    core = object.__new__(kind)
+    server = SimpleNamespace(pid=os.getppid())
+    monkeypatch.setattr(attach, "parent_process", lambda: server)
+    core.run_busy_loop()
+    assert begun == [core] and "does not lend" in caplog.text
+    server.pid += 1
+    with pytest.raises(SystemExit):
+        core.run_busy_loop()
+    assert begun == [core]
 
 
 def test_nothing_that_the_lender_touches_has_moved() -> None:

@@ -21,7 +21,6 @@ from workers.lender.hang import GAP_SECONDS, Hang
 from workers.lender.identity import Identity, identity_of, opened, state_of, this_process
 from workers.lender.keeper import Keeper, is_halted, says_stop
 from workers.lender.pulse import Pulse
-from workers.lender.vllm.attach import is_gone
 
 pytestmark = pytest.mark.slow
 
@@ -241,13 +240,15 @@ def test_an_engine_core_that_began_after_the_last_look_ends_too_when_its_server_
     assert core.wait(60.0) in (-signal.SIGTERM, -signal.SIGKILL)
 
 
-def test_a_server_is_gone_once_it_has_ended_whoever_holds_its_pipes_open() -> None:
-    server = subprocess.Popen(["sleep", "600"])
-    assert not is_gone(os.getppid()) and not is_gone(server.pid)
-    server.kill()
-    until(lambda: is_gone(server.pid))  # nobody has waited for it
-    server.wait()
-    assert is_gone(server.pid)
+def test_what_one_of_several_engine_cores_says_of_itself_another_does_not_take_back(tmp_path: Path) -> None:
+    page = Pulse.made(tmp_path / "pulse")
+    first = Pulse.of_core(str(tmp_path / "pulse"))
+    core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving"], cwd=ROOT)
+    until(lambda: page.core == identity_of(core.pid))
+    first.leave()
+    assert page.core == identity_of(core.pid)
+    core.kill()
+    core.wait()
 
 
 def test_a_process_is_known_by_its_id_and_its_start(tmp_path: Path) -> None:

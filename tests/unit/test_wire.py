@@ -16,7 +16,7 @@ from schemas.errors import RecordError
 from schemas.limits import RECORD_BYTES, RECORD_OVERHEAD_BYTES
 from schemas.prompts import Prompt
 from schemas.record import Record
-from schemas.turns import TurnRequest
+from schemas.turns import TurnDispatch, TurnRequest
 from schemas.weights import WeightChunk
 from schemas.wire import RECORDS, SCHEMA_HEADER, decode, encode, headers_of
 from tests.golden.examples import EXAMPLES, PROMPT, REQUEST
@@ -112,6 +112,13 @@ def test_a_record_over_the_limit_is_neither_written_nor_read() -> None:
         encode(chunk)
     with pytest.raises(RecordError, match="limit"):
         decode(WeightChunk, bytes(RECORD_BYTES + RECORD_OVERHEAD_BYTES + 1))
+
+
+def test_a_dispatch_of_which_a_reader_would_find_no_request_is_not_written() -> None:
+    dispatch = next(each for each in EXAMPLES if isinstance(each, TurnDispatch))
+    packed: Any = encode(REQUEST)  # bytes within bytes, where a request is expected
+    with pytest.raises(RecordError):
+        encode(msgspec.structs.replace(dispatch, asked=packed))
 
 
 def test_an_unpacked_array_cannot_be_written_through() -> None:

@@ -68,7 +68,8 @@ class Pulse:
 
     def leave(self) -> None:
         """The engine core ends as it was asked to, whoever has left and taken the file along."""
-        self._words[CORE] = 0
+        if self._words[CORE] == this_process().word:  # of several, another may have come since
+            self._words[CORE] = 0
 
     def has_ranks(self, processes: Sequence[Identity]) -> None:
         """Besides the engine core, serving computes in these. Raises UsageError."""

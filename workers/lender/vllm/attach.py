@@ -7,13 +7,14 @@ Keeps true
 - A server that no guest was tried in is left as it is, and the log says why in a sentence.
 - An engine core whose server was killed meanwhile does not begin.
 
-Three methods of `EngineCoreProc` are wrapped (`touched` has the table), two of them in an engine that lends alone.
-`has_work` is left as it is, so vLLM's shutdown is its own.
+Three methods of `EngineCoreProc` are wrapped, and the loop that `DPEngineCoreProc` has of its own (`touched` has the
+table); two of them in an engine that lends alone. `has_work` is left as it is, so vLLM's shutdown is its own.
 """
 
 import logging
 import os
 import sys
+from collections.abc import Callable
 from functools import wraps
 from multiprocessing import parent_process
 from pathlib import Path
@@ -21,7 +22,6 @@ from typing import Any
 
 from schemas.errors import UsageError
 from workers.lender.config import LendConfig, read_config
-from workers.lender.identity import has_ended, identity_of
 from workers.lender.pulse import Pulse
 
 LOG = logging.getLogger("vllm.rose")
@@ -29,10 +29,13 @@ LOG = logging.getLogger("vllm.rose")
 
 def register_lender(configuration: str) -> None:
     """Have every engine core of this process offer itself when its loop begins. Raises nothing."""
-    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
-    run_busy_loop = EngineCoreProc.run_busy_loop
+    for kind in (EngineCoreProc, DPEngineCoreProc):
+        kind.run_busy_loop = _lending(kind.run_busy_loop, configuration)
 
+
+def _lending(run_busy_loop: Callable[[Any], None], configuration: str) -> Callable[[Any], None]:
     @wraps(run_busy_loop)
     def run_lending(core: Any) -> None:
         pulse: Pulse | None = None
@@ -53,7 +56,7 @@ def register_lender(configuration: str) -> None:
                 pulse.leave()
             raise
 
-    EngineCoreProc.run_busy_loop = run_lending
+    return run_lending
 
 
 def _end_if_left() -> None:
@@ -61,18 +64,10 @@ def _end_if_left() -> None:
 
     Its page says by now who it is: of a server that is killed later the keeper ends the engine core.
     """
-    server = parent_process()
-    if server is not None and server.pid is not None and (not server.is_alive() or is_gone(server.pid)):
+    server = parent_process()  # whether its pipe still tells of it is no matter: a child of it may hold that open
+    if server is not None and os.getppid() != server.pid:
         LOG.error("rose: the server of this engine core is gone: it ends")
         sys.exit(0)
-
-
-def is_gone(server: int) -> bool:
-    """By the kernel's word: what a server forks after its engine core holds the pipe open that tells of its end."""
-    if os.getppid() == server:
-        return False
-    found = identity_of(server)
-    return found is None or has_ended(found)
 
 
 def _check(core: Any, config: LendConfig) -> None:

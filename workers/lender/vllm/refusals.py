@@ -9,15 +9,14 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCoreProc
 
-ONE_OF_SEVERAL = "EngineCore_DP"
-"""How vLLM's name for the process of an engine core begins that has others beside it; each of a dense model is told
-that it is alone."""
+ALONE = "EngineCore"
+"""vLLM's name for the process of an engine core that has no others beside it. By nothing else can those of a dense
+model be told: each of several is made to believe that it is alone."""
 
 
-def is_one_of_several(core: Any) -> bool:
+def is_one_of_several(core: EngineCoreProc) -> bool:
     """Whether the server of this engine core has others."""
-    several = core.vllm_config.parallel_config.data_parallel_size > 1
-    return several or type(core) is not EngineCoreProc or current_process().name.startswith(ONE_OF_SEVERAL)
+    return type(core) is not EngineCoreProc or current_process().name != ALONE
 
 
 def why_not(core: Any) -> str:

@@ -48,6 +48,18 @@ TOUCHED = (
     ),
     Touched(
         CORE,
+        "DPEngineCoreProc.run_busy_loop",
+        "wrapped: one of several engine cores is known to the keeper, and refused",
+        "82005a0f8043e7be",
+    ),
+    Touched(
+        "vllm.v1.engine.utils",
+        "CoreEngineProcManager.__init__",
+        "gives an engine core that is alone its name",
+        "e0e505ebaee2595c",
+    ),
+    Touched(
+        CORE,
         "EngineCoreProc._process_input_queue",
         "wrapped: it may not block while the guest wants to run",
         "215a7d373e636f98",
