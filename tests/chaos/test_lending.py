@@ -65,10 +65,11 @@ def test_no_fault_of_the_run_or_of_a_guest_reaches_the_users_of_a_server_that_le
         run.wake()
         run.park()
         left.append(run.left())
+    troubles = list(run.serving_troubles())  # before it leaves: vLLM may call its engine dead as it ends that itself
     status = run.leave()
     tell(run, began, left)
 
-    assert list(run.serving_troubles()) == []
+    assert troubles == []
     waits = read_waits(run.folder / "faults")
     assert [each.error for each in waits if each.error] == []
     assert len(waits) > TRAFFIC_SECONDS / 2, "there was traffic"
