@@ -236,26 +236,24 @@ class Roles:
         return f"executor-{self._most - 1 - lender.number}"
 
     def _do_to_role(self, deed: Deed, present: _Process) -> None:
-        worker, number = present.worker, present.number
+        worker, number, part = present.worker, present.number, deed.part
         if deed.act is Act.KILL:
-            self._count(f"{deed.act.value}{_of(self._kill(deed.part, present))}", worker)
-            return
+            part = self._kill(part, present)
         elif deed.act is Act.LEAVE:
             self._ask_to_leave(present)
         elif deed.act is Act.FREEZE:
-            _send(present, signal.SIGSTOP, deed.part)
+            part = _send(present, signal.SIGSTOP, part)
             self._note(Change.FROZEN, worker, number)
         else:
             _send(present, signal.SIGCONT)
             self._note(Change.THAWED, worker, number)
             return
-        self._count(f"{deed.act.value}{_of(deed.part)}", worker)
+        self._count(f"{deed.act.value}{_of(part)}", worker)
 
     def _kill(self, part: Part, present: _Process) -> Part:
-        """What of it was killed: a server that still loads has no engine core yet."""
-        there = part is Part.ALL or _send(present, signal.SIGKILL, part)
-        if part is Part.CORE and not there:
-            part = Part.ALL  # it would not leave
+        """What of it was killed: its first process where there is no such part now."""
+        if not _sent(present, signal.SIGKILL, part):
+            part = Part.ALL
         if part is Part.ALL:
             present.process.send_signal(signal.SIGKILL)
             present.process.wait()
@@ -337,21 +335,28 @@ class Roles:
         return at
 
 
-def _send(present: _Process, number: signal.Signals, part: Part = Part.ALL) -> bool:
-    """To a process of a worker; a lender has several, and all of them are a session. Whether there was one."""
-    there = False
-    with suppress(ProcessLookupError, psutil.NoSuchProcess):
-        if present.worker.role is not Role.LENDER:
-            present.process.send_signal(number)
-            there = True
-        elif part is Part.ALL:
-            os.killpg(present.process.pid, number)
-            there = True
+def _send(present: _Process, number: signal.Signals, part: Part = Part.ALL) -> Part:
+    """To a part of a worker, or to all of it where there is no such part now. To what it was."""
+    if _sent(present, number, part):
+        return part
+    with suppress(ProcessLookupError):
+        if present.worker.role is Role.LENDER:
+            os.killpg(present.process.pid, number)  # its processes are a session
         else:
+            present.process.send_signal(number)
+    return Part.ALL
+
+
+def _sent(present: _Process, number: signal.Signals, part: Part) -> bool:
+    """To those processes of a lender that are this part of it; whether there were any."""
+    there = False
+    if part is not Part.ALL:
+        with suppress(psutil.NoSuchProcess):
             for child in psutil.Process(present.process.pid).children(recursive=True):
-                if child.name().startswith(part.value):
-                    child.send_signal(number)
-                    there = True
+                with suppress(psutil.NoSuchProcess):
+                    if child.name().startswith(part.value):
+                        child.send_signal(number)
+                        there = True
     return there
 
 

@@ -70,25 +70,28 @@ def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
         setattr(place, name, value)
         assert said in why_not(core)
         setattr(place, name, usual)
+    several: Any = object.__new__(DPEngineCoreProc)
+    several.__dict__ |= vars(core)
+    assert "data parallelism" in why_not(several)
 
 
 @pytest.mark.parametrize("kind", [EngineCoreProc, DPEngineCoreProc])
 def test_every_engine_core_begins_with_a_look_for_its_server(
     kind: type[EngineCoreProc], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begun: list[EngineCoreProc] = []
-    for each in (EngineCoreProc, DPEngineCoreProc):
-        monkeypatch.setattr(each, "run_busy_loop", begun.append)
+    begun: dict[type[EngineCoreProc], list[EngineCoreProc]] = {EngineCoreProc: [], DPEngineCoreProc: []}
+    for each, by_its_loop in begun.items():
+        monkeypatch.setattr(each, "run_busy_loop", by_its_loop.append)
     register_lender("/nowhere")
     core = object.__new__(kind)
     server = SimpleNamespace(pid=os.getppid())
     monkeypatch.setattr(attach, "parent_process", lambda: server)
     core.run_busy_loop()
-    assert begun == [core] and "does not lend" in caplog.text
+    assert begun.pop(kind) == [core] and "does not lend" in caplog.text
     server.pid += 1
     with pytest.raises(SystemExit):
         core.run_busy_loop()
-    assert begun == [core]
+    assert [*begun.values()] == [[]]
 
 
 def test_nothing_that_the_lender_touches_has_moved() -> None:

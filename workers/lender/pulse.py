@@ -45,6 +45,8 @@ class Pulse:
             with path.open("r+b") as file:
                 memory = mmap.mmap(file.fileno(), BYTES)
         self._words = memoryview(memory).cast("Q")
+        self._own = 0
+        """What an engine core has written of itself."""
 
     @classmethod
     def made(cls, path: Path) -> "Pulse":
@@ -63,12 +65,12 @@ class Pulse:
         if path:
             faulthandler.register(STACK_SIGNAL, all_threads=True)
         pulse._words[SINCE] = 0
-        pulse._words[CORE] = this_process().word
+        pulse._words[CORE] = pulse._own = this_process().word
         return pulse
 
     def leave(self) -> None:
         """The engine core ends as it was asked to, whoever has left and taken the file along."""
-        if self._words[CORE] == this_process().word:  # of several, another may have come since
+        if self._words[CORE] == self._own:  # of several, another may have come since
             self._words[CORE] = 0
 
     def has_ranks(self, processes: Sequence[Identity]) -> None:
