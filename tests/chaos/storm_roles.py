@@ -349,14 +349,15 @@ def _send(present: _Process, number: signal.Signals, part: Part = Part.ALL) -> P
 
 def _sent(present: _Process, number: signal.Signals, part: Part) -> bool:
     """To those processes of a lender that are this part of it; whether there were any."""
+    if part is Part.ALL:
+        return False
     there = False
-    if part is not Part.ALL:
-        with suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(present.process.pid).children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    if child.name().startswith(part.value):
-                        child.send_signal(number)
-                        there = True
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(present.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if child.name().startswith(part.value):
+                    child.send_signal(number)
+                    there = True
     return there
 
 

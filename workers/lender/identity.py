@@ -47,11 +47,6 @@ def state_of(process: Identity) -> str:
     return found[1] if found is not None and found[0] == process else ""
 
 
-def has_ended(process: Identity) -> bool:
-    """Whether it runs no more, though nobody may have waited for it yet."""
-    return state_of(process) in ("", "Z", "X")
-
-
 def opened(process: Identity) -> int | None:
     """A descriptor of it; None if it is there no more."""
     if identity_of(process.pid) != process:

@@ -28,7 +28,7 @@ import structlog
 
 from workers.lender.backoff import Backoff
 from workers.lender.hang import Hang
-from workers.lender.identity import Identity, has_ended, opened, state_of
+from workers.lender.identity import Identity, opened, state_of
 from workers.lender.pulse import STACK_SIGNAL, Pulse
 
 LOOK_SECONDS = 0.2
@@ -194,7 +194,7 @@ def says_stop(file: Path) -> bool:
 
 def is_halted(process: Identity) -> bool:
     """Whether somebody has stopped the process, or it is gone."""
-    return has_ended(process) or is_stopped(process)
+    return state_of(process) in ("", "Z", "X") or is_stopped(process)
 
 
 def is_stopped(process: Identity) -> bool:
