@@ -21,9 +21,9 @@ STEPS = 4
 """To an octave: a step is 19 %, the worst that a cost can be wrong by. What a turn will sample is known far worse."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pace:
-    """One step."""
+    """One step. There is one of each: what is as fast has the same."""
 
     seconds: float
     """Of a token."""

@@ -7,6 +7,8 @@ Keeps true
 - A seat stands in one group by one entry, whose key is never above what the seat would wait. A search mends the first
   entry of a heap until it is exact. So a key has to be lowered at once, and may be raised when it comes up.
 - A seat stands in no group whose turns are too big for it to be found: `most` of its group is never below its room.
+- A search looks at groups with seats alone, those with the least price of a token first, and ends where that price by
+  itself is too much.
 - A group that has no seat any more holds nothing of those that it had, and groups are no more than a few times as many
   as have seats: so it costs nothing that executors come, go, or tell of other rates each time.
 
@@ -20,6 +22,7 @@ Example, at 10 s
 """
 
 import math
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
@@ -119,6 +122,8 @@ class Seat:
 class Peers:
     """Seats that are alike, with room of about one size."""
 
+    number: int
+    """No two groups ever have the same."""
     price: float
     decode: float
     """Of each of its seats."""
@@ -256,11 +261,12 @@ class Index:
     def __init__(self) -> None:
         self.now = 0.0
         """Of the newest search."""
-        self._groups: list[Peers] = []
-        """In the order in which they are looked at: those that had the cheapest seat move up."""
+        self._numbers = 0
+        self._groups: list[tuple[float, int, Peers]] = []
+        """Those with seats, by price and number. Another list whenever that changes: a search may be looking at it."""
         self._known: dict[tuple[Kind, float, int], Peers] = {}
-        self._most_groups = FEWEST
-        """That there may be before those without a seat are dropped: at least twice those that have one."""
+        self._most_known = FEWEST
+        """That there may be before those without a seat are forgotten: at least twice those that have one."""
 
     def enter(self, seat: Seat) -> None:
         """Let it stand where it belongs, and nowhere if it has no room."""
@@ -273,6 +279,9 @@ class Index:
             peers = self._add(seat, size)
         seat.peers = peers
         peers.seats += 1
+        if peers.seats == 1:
+            self._groups = self._groups.copy()
+            insort(self._groups, (peers.price, peers.number, peers))
         self._push(seat, peers)
 
     def leave(self, seat: Seat) -> None:
@@ -284,6 +293,8 @@ class Index:
         if not peers.seats:
             peers.idle.clear()
             peers.busy.clear()
+            self._groups = self._groups.copy()
+            del self._groups[bisect_left(self._groups, (peers.price, peers.number))]
 
     def mend(self, seat: Seat) -> None:
         """Its wait or its room has changed: see to it that it is still found."""
@@ -296,24 +307,25 @@ class Index:
     def search(self, ask: Ask, now: float, number: int, found: Found) -> None:
         """Add the two cheapest without a cached prefix to what was found, of those not looked at by this search."""
         self.now = now
-        need, context, new = ask.room_tokens, ask.context_tokens, ask.new_tokens
-        second, home, position = found.second, None, 0
-        groups = self._groups
-        for place, peers in enumerate(groups):
-            if peers.most < need or (ask.seeded and not peers.seeded):
-                continue
-            base = context * peers.price + new * peers.decode
-            limit = second - base
+        need, context, new, seeded = ask.room_tokens, ask.context_tokens, ask.new_tokens, ask.seeded
+        second, home = found.second, None
+        for price, _, peers in self._groups:
+            limit = second - context * price
             if limit <= 0.0:
-                continue
+                break
+            limit -= new * peers.decode
             idle, busy = peers.idle, peers.busy
-            if (idle and idle[0][0] < limit) or (busy and busy[0][0] - now < limit + SLACK_SECONDS):
+            if (
+                ((idle and idle[0][0] < limit) or (busy and busy[0][0] - now < limit + SLACK_SECONDS))
+                and peers.most >= need
+                and (peers.seeded or not seeded)
+            ):
                 seat = peers.first(need, now, number, limit)
                 if seat is not None:
-                    found.take(seat, base + seat.wait(now))
+                    found.take(seat, context * price + new * peers.decode + seat.wait(now))
                     second = found.second
                     if found.best is seat:
-                        home, position = peers, place
+                        home = peers
         if home is None or found.best is None:
             return
         found.best.search = number
@@ -321,31 +333,28 @@ class Index:
         seat = home.first(need, now, number, second - base)
         if seat is not None:
             found.take(seat, base + seat.wait(now))
-        if position and groups is self._groups:
-            groups[position - 1 : position + 1] = home, groups[position - 1]
 
     def within(self, ask: Ask, now: float, most: float, many: int) -> list[Seat]:
         """Those where the turn costs `most` seconds at most without a cached prefix; no more than `many` are named."""
         found: list[Seat] = []
         need, context, new = ask.room_tokens, ask.context_tokens, ask.new_tokens
-        for peers in self._groups:
+        for price, _, peers in self._groups:
+            base = context * price + new * peers.decode
             if peers.most < need or (ask.seeded and not peers.seeded):
                 continue
-            base = context * peers.price + new * peers.decode
             limit, idle, busy = most - base + SLACK_SECONDS, peers.idle, peers.busy
             if (idle and idle[0][0] <= limit) or (busy and busy[0][0] - now <= limit):
                 found += peers.within(base, most, need, now, many - len(found))
         return found
 
     def _add(self, seat: Seat, size: int) -> Peers:
-        if len(self._groups) >= self._most_groups:
+        if len(self._known) >= self._most_known:
             self._known = {key: peers for key, peers in self._known.items() if peers.seats}
-            self._groups = [peers for peers in self._groups if peers.seats]
-            self._most_groups = max(FEWEST, 2 * len(self._groups))
+            self._most_known = max(FEWEST, 2 * len(self._known))
+        self._numbers += 1
         least, most = 4**size // 4, 4**size - 1
-        peers = Peers(seat.price, seat.decode, seat.kind.seeded, least, most, self)
+        peers = Peers(self._numbers, seat.price, seat.decode, seat.kind.seeded, least, most, self)
         self._known[seat.kind, seat.crowd, size] = peers
-        self._groups = [*self._groups, peers]
         return peers
 
     def _push(self, seat: Seat, peers: Peers) -> None:
