@@ -29,6 +29,11 @@ FETCH_MILLISECONDS = 100
 """An idle reader asks the broker again after so long. A new record wakes the fetch under way; a partition that is
 assigned or resumed meanwhile waits for its end."""
 
+FULL_MILLISECONDS = 10
+"""A reader that has fetched ahead as much as it may looks again after so long; left alone it would be a second, in which
+it may have nothing left to read.
+"""
+
 CLIENT_CERTIFICATES = ("ssl.certificate.location", "ssl.certificate.pem", "ssl.keystore.location")
 """Where librdkafka is told of a client's own certificate."""
 
@@ -114,6 +119,7 @@ class BusSettings:
                 "auto.offset.reset": "earliest",
                 "isolation.level": "read_committed",
                 "fetch.wait.max.ms": 0 if self.embedded else FETCH_MILLISECONDS,
+                "fetch.queue.backoff.ms": FULL_MILLISECONDS,
                 "fetch.message.max.bytes": 4 * 1024 * 1024,
                 "receive.message.max.bytes": 512 * 1024 * 1024,
                 "partition.assignment.strategy": "range",

@@ -178,6 +178,19 @@ def test_what_is_not_picked_is_not_decoded_and_tells_its_size(settings: BusSetti
     assert {at: item.value_bytes for at, item in found.items() if isinstance(item, Passed)} == sizes
 
 
+def test_who_has_fetched_ahead_all_it_may_is_not_left_with_nothing_to_read(settings: BusSettings) -> None:
+    """librdkafka would look after a second whether there is room again; its reader has read everything long before."""
+    put(settings, [random.Random(each).randbytes(2**16) for each in range(100)])
+    limits = {"queued.max.messages.kbytes": 512, "fetch.message.max.bytes": 2**18}
+    with closing(Reader(settings, "test", **limits)) as reader:
+        reader.assign({(PROMPTS, 0): 0})
+        found = read_until(reader, 1)
+        while len(found) < 100:
+            more = reader.read(10, 0.8)
+            assert more, f"nothing after {len(found)} records"
+            found += more
+
+
 @pytest.mark.parametrize("far", [0, 5, 10**9])
 def test_every_place_that_is_asked_for_is_fetched_or_missing(settings: BusSettings, reader: Reader, far: int) -> None:
     put(settings, [BAD if number == 7 else encode(PROMPT) for number in range(40)])
