@@ -3,7 +3,9 @@
     python -m bench.legs                              on the embedded broker
     KAFKA_HOME=... python -m bench.legs               on Apache Kafka
 
-One engine, one environment worker, one router and a trainer; one group of eight trajectories is in flight at a time.
+One engine, one environment worker, one router and a trainer; one group of eight trajectories is in flight at a time:
+the next prompt is sent once all samples of the one before are there. The trainer takes its one step when all groups are
+in; with `--train` after each, on one of the two cores that all others run on.
 On the bus is a turn from the request to the inbox, less its wait for room, and from the last token until its result is
 taken in. Its floor is measured on the same broker before: a transaction of one request and the offsets that led to it,
 when none has just ended, and three hops of a record from a producer to a consumer.
@@ -15,11 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from importlib.resources import files
 from pathlib import Path
 
-import msgspec
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from bench.broker import scratch_broker
@@ -27,13 +29,16 @@ from bench.check import Check, keep, options
 from pipeline.command.config import load
 from pipeline.command.demo import CONFIGURATION
 from pipeline.command.options import Common
+from pipeline.command.submit import send_prompts
 from pipeline.command.tasks import training_prompts
 from pipeline.replay.legs import legs_of
+from schemas.prompts import Prompt
 from schemas.samples import Sample
 from schemas.turns import TurnTimes
 from topics.admin import create_topics
 from topics.catalog import DISPATCHED, REQUESTED, SAMPLES, Partitions
-from topics.log import read_topics
+from topics.reader import Reader
+from topics.records import Envelope
 from topics.settings import BusSettings
 
 TRAJECTORIES = 8
@@ -50,14 +55,14 @@ FLOOR_PAUSE_SECONDS = 0.02
 MEDIAN_MILLISECONDS, P99_MILLISECONDS = 20.0, 80.0
 
 
-def settings_of(groups: int) -> dict[str, object]:
+def settings_of(groups: int, *, train: bool) -> dict[str, object]:
     """What differs from the demo's configuration."""
     return {
         "run.lenders": 0,
         "run.executors": 1,
         "tasks.group_size": TRAJECTORIES,
-        "environment.window_groups": 1,
-        "trainer.groups_per_step": 1,
+        "environment.window_groups": groups,
+        "trainer.groups_per_step": 1 if train else groups,
         "trainer.total_groups": groups,
     }
 
@@ -90,21 +95,42 @@ def floor(settings: BusSettings) -> dict[str, dict[str, float]]:
     return {"transaction": told(transactions[FLOOR_COLD:]), "hop": told(hops[FLOOR_COLD:])}
 
 
-def run(settings: BusSettings, folder: Path, groups: int) -> list[TurnTimes]:
+def run(settings: BusSettings, folder: Path, groups: int, *, train: bool) -> list[TurnTimes]:
     """The times of each applied turn, in the order in which they were asked for. Raises CalledProcessError."""
-    said = {**settings_of(groups), "run.folder": folder, "broker.embedded": str(settings.embedded).lower()}
+    said = {**settings_of(groups, train=train), "run.folder": folder, "broker.embedded": str(settings.embedded).lower()}
     settled = [f"{key}={value}" for key, value in said.items()]
     configuration = Path(str(files("pipeline.command") / CONFIGURATION))
-    tasks = load(Common(config=configuration, settings=settled)).settings.tasks
-    prompts = folder / "prompts.jsonl"
-    lines = map(msgspec.json.encode, training_prompts(tasks, run="legs", seed=0, groups=groups))
-    prompts.write_bytes(b"\n".join(lines) + b"\n")
-    where = ["--config", str(configuration), "--bootstrap-server", settings.bootstrap, "--prompts", str(prompts)]
+    config = load(Common(config=configuration, settings=settled))
+    create_topics(settings, config.partitions)
+    prompts = training_prompts(config.settings.tasks, run="legs", seed=0, groups=groups)
     flags = [word for each in settled for word in ("--set", each)]
+    where = ["--config", str(configuration), "--bootstrap-server", settings.bootstrap]
     command = [sys.executable, "-m", "pipeline.command.main", "up", "--name", "legs", *where, *flags]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    samples = [each.record for each in read_topics(settings, [SAMPLES]) if isinstance(each.record, Sample)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        samples = [sample for prompt in prompts for sample in played(settings, prompt, process)]
+        if process.wait():
+            raise subprocess.CalledProcessError(process.returncode, command)
+    finally:
+        process.terminate()
+        process.wait()
     return sorted((turn.times for each in samples for turn in each.turns), key=lambda times: times.requested_at)
+
+
+def played(settings: BusSettings, prompt: Prompt, process: subprocess.Popen[bytes]) -> Iterator[Sample]:
+    """The samples of a prompt that is sent now. Raises CalledProcessError once there is no run any more."""
+    with closing(Reader(settings, "bench-legs")) as reader:
+        partitions = range(reader.partitions(SAMPLES))
+        reader.assign({(SAMPLES, each): reader.watermarks((SAMPLES, each))[1] for each in partitions})
+        send_prompts(settings, [prompt])
+        missing = prompt.group_size
+        while missing:
+            if process.poll() is not None:
+                raise subprocess.CalledProcessError(process.returncode, process.args)
+            for item in reader.read(missing, 1.0):
+                if isinstance(item, Envelope) and isinstance(item.record, Sample):
+                    missing -= 1
+                    yield item.record
 
 
 def on_the_bus(times: TurnTimes) -> float:
@@ -136,12 +162,13 @@ def main() -> None:
     """See the module."""
     parser = options(__doc__)
     parser.add_argument("--groups", type=int, default=60, help="of trajectories, one after another")
+    parser.add_argument("--train", action="store_true", help="a step of the trainer after each group")
     arguments = parser.parse_args()
     if arguments.groups < 2 * FIRST_GROUPS:
         parser.error(f"--groups is at least {2 * FIRST_GROUPS}: the first {FIRST_GROUPS} are not counted")
     with scratch_broker() as broker, tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         bare = floor(broker.settings("floor."))
-        turns = run(broker.settings(), Path(folder), arguments.groups)
+        turns = run(broker.settings(), Path(folder), arguments.groups, train=arguments.train)
         checks, legs = checks_of(turns[len(turns) * FIRST_GROUPS // arguments.groups :])
     if keep({"broker": broker.name, "checks": checks, "legs": legs, "floor": bare}, arguments.json):
         return
