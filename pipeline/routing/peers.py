@@ -7,8 +7,8 @@ Keeps true
 - A seat stands in one group by one entry, whose key is never above what the seat would wait. A search mends the first
   entry of a heap until it is exact. So a key has to be lowered at once, and may be raised when it comes up.
 - A seat stands in no group whose turns are too big for it to be found: `most` of its group is never below its room.
-- A search looks at groups with seats alone, those with the least price of a token first, and ends where that price by
-  itself is too much.
+- A search looks at groups with seats alone, those with the least price of a token first, and ends where those
+  of the context are too much.
 - A group that has no seat any more holds nothing of those that it had, and groups are no more than a few times as many
   as have seats: so it costs nothing that executors come, go, or tell of other rates each time.
 
@@ -264,6 +264,8 @@ class Index:
         self._numbers = 0
         self._groups: list[tuple[float, int, Peers]] = []
         """Those with seats, by price and number. Another list whenever that changes: a search may be looking at it."""
+        self._least_decode = 0.0
+        """Of theirs."""
         self._known: dict[tuple[Kind, float, int], Peers] = {}
         self._most_known = FEWEST
         """That there may be before those without a seat are forgotten: at least twice those that have one."""
@@ -280,8 +282,9 @@ class Index:
         seat.peers = peers
         peers.seats += 1
         if peers.seats == 1:
-            self._groups = self._groups.copy()
-            insort(self._groups, (peers.price, peers.number, peers))
+            groups = self._groups.copy()
+            insort(groups, (peers.price, peers.number, peers))
+            self._look_at(groups)
         self._push(seat, peers)
 
     def leave(self, seat: Seat) -> None:
@@ -293,8 +296,9 @@ class Index:
         if not peers.seats:
             peers.idle.clear()
             peers.busy.clear()
-            self._groups = self._groups.copy()
-            del self._groups[bisect_left(self._groups, (peers.price, peers.number))]
+            groups = self._groups.copy()
+            del groups[bisect_left(groups, (peers.price, peers.number))]
+            self._look_at(groups)
 
     def mend(self, seat: Seat) -> None:
         """Its wait or its room has changed: see to it that it is still found."""
@@ -308,12 +312,11 @@ class Index:
         """Add the two cheapest without a cached prefix to what was found, of those not looked at by this search."""
         self.now = now
         need, context, new, seeded = ask.room_tokens, ask.context_tokens, ask.new_tokens, ask.seeded
-        second, home = found.second, None
+        second, home, least = found.second, None, new * self._least_decode
         for price, _, peers in self._groups:
-            limit = second - context * price
-            if limit <= 0.0:
+            if context * price + least >= second:
                 break
-            limit -= new * peers.decode
+            limit = second - context * price - new * peers.decode
             idle, busy = peers.idle, peers.busy
             if (
                 ((idle and idle[0][0] < limit) or (busy and busy[0][0] - now < limit + SLACK_SECONDS))
@@ -356,6 +359,10 @@ class Index:
         peers = Peers(self._numbers, seat.price, seat.decode, seat.kind.seeded, least, most, self)
         self._known[seat.kind, seat.crowd, size] = peers
         return peers
+
+    def _look_at(self, groups: list[tuple[float, int, Peers]]) -> None:
+        self._groups = groups
+        self._least_decode = min((peers.decode for _, _, peers in groups), default=0.0)
 
     def _push(self, seat: Seat, peers: Peers) -> None:
         if seat.free_at > self.now:

@@ -108,9 +108,10 @@ class Router:
 
     def requested(self, asked: Asked, now: float) -> list[Decision]:
         """An environment worker asks for a turn."""
-        if self._mended(asked, now):
+        known = self.turns.get(asked.request.trajectory_id)
+        if known is not None and self._mended(known, asked, now):
             return self._drain(now)
-        turn = self._open(asked, now)
+        turn = self._open(known, asked, now)
         if turn is None:
             return []
         if not self.waiting.heap or self.waiting.first() is None:
@@ -223,9 +224,10 @@ class Router:
         """
         began = clock()
         for asked in requests:
-            if self._mended(asked, began):
+            known = self.turns.get(asked.request.trajectory_id)
+            if known is not None and self._mended(known, asked, began):
                 continue
-            opened = self._open(asked, began)
+            opened = self._open(known, asked, began)
             if opened is not None:
                 self.waiting.push(opened)
         decisions: list[Decision] = []
@@ -244,10 +246,9 @@ class Router:
                 self.waiting.push(turn)
         return decisions
 
-    def _open(self, asked: Asked, now: float) -> Turn | None:
-        """Take a request in; None if it asks for nothing new."""
+    def _open(self, known: Turn | None, asked: Asked, now: float) -> Turn | None:
+        """Take a request in; None if it asks for nothing new. `known`: the trajectory's turn, if it has one."""
         request = asked.request
-        known = self.turns.get(request.trajectory_id)
         trajectory = self.prefixes.trajectory(request.trajectory_id) if known is None else known.trajectory
         if request.turn <= (trajectory.turn if known is None else known.turn):
             self.counters.duplicate += 1
@@ -260,10 +261,10 @@ class Router:
         self.turns[request.trajectory_id] = turn
         return turn
 
-    def _mended(self, asked: Asked, now: float) -> bool:
-        """Whether this asks again for a turn that is known, with its context whole."""
-        request, turn = asked.request, self.turns.get(asked.request.trajectory_id)
-        if turn is None or turn.turn != request.turn or not request.anchors or turn.anchors:
+    def _mended(self, turn: Turn, asked: Asked, now: float) -> bool:
+        """Whether this asks again for the trajectory's turn, with its context whole."""
+        request = asked.request
+        if turn.turn != request.turn or not request.anchors or turn.anchors:
             return False
         if (request.digest, request.context_tokens) != (turn.digest, turn.context_tokens):
             return False
