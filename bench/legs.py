@@ -5,41 +5,45 @@
 
 One engine, one environment worker, one router and a trainer; one group of eight trajectories is in flight at a time:
 the next prompt is sent once all samples of the one before are there. The trainer takes its one step when all groups are
-in; with `--train` after each, on one of the two cores that all others run on.
+in; with `--train` after each, beside the next one's turns and on one of the two cores that all others run on.
 On the bus is a turn from the request to the inbox, less its wait for room, and from the last token until its result is
 taken in. Its floor is measured on the same broker before: a transaction of one request and the offsets that led to it,
 when none has just ended, and three hops of a record from a producer to a consumer.
 `--json FILE` writes one object with `checks`, the legs and the floor.
 """
 
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from importlib.resources import files
 from pathlib import Path
 
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, Producer, TopicPartition
 
 from bench.broker import scratch_broker
 from bench.check import Check, keep, options
 from pipeline.command.config import load
 from pipeline.command.demo import CONFIGURATION
 from pipeline.command.options import Common
-from pipeline.command.submit import send_prompts
 from pipeline.command.tasks import training_prompts
 from pipeline.replay.legs import legs_of
+from schemas.homes import home_of
 from schemas.prompts import Prompt
 from schemas.samples import Sample
 from schemas.turns import TurnTimes
 from topics.admin import create_topics
-from topics.catalog import DISPATCHED, REQUESTED, SAMPLES, Partitions
+from topics.catalog import DISPATCHED, PROMPTS, REQUESTED, SAMPLES, Partitions
+from topics.processes import end_with
 from topics.reader import Reader
 from topics.records import Envelope
 from topics.settings import BusSettings
+from topics.writer import Writer
 
 TRAJECTORIES = 8
 """In flight."""
@@ -52,6 +56,10 @@ HOPS = 3
 """Request to router, dispatch to inbox, result to environment worker."""
 FLOOR_PAUSE_SECONDS = 0.02
 """A transaction that follows on another at once waits until the broker has ended that."""
+SILENT_SECONDS = 120.0
+"""Without a sample: then no more is to be expected."""
+LEAVE_SECONDS = 60.0
+"""That a run may take to end."""
 MEDIAN_MILLISECONDS, P99_MILLISECONDS = 20.0, 80.0
 
 
@@ -106,31 +114,44 @@ def run(settings: BusSettings, folder: Path, groups: int, *, train: bool) -> lis
     flags = [word for each in settled for word in ("--set", each)]
     where = ["--config", str(configuration), "--bootstrap-server", settings.bootstrap]
     command = [sys.executable, "-m", "pipeline.command.main", "up", "--name", "legs", *where, *flags]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=end_with(os.getpid(), signal.SIGTERM))
     try:
-        samples = [sample for prompt in prompts for sample in played(settings, prompt, process)]
-        if process.wait():
+        samples = list(played(settings, prompts, process))
+        if process.wait(LEAVE_SECONDS):
             raise subprocess.CalledProcessError(process.returncode, command)
     finally:
         process.terminate()
-        process.wait()
+        try:
+            process.wait(LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
     return sorted((turn.times for each in samples for turn in each.turns), key=lambda times: times.requested_at)
 
 
-def played(settings: BusSettings, prompt: Prompt, process: subprocess.Popen[bytes]) -> Iterator[Sample]:
-    """The samples of a prompt that is sent now. Raises CalledProcessError once there is no run any more."""
-    with closing(Reader(settings, "bench-legs")) as reader:
-        partitions = range(reader.partitions(SAMPLES))
-        reader.assign({(SAMPLES, each): reader.watermarks((SAMPLES, each))[1] for each in partitions})
-        send_prompts(settings, [prompt])
-        missing = prompt.group_size
-        while missing:
-            if process.poll() is not None:
-                raise subprocess.CalledProcessError(process.returncode, process.args)
-            for item in reader.read(missing, 1.0):
-                if isinstance(item, Envelope) and isinstance(item.record, Sample):
-                    missing -= 1
-                    yield item.record
+def played(settings: BusSettings, prompts: Iterable[Prompt], process: subprocess.Popen[bytes]) -> Iterator[Sample]:
+    """The samples of prompts, each of which is sent once all of the one before are there.
+
+    Raises CalledProcessError once there is no run any more, TimeoutError when nothing comes for long.
+    """
+    with closing(Reader(settings, "bench-legs")) as reader, closing(Writer(settings, "bench-legs")) as writer:
+        homes = writer.partitions(PROMPTS)
+        reader.assign({(SAMPLES, each): OFFSET_BEGINNING for each in range(reader.partitions(SAMPLES))})
+        for prompt in prompts:
+            writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home_of(prompt.group_id, homes))
+            writer.flush()
+            missing, heard = prompt.group_size, time.monotonic()
+            while missing:
+                items = reader.read(missing, 1.0)
+                if not items and process.poll() is not None:
+                    raise subprocess.CalledProcessError(process.returncode, process.args)
+                if items:
+                    heard = time.monotonic()
+                elif time.monotonic() - heard > SILENT_SECONDS:
+                    raise TimeoutError(f"no sample of {prompt.group_id} came for {SILENT_SECONDS:.0f} s")
+                for item in items:
+                    if isinstance(item, Envelope) and isinstance(item.record, Sample):
+                        missing -= 1
+                        yield item.record
 
 
 def on_the_bus(times: TurnTimes) -> float:

@@ -180,6 +180,8 @@ def test_what_is_not_picked_is_not_decoded_and_tells_its_size(settings: BusSetti
 
 def test_who_has_fetched_ahead_all_it_may_is_not_left_with_nothing_to_read(settings: BusSettings) -> None:
     """librdkafka would look after a second whether there is room again; its reader has read everything long before."""
+    if settings.embedded:
+        pytest.skip("an answer of the embedded broker holds the whole partition: nothing is left to fetch")
     put(settings, [random.Random(each).randbytes(2**16) for each in range(100)])
     limits = {"queued.max.messages.kbytes": 512, "fetch.message.max.bytes": 2**18}
     with closing(Reader(settings, "test", **limits)) as reader:
