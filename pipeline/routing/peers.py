@@ -284,7 +284,8 @@ class Index:
         if peers.seats == 1:
             groups = self._groups.copy()
             insort(groups, (peers.price, peers.number, peers))
-            self._look_at(groups)
+            self._least_decode = min(self._least_decode, peers.decode) if self._groups else peers.decode
+            self._groups = groups
         self._push(seat, peers)
 
     def leave(self, seat: Seat) -> None:
@@ -298,7 +299,9 @@ class Index:
             peers.busy.clear()
             groups = self._groups.copy()
             del groups[bisect_left(groups, (peers.price, peers.number))]
-            self._look_at(groups)
+            self._groups = groups
+            if peers.decode <= self._least_decode:
+                self._least_decode = min((other.decode for _, _, other in groups), default=0.0)
 
     def mend(self, seat: Seat) -> None:
         """Its wait or its room has changed: see to it that it is still found."""
@@ -359,10 +362,6 @@ class Index:
         peers = Peers(self._numbers, seat.price, seat.decode, seat.kind.seeded, least, most, self)
         self._known[seat.kind, seat.crowd, size] = peers
         return peers
-
-    def _look_at(self, groups: list[tuple[float, int, Peers]]) -> None:
-        self._groups = groups
-        self._least_decode = min((peers.decode for _, _, peers in groups), default=0.0)
 
     def _push(self, seat: Seat, peers: Peers) -> None:
         if seat.free_at > self.now:
