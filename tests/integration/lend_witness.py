@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,10 +23,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.integration.lender_kit import NOTES
 from workers.lender.vllm.apart import NAMES
+from workers.lender.vllm.turns import Turns
 
 
 class Witness(Scheduler):  # type: ignore[misc]
-    """Stands in a server by `--scheduler-cls`; a note: when, whether a guest is being built, a digest of what is seen.
+    """Stands in a server by `--scheduler-cls`; a note: when, whether a guest is being built, whether a step of one
+    stands still meanwhile, a digest of what is seen.
 
     What is seen for the first time is in the note itself.
     """
@@ -45,7 +48,8 @@ class Witness(Scheduler):  # type: ignore[misc]
         state = process_state(self._log_levels)
         digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
         building = any(thread.name == "rose-guest-build" for thread in threading.enumerate())
-        note: dict[str, Any] = {"when": when, "building": building, "seen": digest}
+        within = any(frame.name == Turns._let_in.__name__ for frame in traceback.extract_stack())
+        note: dict[str, Any] = {"when": when, "building": building, "within": within, "seen": digest}
         if digest not in self._known:
             self._known.add(digest)
             note["state"] = state
@@ -58,7 +62,7 @@ def process_state(log_levels: Mapping[str, int]) -> dict[str, Any]:
         "environment": dict(os.environ),
         "default dtype": str(torch.get_default_dtype()),
         "threads": torch.get_num_threads(),
-        "gradients": torch.is_grad_enabled(),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "names": [id(getattr(module, name)) for module, name in NAMES],
         "generators": [
             hashlib.sha256(state).hexdigest()[:16]

@@ -103,6 +103,7 @@ def test_the_process_looked_the_same_to_every_step_of_serving(server: Server, al
     assert differences == []
     assert any(note["building"] for note in steps), "no step of serving fell into the building of the guest"
     assert any(not note["building"] for note in steps[-20:])
+    assert any(note["within"] for note in steps), "no step of serving fell between two layers of the guest's"
     changed = {name for name in start["state"] if start["state"][name] != states[0][name]}
     assert changed <= {"environment", "root hash", "garbage"}, "the plugin changed the process when it was attached"
     before, after = start["state"]["environment"], states[0]["environment"]

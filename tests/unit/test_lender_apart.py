@@ -1,9 +1,11 @@
 """What is the process's, while a guest steps and after."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.forward_context import is_forward_context_available, override_forward_context
 
 from workers.lender.vllm.apart import Apart, apart_for_building
 
@@ -33,3 +35,19 @@ def test_nothing_is_compiled_for_a_guest_and_its_host_compiles_as_ever(apart: Ap
     assert twice(torch.ones(3)).tolist() == [2.0, 2.0, 2.0] and len(compiled) == 1
     with getattr(apart, phase)():
         assert twice(torch.ones(4)).tolist() == [2.0, 2.0, 2.0, 2.0] and len(compiled) == 1
+
+
+def test_what_the_host_makes_while_a_step_stands_still_is_as_the_host_makes_it(apart: Apart) -> None:
+    """A tensor that was made in inference mode could not be written to in a step of serving's that is in none."""
+    outside = torch.get_rng_state()
+    with apart.stepping(), torch.inference_mode(), override_forward_context(SimpleNamespace()):
+        torch.manual_seed(7)
+        with apart.aside():
+            made = torch.zeros(3)
+            assert torch.equal(torch.get_rng_state(), outside) and not is_forward_context_available()
+            torch.rand(1)
+            outside = torch.get_rng_state()
+        assert torch.is_inference_mode_enabled() and is_forward_context_available()
+        assert torch.initial_seed() == 7
+    made.fill_(1.0)
+    assert torch.equal(torch.get_rng_state(), outside)

@@ -29,7 +29,8 @@ QUIET = Slack(0, 0, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})
 def guest(feeder: Any, model: str = "") -> Guest:
     config = LendConfig(model_folder=model, socket="")
     unused: Any = None
-    return Guest(config, feeder, Pulse(None), StepCost(**UNKNOWN), lambda: QUIET, unused, logging.getLogger("guest"))
+    log = logging.getLogger("guest")
+    return Guest(config, feeder, Pulse(None), StepCost(**UNKNOWN), lambda: QUIET, unused, log, unused)
 
 
 def ended(end: End) -> bool:

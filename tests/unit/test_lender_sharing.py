@@ -91,3 +91,26 @@ def test_the_guest_s_pool_grows_to_what_is_granted_and_no_further() -> None:
     assert not world.turns and world.guest.there <= 10 and world.serving.there >= 16
     world.look(grow=True)
     assert world.guest.there == 40
+
+
+def test_a_step_that_stands_still_leaves_room_only_for_what_was_not_lent() -> None:
+    """Also where serving's cache was reset meanwhile, which takes back what it lends until the next look."""
+    world = World()
+    world.look(grow=True)
+    world.begin("first", [], 30)
+    assert world.sharing.leaves_room()
+    world.wanted = world.serving.free + 1
+    assert not world.sharing.leaves_room()
+    world.wanted = 0
+    world.serving.withhold(0)
+    assert world.serving.free == world.serving.blocks and not world.sharing.leaves_room()
+
+
+def test_what_serving_wanted_while_a_step_stood_still_is_not_grown_over() -> None:
+    seen, unseen = World(), World()
+    seen.wanted = 12
+    seen.sharing.leaves_room()
+    for world in (seen, unseen):
+        world.wanted = 0
+        world.look(grow=True)
+    assert seen.guest.there * GUEST_BYTES <= (20 - 12) * SERVING_BYTES < unseen.guest.there * GUEST_BYTES

@@ -3,6 +3,8 @@
 import logging
 import math
 import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from workers.executor import metrics
 from workers.executor.want import Want, Work
+from workers.lender.admission import Answer, Serving
 from workers.lender.config import LendConfig
 from workers.lender.pulse import Pulse
 from workers.lender.vllm.turns import Turns
@@ -37,6 +40,12 @@ def serving() -> Any:
     config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
     core = SimpleNamespace(scheduler=scheduler, vllm_config=config, model_executor=None, input_queue=queue.Queue())
     core.is_running, core.has_work = lambda: True, scheduler.has_requests
+
+    def take_input() -> None:
+        while not core.input_queue.empty():
+            scheduler.running.append(core.input_queue.get_nowait())
+
+    core._process_input_queue = take_input
     return core
 
 
@@ -59,6 +68,36 @@ class BusyGuest:
 
     def drop(self, error: Exception) -> None:
         self.dropped.append(error)
+
+
+class Layered(BusyGuest):
+    """Its step has layers, between which it looks up. Whatever fails in it, it catches."""
+
+    has_room = True
+
+    def __init__(self, between_layers: Callable[[], None], meanwhile: Callable[[int], None]) -> None:
+        super().__init__()
+        self.between_layers, self.meanwhile = between_layers, meanwhile
+        self.is_aside = False
+        self.failed: Exception | None = None
+
+    def leaves_room(self) -> bool:
+        return self.has_room
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self.is_aside = True
+        yield
+        self.is_aside = False
+
+    def tick(self, *, seconds: float, tokens: int) -> None:
+        super().tick(seconds=seconds, tokens=tokens)
+        try:
+            for layer in range(4):
+                self.meanwhile(layer)
+                self.between_layers()
+        except Exception as error:  # noqa: BLE001
+            self.failed = error
 
 
 @pytest.fixture
@@ -149,3 +188,135 @@ def test_a_broken_promise_is_told_as_long_as_somebody_looks_and_no_report_withou
     turns.step(lambda: True)
     metrics.show(turns._slack())
     assert REGISTRY.get_sample_value(pieces) == before + 1
+
+
+def request(name: str) -> Any:
+    return SimpleNamespace(request_id=name, arrival_time=0.0, num_tokens=4, num_computed_tokens=0)
+
+
+def layered(
+    turns: Turns, core: Any, done: list[str], *, comes: dict[int, str], steps: int = 2, has_room: bool = True
+) -> Layered:
+    """A guest beside a core that serves each of those who come, before these layers, in so many steps."""
+
+    def meanwhile(layer: int) -> None:
+        done.append(f"layer {layer}")
+        if layer in comes:
+            core.input_queue.put(request(comes[layer]))
+
+    def serve() -> bool:
+        if not core.scheduler.running:
+            return False
+        guest: Any = turns._guest
+        assert guest.is_aside, "the process is the host's"
+        done.append(core.scheduler.running[0].request_id)
+        if done.count(core.scheduler.running[0].request_id) == steps:
+            core.scheduler.running.clear()
+        return True
+
+    guest = Layered(turns._let_in, meanwhile)
+    guest.has_room = has_room
+    turns._guest = guest  # type: ignore[assignment]
+    turns.step(serve)
+    return guest
+
+
+def test_who_comes_between_two_layers_is_served_before_the_next(core: Any, turns: Turns) -> None:
+    done: list[str] = []
+    guest = layered(turns, core, done, comes={1: "a", 2: "b"})
+    assert done == ["layer 0", "layer 1", "a", "a", "layer 2", "b", "b", "layer 3"]
+    assert guest.failed is None and not guest.is_aside and guest.pieces == 1
+
+
+def test_a_step_that_no_memory_can_be_taken_from_goes_on_to_its_end(core: Any, turns: Turns) -> None:
+    done: list[str] = []
+    layered(turns, core, done, comes={1: "a"}, has_room=False)
+    assert done == ["layer 0", "layer 1", "layer 2", "layer 3"] and core.scheduler.running, "its room is made first"
+
+
+def test_a_step_stands_still_for_no_longer_than_a_heartbeat_in_all(
+    core: Any, turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it computes then is one piece to whoever waits."""
+    now = iter(range(10**6))
+    monkeypatch.setattr("workers.lender.vllm.turns.time.monotonic", lambda: float(next(now)))
+    done: list[str] = []
+    turns._look_seconds = 14.0
+    layered(turns, core, done, comes={0: "a", 1: "b", 2: "c"}, steps=3)
+    served = [name for name in done if not name.startswith("layer")]
+    assert served[:3] == ["a"] * 3 and served.count("b") < 3 and "c" not in served
+    assert turns._longest >= 1
+
+
+def test_a_paused_server_does_not_keep_a_step_standing(core: Any, turns: Turns) -> None:
+    done: list[str] = []
+    core.has_work = lambda: False
+    layered(turns, core, done, comes={1: "a"}, steps=9)
+    assert done == ["layer 0", "layer 1", "a", "layer 2", "layer 3"]
+
+
+def test_what_fails_of_serving_within_a_step_is_serving_s(core: Any, turns: Turns) -> None:
+    def fails() -> bool:
+        if core.scheduler.running:
+            raise RuntimeError("its own")
+        return False
+
+    guest = Layered(turns._let_in, lambda layer: core.input_queue.put(request("a")) if layer == 1 else None)
+    turns._guest = guest  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="its own"):
+        turns.step(fails)
+    assert guest.failed is None and not guest.dropped
+
+
+def test_what_was_not_foreseen_of_serving_within_a_step_ends_lending_alone(core: Any, turns: Turns) -> None:
+    done: list[str] = []
+    core.scheduler.get_request_counts = lambda: (0, 0)
+    guest = Layered(turns._let_in, lambda layer: core.input_queue.put(object()) if layer == 1 else done.append("layer"))
+    turns._guest = guest  # type: ignore[assignment]
+    assert not turns.step(lambda: False)
+    assert done == ["layer"] * 3 and [type(error) for error in guest.dropped] == [AttributeError] and not turns.wanted
+
+
+def test_an_error_of_serving_s_keeps_its_cause(core: Any, turns: Turns) -> None:
+    def fails() -> bool:
+        if core.scheduler.running:
+            raise RuntimeError("its own") from OSError("why")
+        return False
+
+    guest = Layered(turns._let_in, lambda layer: core.input_queue.put(request("a")) if layer == 1 else None)
+    turns._guest = guest  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="its own") as raised:
+        turns.step(fails)
+    assert isinstance(raised.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize(("left", "goes_on"), [(0.02, True), (0.002, False)])
+def test_the_rest_of_a_step_goes_on_beside_a_request_only_where_there_is_slack_for_all_of_it(
+    core: Any, turns: Turns, left: float, goes_on: bool
+) -> None:
+    """It is not chopped up any more; and it is charged beside those whom serving holds by then."""
+    told: list[int] = []
+    turns._admission.ran = lambda *, held, seconds: told.append(held)  # type: ignore[method-assign]
+    admit = turns._admission.admit
+
+    def admits(serving: Serving, want: Want, *, now: float) -> Answer:
+        answer = admit(serving, want, now=now)
+        return Answer(left, 1, None, None, None) if serving.held else answer
+
+    turns._admission.admit = admits  # type: ignore[method-assign]
+    done: list[str] = []
+    layered(turns, core, done, comes={1: "a"}, steps=3)
+    assert done[2:] == (["a", "layer 2", "layer 3"] if goes_on else ["a", "a", "a", "layer 2", "layer 3"])
+    assert told == ([0, 1] if goes_on else [0, 0])
+
+
+def test_what_serving_takes_within_a_step_is_not_the_guest_s(core: Any, turns: Turns) -> None:
+    told: list[float] = []
+    turns._admission.ran = lambda *, held, seconds: told.append(seconds)  # type: ignore[method-assign]
+    now = iter(range(10**6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workers.lender.vllm.turns.time.monotonic", lambda: float(next(now)))
+        turns._look_seconds = 1e9
+        layered(turns, core, [], comes={1: "a"}, steps=50)
+        between = float(next(now))
+    assert between > 100 and sum(told) < 20 and turns._longest < 5

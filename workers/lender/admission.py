@@ -68,7 +68,8 @@ class Promise:
     tpot_seconds: float = 0.1
     """B_TPOT: from each token to the next."""
     yield_seconds: float = 0.02
-    """The yield bound: the longest guest step, as predicted; a request that arrives waits for one at most."""
+    """The yield bound: the longest guest step, as predicted; a request that arrives waits for one at most, and where
+    the guest's model is in the same process for one layer of it."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.dial <= 1.0:

@@ -13,7 +13,7 @@ serving process.
 import gc
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -114,6 +114,8 @@ class Engine:
         """Of a turn, context and output together."""
         self.steps = 0
         """That it has begun: between two of them no turn takes or finds a block."""
+        self.aside_seconds = 0.0
+        """That its steps stood still, for somebody else to have the thread. Whoever has it then counts."""
         self._step_tokens = config.step_tokens
         self._place = place or Here()
         self.devices = self._place.ranks
@@ -162,6 +164,10 @@ class Engine:
         self._turns[key] = turn = _Turn(request, added_at=time.time())
         self._unscheduled.append(turn)
 
+    def between_layers(self, call: Callable[[], None]) -> None:
+        """Have this called between two layers of its steps, as far as they are in this process."""
+        self._place.between_layers(self._core, call)
+
     def abort(self, key: str) -> Finished | None:
         """Take a turn out, with what it has sampled; None if it is not in the engine."""
         turn = self._turns.pop(key, None)
@@ -184,7 +190,7 @@ class Engine:
         if not self._scheduler.has_requests():
             return Step([], 0, 0.0)
         self._scheduler.max_num_scheduled_tokens = min(self._step_tokens, most_tokens or self._step_tokens)
-        began_at, began = time.time(), time.perf_counter()
+        began_at, began, aside = time.time(), time.perf_counter(), self.aside_seconds
         self._name_waiting_anew()
         self.steps += 1
         try:
@@ -193,6 +199,7 @@ class Engine:
             raise EngineBroken(f"a step failed: {error}") from error
         seconds = time.perf_counter() - began
         now = began_at + seconds
+        seconds -= self.aside_seconds - aside
         while self._unscheduled and self._unscheduled[0].request.status not in WAITING:
             self._unscheduled.popleft().scheduled_at = began_at
         finished = [turn for batch in outputs.values() for output in batch.outputs if (turn := self._take(output, now))]

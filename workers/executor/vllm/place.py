@@ -3,17 +3,20 @@
 Keeps true: the scheduler, and all that an engine keeps of its turns, is in this process in any case.
 """
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.sample.sampler import Sampler
 
 from workers.executor.vllm.cpu_runner import fit_cpu_runner
 from workers.executor.vllm.seeds import draw_by_position
@@ -43,6 +46,12 @@ class Place(Protocol):
 
     def fit(self, core: EngineCore, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
         """Make the model that was started ROSE's; who replaces its weights."""
+        ...
+
+    def between_layers(self, core: EngineCore, call: Callable[[], None]) -> None:
+        """Have this called within each step: before each layer's attention, before the logits and before the sampling.
+        Nowhere if the model is in other processes.
+        """
         ...
 
     def cache_begins(self, core: EngineCore) -> int | None:
@@ -75,6 +84,12 @@ class Here:
         worker = worker_of(core)
         fit_runner(worker.model_runner)
         return PolicyWeights(worker, folder, shapes)
+
+    def between_layers(self, core: EngineCore, call: Callable[[], None]) -> None:
+        runner = worker_of(core).model_runner
+        for module in (*runner.get_model().modules(), runner.sampler):
+            if isinstance(module, Attention | LogitsProcessor | Sampler):
+                module.register_forward_pre_hook(lambda *_: call())
 
     def cache_begins(self, core: EngineCore) -> int | None:
         return cache_address(core)

@@ -1,7 +1,7 @@
 """What belongs to the process and has two values: the host's, and the guest's while the guest computes.
 
 Keeps true
-- Outside `building` and `stepping` everything listed here is as the host left it.
+- Outside `building` and `stepping`, and within `aside`, everything listed here is as the host left it.
 - Nothing is compiled for a guest: serving would stand still for seconds, or wait for a lock of the compiler's that a
   guest which is halted holds. What vLLM has compiled when it is first called is run as it is written.
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import vllm.config.vllm as vllm_config
 from vllm.distributed import parallel_state
+from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.triton_utils import dispatcher
 from vllm.v1.core import kv_cache_utils
@@ -52,11 +53,31 @@ class Apart:
         self._names = _names()
         self._generators = _generators()
         self._build = _build_state()
+        self._gradients = False, True
+        """Of the host's thread: whether it infers, and whether it keeps what gradients need."""
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """While the guest steps."""
+        self._gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         with torch.compiler.set_stance("force_eager"):
+            self._exchange()
+            try:
+                yield
+            finally:
+                self._exchange()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While a step of the guest stands still."""
+        inference, gradients = self._gradients
+        stance = torch.compiler.set_stance("default")
+        with (
+            stance,
+            torch.inference_mode(inference),
+            torch.set_grad_enabled(gradients),
+            override_forward_context(None),
+        ):
             self._exchange()
             try:
                 yield

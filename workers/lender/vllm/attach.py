@@ -2,7 +2,8 @@
 
 Keeps true
 - Serving's outputs have left before a guest's turn, and a guest has one only where admission lets it: a request that
-  arrives waits for at most one bounded piece of the guest's work.
+  arrives waits for at most one bounded piece of the guest's work, and of a step in this process for one layer, its
+  logits or its sampling.
 - The loop never spins: with nothing to do for either it sleeps where vLLM sleeps.
 - A server that no guest was tried in is left as it is, and the log says why in a sentence.
 - An engine core whose server was killed meanwhile does not begin.

@@ -4,7 +4,7 @@ Keeps true
 - Nothing that goes wrong here leaves `tick`: the guest is dropped, which is told, and built again after a while.
 - A tick is one bounded piece: of building the guest, of preparing a version, or a step of the engine. A guest whose
   steps have no price yet makes some before it is there (`profile`).
-- Between two ticks the process is as the host left it.
+- Between two ticks the process is as the host left it, and between two layers of a step while it is `aside`.
 - A guest is built once somebody has knocked and said so, and parked when it is not wanted any more (`life`). Who knocks
   later gets the same engine, empty, at the version that it has.
 - Serving's next step has the KV memory that it may take, whatever the guest holds (`sharing`).
@@ -12,8 +12,8 @@ Keeps true
 
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from logging import Logger
 from pathlib import Path
 
@@ -54,10 +54,12 @@ class Guest:
         slack: Callable[[], Slack],
         serving: ServingMemory,
         log: Logger,
+        between_layers: Callable[[], None],
         ranks: Ranks | None = None,
     ) -> None:
-        """`cost`: of the guest's steps, which is told of each; `slack`: how serving stands, for those beside; `ranks`:
-        serving's, where it has several.
+        """`cost`: of the guest's steps, which is told of each; `slack`: how serving stands, for those beside;
+        `between_layers` is called within its steps, as far as they are in this process; `ranks`: serving's, where it
+        has several.
         """
         self._config = config
         self._feeder = feeder
@@ -66,6 +68,7 @@ class Guest:
         self._slack = slack
         self._serving = serving
         self._log = log
+        self._between_layers = between_layers
         self._ranks = ranks
         self._life = Life()
         self._parks_since = 0.0
@@ -181,6 +184,23 @@ class Guest:
             with self._apart.stepping():
                 host.tick(tokens, seconds)
         self._granted = host.granted
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While its step stands still between two layers, and the host has the thread."""
+        assert self._engine is not None and self._apart is not None
+        began = time.perf_counter()
+        self._pulse.give()
+        with self._apart.aside():
+            yield
+        self._pulse.take()
+        self._engine.aside_seconds += time.perf_counter() - began
+
+    def leaves_room(self) -> bool:
+        """Whether serving's next step has the memory that it may take without a cut, which a step that stands still
+        does not bear.
+        """
+        return self._sharing is None or self._sharing.leaves_room()
 
     def make_room(self) -> None:
         """Before a step of serving. Raises nothing."""
@@ -306,6 +326,7 @@ class Guest:
                 return
         building, self._building = self._building, None
         self._engine, pool = building.result()
+        self._engine.between_layers(self._between_layers)
         self._sharing = Sharing(self._serving, self._engine, pool, self._config)
         self._profile = Profile(self._engine, self._cost)
         pieces, longest_seconds = (0, 0.0) if self._ranks is None else self._ranks.told()

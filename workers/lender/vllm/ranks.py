@@ -9,7 +9,7 @@ Keeps true
 
 import os
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from logging import Logger
@@ -223,6 +223,9 @@ class OnRanks:
             raise EngineStartError(str(failed)) from failed
         self._log.info("rose: the guest's parameters by rank: %s", ", ".join(map(str, held)))
         return RankWeights(self._ranks, shapes, core.vllm_config.model_config.dtype)
+
+    def between_layers(self, core: EngineCore, call: Callable[[], None]) -> None:
+        pass
 
     def cache_begins(self, core: EngineCore) -> None:
         return None

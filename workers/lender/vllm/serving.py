@@ -45,6 +45,11 @@ class ServingView:
         elif self._last and not self._scheduler.has_requests():
             self._last.clear()
 
+    @property
+    def unread(self) -> bool:
+        """Whether something came that serving has not looked at."""
+        return bool(self._unread)
+
     def holds(self) -> Serving:
         """What serving holds now."""
         running, waiting = self._scheduler.running, self._scheduler.get_request_counts()[1]
@@ -57,7 +62,7 @@ class ServingView:
             prefills=[(min(now, request.arrival_time - behind), _left(request)) for request in first],
             last_tokens=[at for request in running if (at := self._last.get(request.request_id)) is not None],
             waiting=waiting,
-            queued=bool(self._unread),
+            queued=self.unread,
         )
 
     def _served(self, scheduled: Any, began: float, ended: float) -> None:

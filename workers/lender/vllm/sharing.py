@@ -60,6 +60,8 @@ class Sharing:
         self._memory = Memory(bounds)
         self._shares = Shares(0, 0, total, 0, frozen=False, grows=False)
         self._told = Lent()
+        self._withheld = 0
+        """Of serving's blocks, as of the last look: less once its prefix cache is reset."""
         self._settled = -1
         """The steps that the engine had made when its pool was settled last."""
 
@@ -72,6 +74,15 @@ class Sharing:
     def busy(self) -> bool:
         """Whether the next pass has something to do for it."""
         return self._shares.grows or self._guest.owes
+
+    def leaves_room(self) -> bool:
+        """Whether serving has what its next step may take, with nothing moved; what it has then is remembered."""
+        serving = self._serving
+        if not serving.moves:
+            return True
+        wanted, pool = serving.wanted, serving.pool
+        self._memory.saw((pool.used + wanted) * pool.block_bytes, time.monotonic())
+        return wanted <= pool.free and pool.blocks - pool.there >= self._withheld
 
     def look(
         self, give_up: Callable[[str, str], None] | None, *, most_bytes: int = NO_LIMIT, grow: bool = False
@@ -99,6 +110,7 @@ class Sharing:
         if self._serving.moves:
             lent = -(-self._guest.there * self._guest.block_bytes // self._serving.pool.block_bytes)
             self._serving.pool.withhold(lent)
+            self._withheld = lent
             self._serving.pool.return_pages(PIECE_BYTES)
         self._guest.return_pages(PIECE_BYTES)
         self._note(time.perf_counter() - began)

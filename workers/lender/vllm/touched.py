@@ -144,6 +144,7 @@ TOUCHED = (
         "f2964a2a9f3379f0",
     ),
     Touched(GROUPS, "_TP", "kept apart"),
+    Touched("vllm.forward_context", "override_forward_context", "none while a step stands still", "96a30187fd05b912"),
     Touched("vllm.utils.gc_utils", "freeze_gc_heap", "not called for a guest", "68b68a7e135fe7f6"),
     Touched("vllm.config.vllm", "_current_vllm_config", "kept apart"),
     Touched("vllm.config.vllm", "_current_prefix", "kept apart"),

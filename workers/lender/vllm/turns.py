@@ -1,7 +1,19 @@
-"""Turns of the guest in the serving engine's loop. See `attach`."""
+"""Turns of the guest in the serving engine's loop. See `attach`.
 
+Keeps true
+- Who comes while a step of the guest's computes in this process waits for one layer of it, its logits or its sampling:
+  between them the step stands still until admission would let the rest of it go on, and serving's steps are made within
+  it, as if it was not there.
+- It stands still for no longer than a heartbeat in all, as nothing is heard of the guest meanwhile and no turn of it
+  given up; and only while serving finds the memory that it may take without a cut. Then it is computed to its end,
+  without a further stop.
+- What fails of serving fails where it would without a guest.
+"""
+
+import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from logging import Logger
 from pathlib import Path
 from typing import Any
@@ -20,6 +32,47 @@ from workers.lender.vllm.serving import ServingView
 from workers.lender.vllm.serving_memory import ServingMemory
 
 
+class ServingFailed(BaseException):
+    """A step of serving's failed between two layers of the guest's: whatever the guest does with what fails in its own,
+    this passes through.
+    """
+
+
+@dataclass(slots=True)
+class Piece:
+    """Of the guest's work, while it has the thread. Seconds."""
+
+    serve: Callable[[], bool]
+    """Serving's step."""
+    held: int
+    """Requests that serving holds, as of the last look at them."""
+    want: Want
+    planned: float
+    """That it may take."""
+    began: float
+    """Of what admission has not been told of yet."""
+    looked: float
+    """When it was last seen whether somebody has come."""
+    computed: float
+    """By this thread, until then."""
+    run: float = 0.0
+    """That admission has been told of."""
+    until: float = math.inf
+    """When it is to go on at the latest, once it stood still."""
+    whole: bool = False
+    """It does not stand still any more."""
+    trouble: Exception | None = None
+    """What was not foreseen of serving while it stood still."""
+
+
+def _serving(act: Callable[[], object]) -> None:
+    """Raises ServingFailed."""
+    try:
+        act()
+    except Exception as error:
+        raise ServingFailed from error
+
+
 class Turns:
     """Who computes next: after each step of serving's, the guest if admission lets it."""
 
@@ -27,13 +80,14 @@ class Turns:
         self, core: Any, config: LendConfig, feeder: Feeder, pulse: Pulse, log: Logger, ranks: Ranks | None = None
     ) -> None:
         self._core = core
+        self._take_input: Callable[[], None] = core._process_input_queue
         self._look_seconds = config.heartbeat_seconds
         self._looks_at = 0.0
         """Of a guest that wants nothing, when it is asked again whether it might."""
         self._admission = Admission(config.promise, serving_step_tokens=core.scheduler.max_num_scheduled_tokens)
         self._view = ServingView(core, self._admission)
         told = self._admission.guest, self._slack
-        self._guest = Guest(config, feeder, pulse, *told, ServingMemory(core), log, ranks)
+        self._guest = Guest(config, feeder, pulse, *told, ServingMemory(core), log, self._let_in, ranks)
         self._log = log
         self._over = False
         """What serving does was not understood: nothing is lent any more."""
@@ -41,6 +95,8 @@ class Turns:
         """The guest was held back by requests that no step of serving's moves, as those of a server that is paused."""
         self._held_back: dict[str, int] = {}
         self._longest = self._computed = 0.0
+        self._piece: Piece | None = None
+        """Of the guest's, while it has one."""
         self._answer: Answer | None = None
         """The newest since this was last told of: what was found long ago says nothing of serving now."""
 
@@ -63,9 +119,13 @@ class Turns:
             self._view.stepped(began, ended)
             self._halted = False
             if self._guest.busy and self._core.is_running():
-                self._offer()
+                self._offer(process_engine_step)
             else:
                 self._guest.beat(held=not self._might())
+        except ServingFailed as failed:
+            error = failed.__cause__
+            assert error is not None
+            raise error from error.__cause__
         except Exception as error:  # noqa: BLE001  serving goes on whatever of it was not foreseen
             self._over = True
             self._log.exception("rose: this server lends no more")
@@ -80,21 +140,82 @@ class Turns:
         self._looks_at = now + self._look_seconds
         return self._admission.admit(self._view.holds(), Want(Work.STEP, 0.0), now=now).hold is None
 
-    def _offer(self) -> None:
+    def _offer(self, process_engine_step: Callable[[], bool]) -> None:
         now = time.monotonic()
         serving = self._view.holds()
-        self._answer = answer = self._admission.admit(serving, self._guest.want, now=now)
+        want = self._guest.want
+        self._answer = answer = self._admission.admit(serving, want, now=now)
         if answer.hold is not None:
             self._held_back[answer.hold.value] = self._held_back.get(answer.hold.value, 0) + 1
             self._halted = not serving.queued and not self._core.has_work()
             self._guest.beat(held=True)
             return
-        computed = time.thread_time()
-        self._guest.tick(seconds=answer.seconds, tokens=answer.tokens)
-        seconds = time.monotonic() - now
-        self._longest = max(self._longest, seconds)
-        self._computed = max(self._computed, time.thread_time() - computed)
-        self._admission.ran(held=serving.held, seconds=seconds)
+        planned = min(want.seconds, answer.seconds)
+        piece = self._piece = Piece(process_engine_step, serving.held, want, planned, now, now, time.thread_time())
+        try:
+            self._guest.tick(seconds=answer.seconds, tokens=answer.tokens)
+        finally:
+            self._look(piece)
+            self._tell(piece)
+            self._piece = None
+        if piece.trouble is not None:
+            raise piece.trouble
+
+    def _look(self, piece: Piece) -> None:
+        """A request that came since the look before has waited for as long."""
+        now, computed = time.monotonic(), time.thread_time()
+        self._longest = max(self._longest, now - piece.looked)
+        self._computed = max(self._computed, computed - piece.computed)
+        piece.looked, piece.computed = now, computed
+
+    def _tell(self, piece: Piece) -> None:
+        """Charge the guest for what was done of it."""
+        seconds = piece.looked - piece.began
+        self._admission.ran(held=piece.held, seconds=seconds)
+        piece.run += seconds
+
+    def _let_in(self) -> None:
+        """Between two layers of a step of the guest's: who has come is served before it goes on.
+
+        Raises ServingFailed.
+        """
+        piece = self._piece
+        if piece is None or piece.whole:
+            return
+        self._look(piece)
+        if not self._view.unread:
+            return
+        self._tell(piece)
+        piece.until = min(piece.until, piece.looked + self._look_seconds)
+        with self._guest.aside():
+            piece.whole = not self._serve_within(piece)
+        piece.began = piece.looked = time.monotonic()
+        piece.computed = time.thread_time()
+
+    def _serve_within(self, piece: Piece) -> bool:
+        """Serve until the guest may go on; whether it may stand still again. Raises ServingFailed."""
+        core = self._core
+        while core.is_running():
+            core.process_input_queue_block = False
+            _serving(self._take_input)
+            try:
+                if not self._guest.leaves_room():
+                    return False
+                began = time.monotonic()
+                _serving(piece.serve)
+                ended = time.monotonic()
+                self._view.stepped(began, ended)
+                serving = self._view.holds()
+                answer = self._admission.admit(serving, piece.want, now=ended)
+            except Exception as error:  # noqa: BLE001  whatever was not foreseen, serving goes on
+                piece.trouble = error
+                return False
+            piece.held = serving.held
+            if answer.hold is None and not (serving.held and answer.seconds < piece.planned - piece.run):
+                return True
+            if ended >= piece.until or not (serving.queued or core.has_work()):
+                return False
+        return False
 
     def _slack(self) -> Slack:
         """How serving stood when it was looked at since this was last asked, if it was, and what came of it."""
