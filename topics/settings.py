@@ -30,8 +30,8 @@ FETCH_MILLISECONDS = 100
 assigned or resumed meanwhile waits for its end."""
 
 FULL_MILLISECONDS = 10
-"""A reader that has fetched ahead as much as it may looks again after so long. librdkafka would after a second, in which
-there may be nothing left to read."""
+"""A reader that has fetched ahead as much as it may looks again after so long; librdkafka would after a second, with
+nothing left to read."""
 
 CLIENT_CERTIFICATES = ("ssl.certificate.location", "ssl.certificate.pem", "ssl.keystore.location")
 """Where librdkafka is told of a client's own certificate."""

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from threading import Event
 from threading import enumerate as enumerate_threads
+from typing import Any
 
 import msgspec
 import pytest
@@ -183,7 +184,7 @@ def test_who_has_fetched_ahead_all_it_may_is_not_left_with_nothing_to_read(setti
     if settings.embedded:
         pytest.skip("an answer of the embedded broker holds the whole partition: nothing is left to fetch")
     put(settings, [random.Random(each).randbytes(2**16) for each in range(100)])
-    limits = {"queued.max.messages.kbytes": 512, "fetch.message.max.bytes": 2**18}
+    limits: dict[str, Any] = {"queued.max.messages.kbytes": 512, "fetch.message.max.bytes": 2**18}
     with closing(Reader(settings, "test", **limits)) as reader:
         reader.assign({(PROMPTS, 0): 0})
         found = read_until(reader, 1)
