@@ -81,7 +81,8 @@ HEADROOM_SECONDS = Gauge(
 )
 GUEST_PIECE_SECONDS = Histogram(
     "rose_lender_guest_piece_seconds",
-    "Longest piece of the guest's work between two reports, where there was any.",
+    "Longest piece of the guest's work without a look whether a request has come, between two reports, "
+    "where there was any.",
     buckets=SECONDS,
     registry=LENDER,
 )

@@ -122,7 +122,8 @@ class Slack(msgspec.Struct, frozen=True, array_like=True):
     decode_headroom: float | None
     """Least S_dec; None also where none decoded."""
     longest_seconds: float
-    """The longest piece of the guest's work, 0 where there was none: what the yield bound is about."""
+    """The longest piece of the guest's work without a look whether a request has come, 0 where there was none: what the
+    yield bound is about."""
     computed_seconds: float
     """The most that the loop's thread computed in one piece. What one took above that, the thread waited for a core, or
     for others that compute."""
