@@ -49,9 +49,11 @@ MOST_LATE = 0.01
 
 
 def in_rotation(arms: Sequence[Arm], number: int) -> list[Arm]:
-    """The order of a round: each begins with another arm."""
-    first = number % len(arms)
-    return [*arms[first:], *arms[:first]]
+    """The order of a round: each begins with another arm, and every other one goes the other way round, so that what an
+    arm leaves behind does not always meet the same one.
+    """
+    step = -1 if number % 2 else 1
+    return [arms[(number + step * place) % len(arms)] for place in range(len(arms))]
 
 
 def run_rounds(

@@ -4,6 +4,7 @@ import math
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -275,6 +276,8 @@ def test_the_worst_window_says_where_a_wait_went() -> None:
 def test_every_round_has_every_arm_and_begins_with_another() -> None:
     assert {in_rotation(ARMS, number)[0].name for number in range(len(ARMS))} == {arm.name for arm in ARMS}
     assert all(set(in_rotation(ARMS, number)) == set(ARMS) for number in range(9))
+    there, back = in_rotation(ARMS, 0), in_rotation(ARMS, 1)
+    assert not {*pairwise(there)} & {*pairwise(back)}, "no arm always follows the same one"
 
 
 def test_a_window_that_is_thrown_away_is_run_again_and_told() -> None:
