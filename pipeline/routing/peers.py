@@ -7,8 +7,8 @@ Keeps true
 - A seat stands in one group by one entry, whose key is never above what the seat would wait. A search mends the first
   entry of a heap until it is exact. So a key has to be lowered at once, and may be raised when it comes up.
 - A seat stands in no group whose turns are too big for it to be found: `most` of its group is never below its room.
-- A search looks at groups with seats alone, those with the least price of a token first, and ends where those
-  of the context are too much.
+- A search looks at groups with seats alone, by their price of a token of context, and ends where the context costs too
+  much by itself, with what its new tokens cost anywhere at least.
 - A group that has no seat any more holds nothing of those that it had, and groups are no more than a few times as many
   as have seats: so it costs nothing that executors come, go, or tell of other rates each time.
 
@@ -345,9 +345,9 @@ class Index:
         found: list[Seat] = []
         need, context, new = ask.room_tokens, ask.context_tokens, ask.new_tokens
         for price, _, peers in self._groups:
-            base = context * price + new * peers.decode
             if peers.most < need or (ask.seeded and not peers.seeded):
                 continue
+            base = context * price + new * peers.decode
             limit, idle, busy = most - base + SLACK_SECONDS, peers.idle, peers.busy
             if (idle and idle[0][0] <= limit) or (busy and busy[0][0] - now <= limit):
                 found += peers.within(base, most, need, now, many - len(found))

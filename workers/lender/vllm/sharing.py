@@ -60,8 +60,6 @@ class Sharing:
         self._memory = Memory(bounds)
         self._shares = Shares(0, 0, total, 0, frozen=False, grows=False)
         self._told = Lent()
-        self._withheld = 0
-        """Of serving's blocks, as of the last look: less once its prefix cache is reset."""
         self._settled = -1
         """The steps that the engine had made when its pool was settled last."""
 
@@ -82,7 +80,12 @@ class Sharing:
             return True
         wanted, pool = serving.wanted, serving.pool
         self._memory.saw((pool.used + wanted) * pool.block_bytes, time.monotonic())
-        return wanted <= pool.free and pool.blocks - pool.there >= self._withheld
+        return wanted <= pool.free and pool.blocks - pool.there >= self._lent_blocks  # less once its cache was reset
+
+    @property
+    def _lent_blocks(self) -> int:
+        """Of serving's, for those that the guest has."""
+        return -(-self._guest.there * self._guest.block_bytes // self._serving.pool.block_bytes)
 
     def look(
         self, give_up: Callable[[str, str], None] | None, *, most_bytes: int = NO_LIMIT, grow: bool = False
@@ -108,9 +111,7 @@ class Sharing:
             self._give_up(budget, give_up)
         self._guest.fit(budget, there)
         if self._serving.moves:
-            lent = -(-self._guest.there * self._guest.block_bytes // self._serving.pool.block_bytes)
-            self._serving.pool.withhold(lent)
-            self._withheld = lent
+            self._serving.pool.withhold(self._lent_blocks)
             self._serving.pool.return_pages(PIECE_BYTES)
         self._guest.return_pages(PIECE_BYTES)
         self._note(time.perf_counter() - began)

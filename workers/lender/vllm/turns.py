@@ -47,16 +47,14 @@ class Piece:
     held: int
     """Requests that serving holds, as of the last look at them."""
     want: Want
-    planned: float
-    """That it may take."""
+    left: float
+    """Of what was planned, after that which admission has been told of."""
     began: float
     """Of what admission has not been told of yet."""
     looked: float
     """When it was last seen whether somebody has come."""
     computed: float
     """By this thread, until then."""
-    run: float = 0.0
-    """That admission has been told of."""
     until: float = math.inf
     """When it is to go on at the latest, once it stood still."""
     whole: bool = False
@@ -150,8 +148,8 @@ class Turns:
             self._halted = not serving.queued and not self._core.has_work()
             self._guest.beat(held=True)
             return
-        planned = min(want.seconds, answer.seconds)
-        piece = self._piece = Piece(process_engine_step, serving.held, want, planned, now, now, time.thread_time())
+        left = min(want.seconds, answer.seconds)
+        piece = self._piece = Piece(process_engine_step, serving.held, want, left, now, now, time.thread_time())
         try:
             self._guest.tick(seconds=answer.seconds, tokens=answer.tokens)
         finally:
@@ -172,7 +170,7 @@ class Turns:
         """Charge the guest for what was done of it."""
         seconds = piece.looked - piece.began
         self._admission.ran(held=piece.held, seconds=seconds)
-        piece.run += seconds
+        piece.left -= seconds
 
     def _let_in(self) -> None:
         """Between two layers of a step of the guest's: who has come is served before it goes on.
@@ -211,7 +209,7 @@ class Turns:
                 piece.trouble = error
                 return False
             piece.held = serving.held
-            if answer.hold is None and not (serving.held and answer.seconds < piece.planned - piece.run):
+            if answer.hold is None and not (serving.held and answer.seconds < piece.left):
                 return True
             if ended >= piece.until or not (serving.queued or core.has_work()):
                 return False
