@@ -140,9 +140,12 @@ class Broker:
             self._process.wait()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To the process, if it runs."""
-        if self._process is not None:
-            self._process.send_signal(number)
+        """To the process, if it runs. Once it was told to stop (SIGSTOP), it answers nothing more when this returns."""
+        if self._process is None:
+            return
+        self._process.send_signal(number)
+        if number is signal.SIGSTOP and self._process.returncode is None:  # another of its threads may go on until then
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def restart(self) -> None:
         """Start again on the same port and data, and wait until it answers; one that still runs is stopped first."""

@@ -7,13 +7,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from tests.brokers import embedded_first, home_of, start
-from topics.admin import create_topics
+from topics.admin import create_topics, reach
 from topics.broker import Broker, BrokerFailed, free_ports
 from topics.catalog import PROMPTS, Partitions
 from topics.embedded import start_broker
@@ -107,6 +108,36 @@ def test_a_broker_says_what_it_is_and_is_seen_to_die(own_broker: Broker) -> None
     with pytest.raises(BrokerFailed, match=f"{own_broker.name} died: killed by signal 9"):
         own_broker.check()
     own_broker.stop()
+
+
+def test_a_broker_that_was_told_to_stop_stands_still_at_once(own_broker: Broker) -> None:
+    """All its threads do, also those that are answering; one that goes on for a moment answers whoever asks then."""
+    client, done = reach(own_broker.settings()), Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            client.list_topics(timeout=WAIT_SECONDS)
+
+    asks = Thread(target=ask)
+    asks.start()
+    try:
+        for _ in range(300):
+            own_broker.send_signal(signal.SIGSTOP)
+            assert {"T"} in [states(child) for child in children()]
+            own_broker.send_signal(signal.SIGCONT)
+    finally:
+        own_broker.send_signal(signal.SIGCONT)
+        done.set()
+        asks.join()
+
+
+def children() -> list[str]:
+    return " ".join(file.read_text() for file in Path("/proc/self/task").glob("*/children")).split()
+
+
+def states(process: str) -> set[str]:
+    """One letter for each of its threads, as /proc writes them: T for one that is stopped."""
+    return {file.read_text().rpartition(") ")[2][0] for file in Path(f"/proc/{process}/task").glob("*/stat")}
 
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
