@@ -35,7 +35,7 @@ from workers.executor.words import (
     Tick,
     Wake,
 )
-from workers.lender.vllm.guest import engine_of
+from workers.lender.vllm.building import engine_of
 
 MEASURED_SECONDS = 3.0
 """Of an idle guest."""

@@ -21,7 +21,7 @@ from tests.integration.lender_kit import MODEL, ON_RANKS, RANKS, Answer, Beside,
 from workers.executor.slabs import lay
 from workers.executor.vllm.engine import Engine
 from workers.executor.words import Gone, NotTaken, Prepare, Prepared, Serve, Serving, Tick, Wake
-from workers.lender.vllm.guest import engine_of
+from workers.lender.vllm.building import engine_of
 from workers.weights.shards import VOCABULARY_PADDING, Rank, wanted_by
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -13,7 +13,7 @@ from schemas.prompts import Sampling
 from tests.integration.lender_kit import MODEL, VOCABULARY
 from workers.executor.vllm.engine import Engine, EngineConfig, Finished
 from workers.lender.config import LendConfig, MemoryConfig
-from workers.lender.vllm.guest import engine_of
+from workers.lender.vllm.building import engine_of
 from workers.lender.vllm.serving_memory import ServingMemory
 from workers.lender.vllm.sharing import Sharing, guest_pool
 

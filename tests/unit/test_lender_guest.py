@@ -17,7 +17,7 @@ from workers.lender.config import LendConfig
 from workers.lender.life import State
 from workers.lender.link import End, knock, listen, welcome
 from workers.lender.pulse import Pulse
-from workers.lender.vllm import guest as guests
+from workers.lender.vllm import building
 from workers.lender.vllm.guest import Guest
 
 MODEL = Path(__file__).parents[2] / "workers/models/calculator"
@@ -26,11 +26,13 @@ MODEL = Path(__file__).parents[2] / "workers/models/calculator"
 QUIET = Slack(0, 0, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})
 
 
-def guest(feeder: Any, model: str = "") -> Guest:
-    config = LendConfig(model_folder=model, socket="")
+CONFIG = LendConfig(model_folder="", socket="")
+LOG = logging.getLogger("guest")
+
+
+def guest(feeder: Any) -> Guest:
     unused: Any = None
-    log = logging.getLogger("guest")
-    return Guest(config, feeder, Pulse(None), StepCost(**UNKNOWN), lambda: QUIET, unused, log, unused)
+    return Guest(CONFIG, feeder, Pulse(None), StepCost(**UNKNOWN), lambda: QUIET, unused, LOG, unused)
 
 
 def ended(end: End) -> bool:
@@ -88,12 +90,11 @@ def test_a_build_that_fails_at_its_end_holds_nothing_on_servings_ranks(
         raise MemoryError
 
     for part in ("engine_of", "guest_pool"):
-        monkeypatch.setattr(guests, part, no_room if part == fails else lambda *_: None)
+        monkeypatch.setattr(building, part, no_room if part == fails else lambda *_: None)
     asked: list[str] = []
-    one: Any = guest(SimpleNamespace(link=None, ended=[]))
-    one._ranks = SimpleNamespace(size=2, ask=asked.append)
+    ranks: Any = SimpleNamespace(size=2, ask=asked.append)
     with pytest.raises(MemoryError):
-        one._built()
+        building.build(CONFIG, ranks, LOG)
     assert asked == ["release"]
 
 
@@ -209,8 +210,7 @@ def test_a_guest_whose_building_fails_at_its_end_leaves_no_model_behind(
     core = SimpleNamespace(scheduler=scheduler, structured_output_manager=SimpleNamespace(clear_backend=lambda: None))
     monkeypatch.setattr("workers.executor.vllm.engine.start_core", lambda *_: core)
     place: Any = NoRoom(fails_at)
-    monkeypatch.setattr(guests, "Here", lambda: place)
-    one: Any = guest(SimpleNamespace(link=None, ended=[]), model=str(MODEL))
+    monkeypatch.setattr(building, "Here", lambda: place)
     with pytest.raises(MemoryError, match=fails_at):
-        one._built()
+        building.build(LendConfig(model_folder=str(MODEL), socket=""), None, LOG)
     assert not place.holds

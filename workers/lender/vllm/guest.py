@@ -14,14 +14,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from logging import Logger
-from pathlib import Path
 
 from workers.executor.host import EngineHost
 from workers.executor.line import Line
 from workers.executor.step_cost import StepCost
-from workers.executor.vllm.engine import Engine, EngineConfig
-from workers.executor.vllm.place import Here, Place
+from workers.executor.vllm.engine import Engine
 from workers.executor.want import Want, Work
 from workers.executor.words import NO_LIMIT, Gone, Outbox, Slack
 from workers.lender.config import LendConfig
@@ -31,12 +30,13 @@ from workers.lender.link import End
 from workers.lender.parked import NOT_WOKEN, Parked
 from workers.lender.pulse import Pulse
 from workers.lender.vllm.apart import Apart, apart_for_building
+from workers.lender.vllm.building import build
 from workers.lender.vllm.pieces import Pieces
 from workers.lender.vllm.pool import Pool
 from workers.lender.vllm.profile import Profile
-from workers.lender.vllm.ranks import OnRanks, Ranks
+from workers.lender.vllm.ranks import Ranks
 from workers.lender.vllm.serving_memory import ServingMemory
-from workers.lender.vllm.sharing import Sharing, guest_pool
+from workers.lender.vllm.sharing import Sharing
 
 FREE_SECONDS = 0.5
 """How long a guest that is parked waits for serving to be idle before it gives its memory back all the same."""
@@ -230,7 +230,7 @@ class Guest:
             case Act.BUILD:
                 self._began = now
                 self._apart = apart_for_building()
-                self._building = Pieces(self._built, "rose-guest-build")
+                self._building = Pieces(partial(build, self._config, self._ranks, self._log), "rose-guest-build")
             case Act.PARK:
                 self._parks_since = now
             case Act.NOTHING:
@@ -339,16 +339,6 @@ class Guest:
         if self._cost.known:
             self._lend()
 
-    def _built(self) -> tuple[Engine, Pool]:
-        """On a thread of its own, in pieces. What fails holds nothing, on no rank."""
-        place: Place = Here() if self._ranks is None else OnRanks(self._ranks, self._log)
-        try:
-            engine = engine_of(self._config, place)
-            return engine, guest_pool(engine)
-        except Exception:
-            place.release()
-            raise
-
     def drop(self, error: Exception) -> None:
         """Let go of the engine for an error, and tell. Raises nothing."""
         if self._building is not None:  # which has not failed, and cannot be ended: who knocks next waits for it
@@ -398,20 +388,3 @@ def _told(error: Exception) -> str:
     except Exception:  # noqa: BLE001  whoever waits for the guest is told all the same
         said = "it does not let itself be told"
     return f"{type(error).__name__}: {said}".encode(errors="replace").decode()
-
-
-def engine_of(config: LendConfig, place: Place | None = None) -> Engine:
-    """Takes seconds. Raises ModelFolderError or EngineStartError."""
-    engine = Engine(
-        EngineConfig(
-            model_folder=Path(config.model_folder),
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            max_running=config.max_turns,
-            kv_cache_bytes=config.kv_cache_bytes,
-            step_tokens=config.step_tokens,
-        ),
-        place,
-    )
-    engine.hold_spare()
-    return engine
