@@ -16,7 +16,7 @@ from workers.executor.step_cost import UNKNOWN, StepCost
 from workers.executor.vllm.types import Finished
 from workers.executor.want import Work
 from workers.executor.wires import Wires
-from workers.executor.words import ABORTED, REPORTS, Done, Outbox, Prepare, Take
+from workers.executor.words import ABORTED, REPORTS, Done, GiveUp, Outbox, Park, Prepare, Take, Tick
 
 SLOW_SECONDS = 0.05
 """Of a piece of preparing that met something."""
@@ -199,3 +199,59 @@ def test_turns_go_back_although_nobody_reads_and_are_told_in_the_end(
     host.tick()
     said = [REPORTS.decode(message) for message in Line(wires.reports).read()]
     assert {report.name for report in said if isinstance(report, Done)} == {"turn 0", "turn 1"}
+
+
+def test_a_step_that_stands_still_beats_and_ends_for_a_turn_that_is_to_go_back(
+    host: EngineHost, engine: PlayedEngine, wires: Wires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn that comes meanwhile waits for the step's end, and ends nothing."""
+    dispatch(wires, 1)
+    host.tick()
+    reports, orders = Line(wires.reports), Outbox(Line(wires.orders))
+    list(reports.read())
+    stood: list[bool] = []
+    later = time.monotonic()
+
+    def step(_: int | None) -> Any:
+        nonlocal later
+        monkeypatch.setattr("workers.executor.host.time.monotonic", lambda: later)
+        for order in (None, Take("later", pack_tokens([1, 2]), Sampling(max_tokens=4), 0), Park(), GiveUp("turn 0")):
+            later += 0.2
+            if order is not None:
+                orders.say(order)
+            stood.append(host.stands(held=True))
+        return SimpleNamespace(finished=[], tokens=0, seconds=0.001)
+
+    monkeypatch.setattr(engine, "step", step)
+    host.tick()
+    assert stood == [True, True, True, False] and host.granted == 0
+    heard = [REPORTS.decode(message) for message in reports.read()]
+    assert sum(isinstance(report, Tick) for report in heard) == 4
+    assert isinstance(heard[-1], Done) and heard[-1].name == "turn 0", "as soon as the step is made"
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_step_that_stands_still_is_held_from_when_it_might_last_go_on(
+    host: EngineHost, engine: PlayedEngine, wires: Wires, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """Else who is let compute now and then would lose its turns, and one who never is would be given others."""
+    reports = Line(wires.reports)
+    dispatch(wires, 1)
+    host.tick()
+    later = time.monotonic() + 4.0  # it was held for so long before
+    monkeypatch.setattr("workers.executor.host.time.monotonic", lambda: later)
+    list(reports.read())
+
+    def step(_: int | None) -> Any:
+        nonlocal later
+        for held in (True, True, not goes_on):
+            later += 2.0
+            host.stands(held=held)
+        later += 1.0
+        return SimpleNamespace(finished=[], tokens=0, seconds=0.001)
+
+    monkeypatch.setattr(engine, "step", step)
+    host.tick()
+    ticks = [REPORTS.decode(message) for message in reports.read()]
+    held = [tick.held_seconds for tick in ticks if isinstance(tick, Tick)]
+    assert held == pytest.approx([2.0, 4.0, 0.0, 0.0] if goes_on else [2.0, 4.0, 6.0, 7.0])

@@ -2,6 +2,7 @@
 
 import logging
 import select
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,6 +171,81 @@ def test_the_memory_of_a_guest_that_nobody_knocks_for_goes_back() -> None:
     assert sharing.looks == 1 and one.busy, "the loop goes on until all is given back"
     one.make_room()
     assert sharing.looks == 2 and not one.busy
+
+
+class Standing:
+    """A host whose step stands still."""
+
+    granted, busy = NO_LIMIT, True
+
+    def __init__(self, meanwhile: Callable[[], bool]) -> None:
+        self.meanwhile = meanwhile
+        self.stood: list[bool] = []
+        self.left = False
+
+    def tick(self, _: int, __: float) -> None:
+        self.stood.append(self.meanwhile())
+
+    def leave(self) -> None:
+        self.left = True
+
+
+def standing(meanwhile: Callable[[Any], bool]) -> tuple[Any, Standing, Kept]:
+    one: Any = guest(SimpleNamespace(link=None, ended=[]))
+    host, engine = Standing(lambda: meanwhile(one)), Kept()
+    one._life.state, one._granted = State.LENDING, NO_LIMIT
+    one._engine, one._sharing, one._apart = engine, Kept(), SimpleNamespace(stepping=nullcontext)
+    one._host = host
+    return one, host, engine
+
+
+@pytest.mark.parametrize("ends_for", ["nothing", "a turn", "a grant", "a file", "a link"])
+def test_a_step_stands_still_until_something_waits_for_its_end(ends_for: str) -> None:
+    def meanwhile(one: Any) -> bool:
+        def patient(*, held: bool) -> bool:
+            assert one._pulse.since, "who watches for a hang sees this too"
+            return ends_for != "a turn"
+
+        one._host.stands = patient
+        if ends_for == "a grant":
+            one._host.granted = 0
+        one._pulse.look(stop=ends_for == "a file")
+        if ends_for == "a link":
+            one._feeder.link = object()
+        one._pulse.give()
+        stands: bool = one.stands(held=True)
+        assert not one._pulse.since
+        return stands
+
+    one, host, _ = standing(meanwhile)
+    one.tick(seconds=0.02, tokens=1)
+    assert host.stood == [ends_for == "nothing"]
+    assert one._granted == (0 if ends_for == "a grant" else NO_LIMIT)
+
+
+@pytest.mark.parametrize("what", ["its reports", "its memory"])
+def test_what_fails_while_a_step_stands_still_drops_the_guest_once_the_step_is_made(what: str) -> None:
+    """And is not taken for serving's. It does not stand still again."""
+
+    def meanwhile(one: Any) -> bool:
+        def fails(**_: object) -> bool:
+            raise OSError("no line")
+
+        def fine(**_: object) -> bool:
+            return True
+
+        one._host.stands = fails if what == "its reports" else fine
+        one._sharing.look_within = fails if what == "its memory" else fine
+        once = one.make_room_within() and one.stands(held=True)
+        one._host.stands = fine
+        assert one._life.state is State.LENDING and not one.stands(held=True)
+        return bool(once)
+
+    one, host, engine = standing(meanwhile)
+    one.tick(seconds=0.02, tokens=1)
+    assert host.stood == [False] and engine.closed and one._life.state is State.DROPPED
+    one.tick(seconds=0.02, tokens=1)
+    assert one._life.state is State.DROPPED and one._failed is None, "it is told of once"
 
 
 class NoRoom:

@@ -51,6 +51,15 @@ class World:
 
     def look(self, *, grow: bool = False, most_bytes: int = NO_LIMIT) -> None:
         self.sharing.look(self.give_up, most_bytes=most_bytes, grow=grow)
+        self.holds()
+
+    def look_within(self, *, most_bytes: int = NO_LIMIT) -> bool:
+        done = self.sharing.look_within(most_bytes=most_bytes)
+        if done:
+            self.holds()
+        return done
+
+    def holds(self) -> None:
         lent = self.guest.there * GUEST_BYTES
         assert self.serving.there * SERVING_BYTES + lent <= self.serving.blocks * SERVING_BYTES, "a byte in two hands"
         assert self.guest.used * GUEST_BYTES <= self.sharing._shares.budget_bytes
@@ -93,23 +102,47 @@ def test_the_guest_s_pool_grows_to_what_is_granted_and_no_further() -> None:
     assert world.guest.there == 40
 
 
-def test_a_step_that_stands_still_leaves_room_only_for_what_was_not_lent() -> None:
+def test_within_a_step_that_stands_still_the_guest_gives_what_no_turn_holds_and_no_more() -> None:
     """Also where serving's cache was reset meanwhile, which takes back what it lends until the next look."""
     world = World()
     world.look(grow=True)
-    world.begin("first", [], 30)
-    assert world.sharing.leaves_room()
-    world.wanted = world.serving.free + 1
-    assert not world.sharing.leaves_room()
-    world.wanted = 0
+    there = world.guest.there
+    world.begin("first", [], 15)
     world.serving.withhold(0)
-    assert world.serving.free == world.serving.blocks and not world.sharing.leaves_room()
+    assert world.look_within()
+    world.wanted = 9
+    assert world.look_within() and world.guest.there < there and world.turns, "its budget was halved, and is enough"
+    world.wanted = 17
+    assert not world.look_within() and len(world.turns) == 1
+    world.look()
+    assert not world.turns
+
+
+def test_a_step_does_not_stand_still_over_a_grant_that_its_turns_do_not_fit_in() -> None:
+    world = World()
+    world.look(grow=True)
+    world.begin("first", [], 15)
+    assert world.look_within(most_bytes=15 * GUEST_BYTES) and world.guest.there == 15
+    assert not world.look_within(most_bytes=14 * GUEST_BYTES)
+
+
+def test_what_was_decided_within_a_step_is_told_and_counted_once_it_is_done() -> None:
+    world = World()
+    world.look(grow=True)
+    world.begin("first", [], 30)
+    world.sharing.told()
+    world.wanted = 12
+    assert not world.look_within()
+    assert world.sharing.look(world.give_up), "there is something to tell"
+    told = world.sharing.told()
+    assert told.cuts == 1 and told.cut_seconds > 0 and told.frozen and told.preempted == 1
+    assert not world.sharing.look(world.give_up)
 
 
 def test_what_serving_wanted_while_a_step_stood_still_is_not_grown_over() -> None:
     seen, unseen = World(), World()
     seen.wanted = 12
-    seen.sharing.leaves_room()
+    assert seen.look_within()
     for world in (seen, unseen):
         world.wanted = 0
         world.look(grow=True)

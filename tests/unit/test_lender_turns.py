@@ -14,7 +14,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from workers.executor import metrics
 from workers.executor.want import Want, Work
-from workers.lender.admission import Answer, Serving
+from workers.lender.admission import Admission, Answer, Hold, Promise, Serving
 from workers.lender.config import LendConfig
 from workers.lender.pulse import Pulse
 from workers.lender.vllm.turns import Turns
@@ -74,15 +74,24 @@ class Layered(BusyGuest):
     """Its step has layers, between which it looks up. Whatever fails in it, it catches."""
 
     has_room = True
+    stands_for = 10**6
+    """Looks, after which something waits for the step's end."""
 
     def __init__(self, between_layers: Callable[[], None], meanwhile: Callable[[int], None]) -> None:
         super().__init__()
         self.between_layers, self.meanwhile = between_layers, meanwhile
         self.is_aside = False
+        self.stood = 0
+        """Times that it was asked whether it may stand on."""
         self.failed: Exception | None = None
 
-    def leaves_room(self) -> bool:
+    def make_room_within(self) -> bool:
         return self.has_room
+
+    def stands(self, *, held: bool) -> bool:
+        self.stood += 1
+        self.held += held
+        return self.stood < self.stands_for
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -195,7 +204,14 @@ def request(name: str) -> Any:
 
 
 def layered(
-    turns: Turns, core: Any, done: list[str], *, comes: dict[int, str], steps: int = 2, has_room: bool = True
+    turns: Turns,
+    core: Any,
+    done: list[str],
+    *,
+    comes: dict[int, str],
+    steps: int = 2,
+    has_room: bool = True,
+    stands_for: int = 10**6,
 ) -> Layered:
     """A guest beside a core that serves each of those who come, before these layers, in so many steps."""
 
@@ -215,7 +231,7 @@ def layered(
         return True
 
     guest = Layered(turns._let_in, meanwhile)
-    guest.has_room = has_room
+    guest.has_room, guest.stands_for = has_room, stands_for
     turns._guest = guest  # type: ignore[assignment]
     turns.step(serve)
     return guest
@@ -234,18 +250,24 @@ def test_a_step_that_no_memory_can_be_taken_from_goes_on_to_its_end(core: Any, t
     assert done == ["layer 0", "layer 1", "layer 2", "layer 3"] and core.scheduler.running, "its room is made first"
 
 
-def test_a_step_stands_still_for_no_longer_than_a_heartbeat_in_all(
+def test_a_step_stands_still_for_as_long_as_serving_is_busy(
     core: Any, turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it computes then is one piece to whoever waits."""
-    now = iter(range(10**6))
+    """None of it is computed amid serving's work, whatever time that takes; and why it waits is told meanwhile."""
+    now = iter(range(0, 10**6, 100))
     monkeypatch.setattr("workers.lender.vllm.turns.time.monotonic", lambda: float(next(now)))
     done: list[str] = []
-    turns._look_seconds = 14.0
-    layered(turns, core, done, comes={0: "a", 1: "b", 2: "c"}, steps=3)
-    served = [name for name in done if not name.startswith("layer")]
-    assert served[:3] == ["a"] * 3 and served.count("b") < 3 and "c" not in served
-    assert turns._longest >= 1
+    guest = layered(turns, core, done, comes={1: "a"}, steps=50)
+    assert done == ["layer 0", "layer 1", *["a"] * 50, "layer 2", "layer 3"]
+    assert guest.stood == 50 and guest.held == sum(turns._slack().held_back.values()) == 49
+
+
+def test_a_step_whose_end_something_waits_for_goes_on_to_it(core: Any, turns: Turns) -> None:
+    """What it computes then is one piece to whoever waits."""
+    done: list[str] = []
+    guest = layered(turns, core, done, comes={0: "a", 1: "b", 2: "c"}, steps=3, stands_for=5)
+    assert done == ["layer 0", *["a"] * 3, "layer 1", *["b"] * 2, "layer 2", "layer 3"]
+    assert guest.stood == 5 and core.scheduler.running
 
 
 def test_a_paused_server_does_not_keep_a_step_standing(core: Any, turns: Turns) -> None:
@@ -290,9 +312,9 @@ def test_an_error_of_serving_s_keeps_its_cause(core: Any, turns: Turns) -> None:
     assert isinstance(raised.value.__cause__, OSError)
 
 
-@pytest.mark.parametrize(("left", "goes_on"), [(0.02, True), (0.002, False)])
-def test_the_rest_of_a_step_goes_on_beside_a_request_only_where_there_is_slack_for_all_of_it(
-    core: Any, turns: Turns, left: float, goes_on: bool
+@pytest.mark.parametrize(("slack", "goes_on"), [(0.02, True), (0.002, False)])
+def test_the_rest_of_a_step_goes_on_beside_a_request_only_where_there_is_slack_for_it(
+    core: Any, turns: Turns, slack: float, goes_on: bool
 ) -> None:
     """It is not chopped up any more; and it is charged beside those whom serving holds by then."""
     told: list[int] = []
@@ -301,7 +323,10 @@ def test_the_rest_of_a_step_goes_on_beside_a_request_only_where_there_is_slack_f
 
     def admits(serving: Serving, want: Want, *, now: float) -> Answer:
         answer = admit(serving, want, now=now)
-        return Answer(left, 1, None, None, None) if serving.held else answer
+        if not serving.held:
+            return answer
+        assert want.work is Work.PIECE
+        return Answer(slack, 1, None if want.seconds <= slack else Hold.DECODE, None, None)
 
     turns._admission.admit = admits  # type: ignore[method-assign]
     done: list[str] = []
@@ -310,13 +335,49 @@ def test_the_rest_of_a_step_goes_on_beside_a_request_only_where_there_is_slack_f
     assert told == ([0, 1] if goes_on else [0, 0])
 
 
+def test_a_step_planned_while_serving_was_idle_goes_on_amid_it_though_there_is_never_slack_for_all_of_it(
+    core: Any, turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a guest beside a server that is not idle again stands for ever, and nothing says why."""
+    now = 100.0
+    monkeypatch.setattr("workers.lender.vllm.turns.time", SimpleNamespace(monotonic=lambda: now, thread_time=int))
+    promise = Promise(dial=0.5, ttft_seconds=0.5, tpot_seconds=0.05, yield_seconds=0.02)
+    learned = turns._admission = Admission(promise, serving_step_tokens=64)
+    for number in range(400):
+        learned.guest.observe(1 + number % 30, 0.004 + 0.0001 * (1 + number % 30))
+        learned.served(prompt_tokens=0, decoding=1 + number % 2, held=1, seconds=0.032)
+    last: list[float] = []
+    turns._view.holds = lambda: Serving(last_tokens=last)  # type: ignore[method-assign]
+    turns._view.stepped = lambda began, ended: None  # type: ignore[method-assign]
+
+    def serve() -> bool:
+        nonlocal now
+        if not core.scheduler.running:
+            return False
+        now += 0.032
+        last[:] = [now]
+        learned.served(prompt_tokens=0, decoding=1, held=1, seconds=0.032)
+        return True
+
+    def meanwhile(layer: int) -> None:
+        nonlocal now
+        now += 0.001
+        if layer == 1:
+            core.input_queue.put(request("never ends"))
+
+    guest = Layered(turns._let_in, meanwhile)
+    guest.want, guest.stands_for = Want(Work.STEP, 0.02), 200
+    turns._guest = guest  # type: ignore[assignment]
+    turns.step(serve)
+    assert guest.stood < 5 and guest.held < guest.stood
+
+
 def test_what_serving_takes_within_a_step_is_not_the_guest_s(core: Any, turns: Turns) -> None:
     told: list[float] = []
     turns._admission.ran = lambda *, held, seconds: told.append(seconds)  # type: ignore[method-assign]
     now = iter(range(10**6))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("workers.lender.vllm.turns.time.monotonic", lambda: float(next(now)))
-        turns._look_seconds = 1e9
         layered(turns, core, [], comes={1: "a"}, steps=50)
         between = float(next(now))
     assert between > 100 and sum(told) < 20 and turns._longest < 5

@@ -5,7 +5,7 @@ Keeps true
   Nothing else runs in this process for it: no bus, no records, no thread.
 - Where a tick has an end, orders that take long to obey (a turn's context is hashed) are a piece of work of their own.
 - A policy version is swapped in between two steps, whole or not at all.
-- Where no tick may be done, a turn that is given up goes back all the same, one at a time.
+- Where no tick may be done, a turn that is given up goes back all the same, one at a time; within a step, none does.
 - Reports never wait for their reader: what does not fit on the line is kept and sent later, in order.
 - Ticks make the heartbeats: an engine that hangs says nothing.
 """
@@ -79,7 +79,9 @@ class EngineHost:
         """Read where no tick may be done."""
         self._reports = reports
         self._let_at = time.monotonic()
-        """When a tick might last be done."""
+        """When it might last compute."""
+        self._held = False
+        """Whether what was last heard within a step is that it may not go on."""
         self._tick_seconds = tick_seconds
         self._slack, self._lent = slack, lent
         self._cost = cost
@@ -119,6 +121,7 @@ class EngineHost:
 
         Raises EngineBroken.
         """
+        self._let_at, self._held = time.monotonic(), False
         self._reports.flush()
         prepares = self._prepares_next
         self._read()
@@ -127,7 +130,7 @@ class EngineHost:
                 self._prepare_on()
             elif len(self._engine) and most_tokens != 0:
                 self._step(most_tokens)
-        self.beat()
+        self.beat(held=self._held)
 
     def _obey_all(self, most_seconds: float) -> bool:
         """Obey orders for so long; whether there is time for more than that."""
@@ -152,6 +155,19 @@ class EngineHost:
             self._give_up_next()
         if time.monotonic() >= self._next_tick:
             self.tell_load()
+
+    def stands(self, *, held: bool) -> bool:
+        """Within a step that stands still: say how the engine stands, if it is time for that; whether no turn is to be
+        given up, which waits for the step's end. `held`: whether the step may not go on.
+        """
+        self._held = held
+        if not held:
+            self._let_at = time.monotonic()
+        if self._orders:
+            self._read()
+        if time.monotonic() >= self._next_tick:
+            self.tell_load()
+        return not any(isinstance(order, GiveUp) for order in self._later)
 
     def hand_back(self) -> bool:
         """Give one turn up; whether none is left. Who gave the orders may be slow to hear of it."""

@@ -166,10 +166,6 @@ class Memory:
         held = min(use.guest_bytes + use.guest_cached_bytes, most, room - max(least_free, priced))
         return self._shares(kept=max(self._budget, held), cuts=cuts, goal=goal, now=now)
 
-    def saw(self, serving_bytes: int, now: float) -> None:
-        """Serving has, or wants, so much, at a moment at which nothing can be decided."""
-        self._peak.take(serving_bytes, now)
-
     def _whole(self, count: int) -> int:
         """In whole blocks."""
         return max(0, count) // self._bounds.block_bytes * self._bounds.block_bytes

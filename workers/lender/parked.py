@@ -51,6 +51,11 @@ class Parked:
         """The same: nothing of it takes long."""
         self.tick()
 
+    def stands(self, *, held: bool) -> bool:
+        """Nor has it a turn that could wait for the end of a step."""
+        self.tick()
+        return True
+
     def leave(self) -> None:
         """Nobody's turns are here."""
 

@@ -86,6 +86,8 @@ class Guest:
         """Answers at the link, while there is one."""
         self._granted = 0
         """KV bytes, as it last heard; 0: it is not to lend."""
+        self._failed: Exception | None = None
+        """Of it, while its step stood still."""
         self._began = 0.0
 
     @property
@@ -184,6 +186,8 @@ class Guest:
             with self._apart.stepping():
                 host.tick(tokens, seconds)
         self._granted = host.granted
+        if self._failed is not None:
+            raise self._failed
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -196,11 +200,22 @@ class Guest:
         self._pulse.take()
         self._engine.aside_seconds += time.perf_counter() - began
 
-    def leaves_room(self) -> bool:
-        """Whether serving's next step has the memory that it may take without a cut, which a step that stands still
-        does not bear.
+    def stands(self, *, held: bool) -> bool:
+        """Its step stands still: report; whether it may stand on, as nothing waits for its end. `held`: whether it may
+        not go on. Raises nothing.
         """
-        return self._sharing is None or self._sharing.leaves_room()
+        if self._host is None or self._feeder.link is not self._link or self._failed is not None:
+            return False
+        self._pulse.take()
+        try:
+            patient = self._host.stands(held=held)
+            self._granted = self._host.granted
+            return patient and self._wanted
+        except Exception as error:  # noqa: BLE001  as of the step itself, which is computed to its end first
+            self._failed = error
+            return False
+        finally:
+            self._pulse.give()
 
     def make_room(self) -> None:
         """Before a step of serving. Raises nothing."""
@@ -209,6 +224,16 @@ class Guest:
                 self._share(grow=False)
             except Exception as error:  # noqa: BLE001  as above
                 self.drop(error)
+
+    def make_room_within(self) -> bool:
+        """The same within a step of its own: whether that needed no turn taken out, and is done. Raises nothing."""
+        if self._sharing is None or self._host is None:
+            return True
+        try:
+            return self._sharing.look_within(most_bytes=self._host.granted or NO_LIMIT)
+        except Exception as error:  # noqa: BLE001  as above
+            self._failed = error
+            return False
 
     def _share(self, *, grow: bool) -> None:
         assert self._sharing is not None
@@ -346,7 +371,7 @@ class Guest:
             self._hang_up()
             self._log.error("rose: the link of a guest that is being built is ended: %s", _told(error))
             return
-        engine = self._engine
+        engine, self._failed = self._engine, None
         with suppress(Exception):  # what is broken may not let itself be closed
             self._let_go()
         wait, reason = self._life.fault(time.monotonic()), _told(error)

@@ -60,6 +60,10 @@ class Sharing:
         self._memory = Memory(bounds)
         self._shares = Shares(0, 0, total, 0, frozen=False, grows=False)
         self._told = Lent()
+        self._news = False
+        """Whether there is something to tell at once."""
+        self._cuts = 0
+        """Of those decided, the ones that were not carried out yet."""
         self._settled = -1
         """The steps that the engine had made when its pool was settled last."""
 
@@ -73,20 +77,6 @@ class Sharing:
         """Whether the next pass has something to do for it."""
         return self._shares.grows or self._guest.owes
 
-    def leaves_room(self) -> bool:
-        """Whether serving has what its next step may take, with nothing moved; what it has then is remembered."""
-        serving = self._serving
-        if not serving.moves:
-            return True
-        wanted, pool = serving.wanted, serving.pool
-        self._memory.saw((pool.used + wanted) * pool.block_bytes, time.monotonic())
-        return wanted <= pool.free and pool.blocks - pool.there >= self._lent_blocks  # less once its cache was reset
-
-    @property
-    def _lent_blocks(self) -> int:
-        """Of serving's, for those that the guest has."""
-        return -(-self._guest.there * self._guest.block_bytes // self._serving.pool.block_bytes)
-
     def look(
         self, give_up: Callable[[str, str], None] | None, *, most_bytes: int = NO_LIMIT, grow: bool = False
     ) -> bool:
@@ -95,32 +85,65 @@ class Sharing:
         OSError.
         """
         began = time.perf_counter()
+        self._decide(most_bytes if give_up is not None else 0, grow=grow)
+        if give_up is not None:
+            self._give_up(give_up)
+        self._fit()
+        self._note(time.perf_counter() - began)
+        news, self._news = self._news, False
+        return news
+
+    def look_within(self, *, most_bytes: int) -> bool:
+        """The same within a step of the guest's, which no turn may leave; returns False, with nothing moved, where one
+        would have to. Raises OSError.
+        """
+        began = time.perf_counter()
+        self._decide(most_bytes, grow=False)
+        if self._above:
+            return False
+        self._fit()
+        self._note(time.perf_counter() - began)
+        return True
+
+    def _decide(self, most_bytes: int, *, grow: bool) -> None:
         before = self._shares
         if self._engine.steps != self._settled:  # a look at each kept block, before each step of serving, is too much
             self._settled = self._engine.steps
             self._guest.settle()
         self._shares = shares = self._memory.decide(
             self._use(),
-            most_bytes=most_bytes if give_up is not None else 0,
+            most_bytes=most_bytes,
             policy_version=self._engine.version,
             grow=grow,
             now=time.monotonic(),
         )
-        budget, there = shares.budget_bytes // self._guest.block_bytes, shares.kept_bytes // self._guest.block_bytes
-        if give_up is not None:
-            self._give_up(budget, give_up)
-        self._guest.fit(budget, there)
-        if self._serving.moves:
-            self._serving.pool.withhold(self._lent_blocks)
-            self._serving.pool.return_pages(PIECE_BYTES)
-        self._guest.return_pages(PIECE_BYTES)
-        self._note(time.perf_counter() - began)
-        return shares.cuts > 0 or shares.frozen is not before.frozen
+        self._cuts += shares.cuts
+        self._news |= shares.cuts > 0 or shares.frozen is not before.frozen
+
+    def _fit(self) -> None:
+        guest, serving = self._guest, self._serving
+        guest.fit(self._budget_blocks, self._shares.kept_bytes // guest.block_bytes)
+        if serving.moves:
+            serving.pool.withhold(-(-guest.there * guest.block_bytes // serving.pool.block_bytes))
+            serving.pool.return_pages(PIECE_BYTES)
+        guest.return_pages(PIECE_BYTES)
+
+    @property
+    def _budget_blocks(self) -> int:
+        return self._shares.budget_bytes // self._guest.block_bytes
 
     @property
     def room_tokens(self) -> int:
         """That turns may hold."""
-        return self._shares.budget_bytes // self._guest.block_bytes * self._engine.cache.block_tokens
+        return self._budget_blocks * self._engine.cache.block_tokens
+
+    @property
+    def _above(self) -> bool:
+        """Whether turns hold more than the budget, or one could never fit in it."""
+        room = self.room_tokens
+        return self._guest.used > self._budget_blocks or (
+            self._engine.longest_tokens > room and any(turn.most_tokens > room for turn in self._engine.standing())
+        )
 
     def told(self) -> Lent:
         """How it stands, and what has been since it was asked last."""
@@ -143,20 +166,19 @@ class Sharing:
             guest_cached_bytes=(guest.there - guest.used) * guest.block_bytes,
         )
 
-    def _give_up(self, budget: int, give_up: Callable[[str, str], None]) -> None:
+    def _give_up(self, give_up: Callable[[str, str], None]) -> None:
         """Turns above the budget, those that hold the least first."""
-        tokens = budget * self._engine.cache.block_tokens
-        fits = self._guest.used <= budget and self._engine.longest_tokens <= tokens
-        if fits or not len(self._engine):
+        if not self._above:
             return
         for turn in sorted(self._engine.standing(), key=lambda turn: turn.held_tokens):
-            if turn.most_tokens > tokens or (turn.held_tokens and self._guest.used > budget):
+            if turn.most_tokens > self.room_tokens or (turn.held_tokens and self._guest.used > self._budget_blocks):
                 give_up(turn.key, CUT)
                 self._told.preempted += 1
 
     def _note(self, seconds: float) -> None:
         self._told.looks += 1
         self._told.look_seconds += seconds
-        if self._shares.cuts:
+        if self._cuts:
+            self._cuts = 0
             self._told.cuts += 1
             self._told.cut_seconds += seconds

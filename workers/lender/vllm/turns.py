@@ -4,13 +4,12 @@ Keeps true
 - Who comes while a step of the guest's computes in this process waits for one layer of it, its logits or its sampling:
   between them the step stands still until admission would let the rest of it go on, and serving's steps are made within
   it, as if it was not there.
-- It stands still for no longer than a heartbeat in all, as nothing is heard of the guest meanwhile and no turn of it
-  given up; and only while serving finds the memory that it may take without a cut. Then it is computed to its end,
-  without a further stop.
+- The guest's heartbeats go on meanwhile, and serving gets the memory that it may take. It stands still for as long as
+  that needs no turn of the guest's, none is to go back and the guest is not to park: as none of that can be done within
+  a step. Then it is computed to its end, without a further stop.
 - What fails of serving fails where it would without a guest.
 """
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from vllm.v1.engine import EngineCoreRequestType
 
 from workers.executor.want import Want, Work
 from workers.executor.words import Slack
-from workers.lender.admission import Admission, Answer
+from workers.lender.admission import Admission, Answer, Serving
 from workers.lender.config import LendConfig
 from workers.lender.feeder import Feeder
 from workers.lender.pulse import Pulse
@@ -46,7 +45,6 @@ class Piece:
     """Serving's step."""
     held: int
     """Requests that serving holds, as of the last look at them."""
-    want: Want
     left: float
     """Of what was planned, after that which admission has been told of."""
     began: float
@@ -55,8 +53,6 @@ class Piece:
     """When it was last seen whether somebody has come."""
     computed: float
     """By this thread, until then."""
-    until: float = math.inf
-    """When it is to go on at the latest, once it stood still."""
     whole: bool = False
     """It does not stand still any more."""
     trouble: Exception | None = None
@@ -142,14 +138,13 @@ class Turns:
         now = time.monotonic()
         serving = self._view.holds()
         want = self._guest.want
-        self._answer = answer = self._admission.admit(serving, want, now=now)
+        answer = self._admit(serving, want, now)
         if answer.hold is not None:
-            self._held_back[answer.hold.value] = self._held_back.get(answer.hold.value, 0) + 1
             self._halted = not serving.queued and not self._core.has_work()
             self._guest.beat(held=True)
             return
         left = min(want.seconds, answer.seconds)
-        piece = self._piece = Piece(process_engine_step, serving.held, want, left, now, now, time.thread_time())
+        piece = self._piece = Piece(process_engine_step, serving.held, left, now, now, time.thread_time())
         try:
             self._guest.tick(seconds=answer.seconds, tokens=answer.tokens)
         finally:
@@ -158,6 +153,13 @@ class Turns:
             self._piece = None
         if piece.trouble is not None:
             raise piece.trouble
+
+    def _admit(self, serving: Serving, want: Want, now: float) -> Answer:
+        """The heartbeat tells of it."""
+        self._answer = answer = self._admission.admit(serving, want, now=now)
+        if answer.hold is not None:
+            self._held_back[answer.hold.value] = self._held_back.get(answer.hold.value, 0) + 1
+        return answer
 
     def _look(self, piece: Piece) -> None:
         """A request that came since the look before has waited for as long."""
@@ -184,7 +186,6 @@ class Turns:
         if not self._view.unread:
             return
         self._tell(piece)
-        piece.until = min(piece.until, piece.looked + self._look_seconds)
         with self._guest.aside():
             piece.whole = not self._serve_within(piece)
         piece.began = piece.looked = time.monotonic()
@@ -197,22 +198,21 @@ class Turns:
             core.process_input_queue_block = False
             _serving(self._take_input)
             try:
-                if not self._guest.leaves_room():
+                if not self._guest.make_room_within():
                     return False
                 began = time.monotonic()
                 _serving(piece.serve)
                 ended = time.monotonic()
                 self._view.stepped(began, ended)
                 serving = self._view.holds()
-                answer = self._admission.admit(serving, piece.want, now=ended)
+                answer = self._admit(serving, Want(Work.PIECE, max(0.0, piece.left)), ended)
             except Exception as error:  # noqa: BLE001  whatever was not foreseen, serving goes on
                 piece.trouble = error
                 return False
-            piece.held = serving.held
-            if answer.hold is None and not (serving.held and answer.seconds < piece.left):
-                return True
-            if ended >= piece.until or not (serving.queued or core.has_work()):
-                return False
+            held = answer.hold is not None
+            piece.held, stands = serving.held, self._guest.stands(held=held)
+            if not (held and stands and (serving.queued or core.has_work())):
+                return not held
         return False
 
     def _slack(self) -> Slack:
