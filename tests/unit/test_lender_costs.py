@@ -107,3 +107,35 @@ def test_rare_prompts_have_a_small_price_and_old_ones_none() -> None:
         often.arrived(100, NOW - 10 + number / 100)
     assert 0 < rare.within(0.01, NOW) < 100 < often.within(0.01, NOW) < 400
     assert rare.within(0.01, NOW + 100) == 0 == Arrivals().within(1.0, NOW)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_token_s_price_that_lets_steps_of_one_size_alone_be_made_is_seen_to_be_wrong(seed: int) -> None:
+    """Learned when the machine was slow for a moment: without a step of another size it would stand for ever."""
+    draw = random.Random(seed)
+    cost, sizes = StepCost(base_seconds=0.01, token_seconds=0.0001), []
+    for tokens, seconds in ((1, 0.008), (2, 0.014), (1, 0.008), (2, 0.016), (1, 0.009)):
+        cost.observe(tokens, seconds)
+    assert max(1, cost.tokens_within(0.02)) == 1
+    for _ in range(3000):
+        tokens = max(1, cost.tokens_within(0.02))
+        assert tokens == 1 or cost.cautious_seconds(tokens) <= 0.02 + EXACT
+        sizes.append(tokens)
+        cost.observe(tokens, (0.0077 + 0.0004 * tokens) * (1.9 if draw.random() < 0.05 else 1 + 0.05 * draw.random()))
+    assert min(sizes[-100:]) >= 4
+
+
+def test_decodes_of_one_size_do_not_make_a_token_cheap() -> None:
+    """What the steps with prompts told of it is planned with as long as it is known at all, and told for ever."""
+    cost = StepCost(base_seconds=0.01, token_seconds=0.0001)
+    for number in range(50):
+        cost.observe(8 + 64 * (number % 2), 0.004 + 0.0005 * (8 + 64 * (number % 2)))
+    rate, most = cost.prefill_tokens_per_second, cost.tokens_within(0.02)
+    for _ in range(1000):
+        cost.observe(8, 0.008)
+    assert cost.prefill_tokens_per_second == pytest.approx(rate, rel=0.01)
+    assert most <= 32 and 16 <= cost.tokens_within(0.02) <= 32
+    for _ in range(5000):
+        cost.observe(8, 0.008)
+    assert cost.prefill_tokens_per_second == pytest.approx(rate, rel=0.01)
+    assert cost.bounded_seconds(cost.tokens_within(0.02)) <= 0.02 + EXACT

@@ -54,6 +54,11 @@ WORTH = 0.5
 """A step computes tokens for this share of its fixed cost whatever was late, or for this share of the time that the
 bound leaves above that, its error included, if that is less."""
 
+TELLS = 1.0
+"""Tokens squared: where the steps of late differ by no more than this, what is known of a token counts half (as in a
+ridge regression), and a step of up to twice their size is tried. Else a price that lets only steps of one size be made
+would never be seen to be wrong."""
+
 LEAST_ERROR, MOST_ERROR = 0.01, 10.0
 """Bounds of `error`."""
 
@@ -113,7 +118,7 @@ class StepCost:
         """Whether a step was seen: until then it is a guess."""
         return self.observed > 0
 
-    def seconds(self, tokens: int) -> float:
+    def seconds(self, tokens: float) -> float:
         """Predicted seconds of a step of `tokens` tokens."""
         return self.base_seconds + self.token_seconds * tokens
 
@@ -126,13 +131,22 @@ class StepCost:
         return self.seconds(tokens) * self._worst
 
     def tokens_within(self, seconds: float) -> int:
-        """The most tokens of one step whose `bounded_seconds` are at most `seconds`, but for what `WORTH` and `GROWTH`
-        say; 0 where none fit.
+        """The most tokens of one step whose `bounded_seconds` are at most `seconds`, but for what `WORTH`, `TELLS` and
+        `GROWTH` say; 0 where none fit.
         """
-        bounded = seconds / self._worst - self.base_seconds
-        worth = WORTH * min(self.base_seconds, seconds / (1.0 + self.error) - self.base_seconds)
-        tokens = max(0, int(max(bounded, worth) / self.token_seconds))
-        return min(tokens, int(GROWTH * self._largest)) if self.known else tokens
+        tokens = self._planned(seconds, self.token_seconds, self.base_seconds)
+        if not self.known:
+            return tokens
+        sure = self.token_seconds * self._spread / (self._spread + TELLS)
+        tried = self._planned(seconds, max(sure, LEAST_SECONDS), self.seconds(self._tokens) - sure * self._tokens)
+        ends = int((seconds / (1.0 + self.error) - self.base_seconds) / self.token_seconds)
+        return min(max(tokens, min(tried, ends, round(2.0 * self._tokens))), int(GROWTH * self._largest))
+
+    def _planned(self, seconds: float, token_seconds: float, base_seconds: float) -> int:
+        """For the worst of late, with a step at these prices."""
+        bounded = seconds / self._worst - base_seconds
+        worth = WORTH * min(base_seconds, seconds / (1.0 + self.error) - base_seconds)
+        return max(0, int(max(bounded, worth) / token_seconds))
 
     @property
     def _worst(self) -> float:
