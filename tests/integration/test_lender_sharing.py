@@ -44,7 +44,8 @@ class Both:
         self.given_up.append(finished)
 
     def look(self, *, grow: bool = False) -> None:
-        self.told += self.sharing.look(self.give_up, grow=grow)
+        self.sharing.look(self.give_up, grow=grow)
+        self.told += self.sharing.take_news()
         pool, guest = self.memory.pool, self.sharing._guest
         lent = guest.there * guest.block_bytes
         assert pool.there * pool.block_bytes + lent <= pool.blocks * pool.block_bytes

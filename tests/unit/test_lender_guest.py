@@ -132,12 +132,11 @@ class Kept:
     busy = grows = closed = False
     looks = 0
 
-    def look(self, give_up: object, *, most_bytes: int, grow: bool) -> bool:
+    def look(self, give_up: object, *, most_bytes: int, grow: bool) -> None:
         """Nobody is there to give a turn up to."""
         assert give_up is None and not grow
         self.looks += 1
         self.busy = self.looks == 1  # pages wait to go back
-        return False
 
     def close(self) -> None:
         self.closed = True

@@ -132,11 +132,11 @@ def test_what_was_decided_within_a_step_is_told_and_counted_once_it_is_done() ->
     world.begin("first", [], 30)
     world.sharing.told()
     world.wanted = 12
-    assert not world.look_within()
-    assert world.sharing.look(world.give_up), "there is something to tell"
+    assert not world.look_within() and world.sharing.take_news()
+    world.look()
     told = world.sharing.told()
     assert told.cuts == 1 and told.cut_seconds > 0 and told.frozen and told.preempted == 1
-    assert not world.sharing.look(world.give_up)
+    assert not world.sharing.take_news()
 
 
 def test_what_serving_wanted_while_a_step_stood_still_is_not_grown_over() -> None:

@@ -10,6 +10,7 @@ Keeps true
 - What must end within a bound is planned for the worst: `tokens_within` leaves room for the largest `overshoot` of the
   last thousand steps or so, so that only what is worse than all of those, or stalls, goes beyond it. But a step of
   little more than its fixed cost would be late as often, and for nothing: `WORTH` says what it computes all the same.
+  So would a price that no step of another size tests: `TELLS` says when one does, that is expected to end in time.
 - A stall is no cost: of a step that took longer than `STALL` times its cautious price, no more than that is learned. A
   cost that has really changed is followed all the same, as the error rises with each such step.
 
@@ -110,7 +111,8 @@ class StepCost:
         self._covered = fading * self._covered + before / self._weight * more * longer
         self._largest = max(FADING * self._largest, tokens)
         if self._spread > 1e-6 * self._tokens * self._tokens:  # steps of one size alone say nothing about the slope
-            self.token_seconds = max(self._covered / self._spread, LEAST_SECONDS)
+            token_seconds = min(self._covered / self._spread, self._seconds / self._tokens)  # the base is not below 0
+            self.token_seconds = max(token_seconds, LEAST_SECONDS)
         self.base_seconds = max(self._seconds - self.token_seconds * self._tokens, LEAST_SECONDS)
 
     @property

@@ -230,7 +230,10 @@ class Guest:
         if self._sharing is None or self._host is None:
             return True
         try:
-            return self._sharing.look_within(most_bytes=self._host.granted or NO_LIMIT)
+            done = self._sharing.look_within(most_bytes=self._host.granted or NO_LIMIT)
+            if done:
+                self._tell_news()
+            return done
         except Exception as error:  # noqa: BLE001  as above
             self._failed = error
             return False
@@ -244,8 +247,12 @@ class Guest:
         elif host is not None and self._profile is not None:
             give_up = self._profile.give_up
         most = (host is not None and host.granted) or NO_LIMIT  # of one that parks, the turns go back one by one
-        if self._sharing.look(give_up, most_bytes=most, grow=grow) and isinstance(host, EngineHost):
-            host.tell_load()
+        self._sharing.look(give_up, most_bytes=most, grow=grow)
+        self._tell_news()
+
+    def _tell_news(self) -> None:
+        if isinstance(self._host, EngineHost) and self._sharing is not None and self._sharing.take_news():
+            self._host.tell_load()
 
     def _follow(self) -> None:
         now = time.monotonic()

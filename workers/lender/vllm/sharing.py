@@ -79,10 +79,9 @@ class Sharing:
 
     def look(
         self, give_up: Callable[[str, str], None] | None, *, most_bytes: int = NO_LIMIT, grow: bool = False
-    ) -> bool:
-        """Share the memory out anew; whether there is something to tell at once. `give_up` takes a turn out of the
-        engine, by name and for a reason; without it nobody is there to lend to. `most_bytes` are granted. Raises
-        OSError.
+    ) -> None:
+        """Share the memory out anew. `give_up` takes a turn out of the engine, by name and for a reason; without it
+        nobody is there to lend to. `most_bytes` are granted. Raises OSError.
         """
         began = time.perf_counter()
         self._decide(most_bytes if give_up is not None else 0, grow=grow)
@@ -90,8 +89,6 @@ class Sharing:
             self._give_up(give_up)
         self._fit()
         self._note(time.perf_counter() - began)
-        news, self._news = self._news, False
-        return news
 
     def look_within(self, *, most_bytes: int) -> bool:
         """The same within a step of the guest's, which no turn may leave; returns False, with nothing moved, where one
@@ -144,6 +141,11 @@ class Sharing:
         return self._guest.used > self._budget_blocks or (
             self._engine.longest_tokens > room and any(turn.most_tokens > room for turn in self._engine.standing())
         )
+
+    def take_news(self) -> bool:
+        """Whether there is something to tell at once."""
+        news, self._news = self._news, False
+        return news
 
     def told(self) -> Lent:
         """How it stands, and what has been since it was asked last."""

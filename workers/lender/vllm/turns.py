@@ -144,6 +144,8 @@ class Turns:
             self._guest.beat(held=True)
             return
         left = min(want.seconds, answer.seconds)
+        if want.work is Work.STEP and self._admission.guest.known:
+            left = min(left, self._admission.guest.cautious_seconds(answer.tokens))
         piece = self._piece = Piece(process_engine_step, serving.held, left, now, now, time.thread_time())
         try:
             self._guest.tick(seconds=answer.seconds, tokens=answer.tokens)
@@ -199,6 +201,7 @@ class Turns:
             _serving(self._take_input)
             try:
                 if not self._guest.make_room_within():
+                    piece.held = self._view.holds().held
                     return False
                 began = time.monotonic()
                 _serving(piece.serve)
