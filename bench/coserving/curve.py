@@ -1,7 +1,6 @@
 """What lending gives and what it costs, over the dial: a picture of a run's sweep."""
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,9 @@ def draw(found: Mapping[str, Standing], file: Path) -> None:
             error_y=_spread([each.summaries[TOKENS] for each in lending.values()], 1.0),
             text=list(lending),
             mode="markers+text",
-            textposition=[f"{side} right" for side, _ in zip(cycle(("bottom", "top")), lending, strict=False)],
+            textposition=[
+                ("bottom right", "top right")[place % 2] for place in range(len(lending))
+            ],  # or names overlap
             marker={"size": 11, "color": "#3b6fb6"},
             row=1,
             col=column,

@@ -164,7 +164,7 @@ def test_the_memory_of_a_guest_that_nobody_knocks_for_goes_back() -> None:
     one._life.state, one._granted = State.LENDING, NO_LIMIT
     sharing = Kept()
     one._engine, one._sharing, one._apart = Kept(), sharing, SimpleNamespace(stepping=nullcontext)
-    one._link = object()
+    one._caller._link = object()
     assert one.busy
     one.tick(seconds=0.02, tokens=1)
     assert sharing.looks == 1 and one.busy, "the loop goes on until all is given back"
@@ -180,13 +180,9 @@ class Standing:
     def __init__(self, meanwhile: Callable[[], bool]) -> None:
         self.meanwhile = meanwhile
         self.stood: list[bool] = []
-        self.left = False
 
     def tick(self, _: int, __: float) -> None:
         self.stood.append(self.meanwhile())
-
-    def leave(self) -> None:
-        self.left = True
 
 
 def standing(meanwhile: Callable[[Any], bool]) -> tuple[Any, Standing, Kept]:
@@ -210,7 +206,7 @@ def test_a_step_stands_still_until_something_waits_for_its_end(ends_for: str) ->
             one._host.granted = 0
         one._pulse.look(stop=ends_for == "a file")
         if ends_for == "a link":
-            one._feeder.link = object()
+            one._caller._feeder.link = object()
         one._pulse.give()
         stands: bool = one.stands(held=True)
         assert not one._pulse.since

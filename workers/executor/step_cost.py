@@ -137,12 +137,14 @@ class StepCost:
         `GROWTH` say; 0 where none fit.
         """
         tokens = self._planned(seconds, self.token_seconds, self.base_seconds)
-        if not self.known:
-            return tokens
+        return min(max(tokens, self._tried(seconds)), int(GROWTH * self._largest)) if self.known else tokens
+
+    def _tried(self, seconds: float) -> int:
+        """The same with what is still known of a token, as far as so many are expected to end in time."""
         sure = self.token_seconds * self._spread / (self._spread + TELLS)
-        tried = self._planned(seconds, max(sure, LEAST_SECONDS), self.seconds(self._tokens) - sure * self._tokens)
-        ends = int((seconds / (1.0 + self.error) - self.base_seconds) / self.token_seconds)
-        return min(max(tokens, min(tried, ends, round(2.0 * self._tokens))), int(GROWTH * self._largest))
+        tokens = self._planned(seconds, max(sure, LEAST_SECONDS), self.seconds(self._tokens) - sure * self._tokens)
+        expected = int((seconds / (1.0 + self.error) - self.base_seconds) / self.token_seconds)
+        return min(tokens, expected, round(2.0 * self._tokens))
 
     def _planned(self, seconds: float, token_seconds: float, base_seconds: float) -> int:
         """For the worst of late, with a step at these prices."""

@@ -10,7 +10,6 @@ Keeps true
 - Serving's next step has the KV memory that it may take, whatever the guest holds (`sharing`).
 """
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,11 +21,11 @@ from workers.executor.line import Line
 from workers.executor.step_cost import StepCost
 from workers.executor.vllm.engine import Engine
 from workers.executor.want import Want, Work
-from workers.executor.words import NO_LIMIT, Gone, Outbox, Slack
+from workers.executor.words import NO_LIMIT, Gone, Slack
+from workers.lender.caller import Caller, in_words
 from workers.lender.config import LendConfig
 from workers.lender.feeder import Feeder
 from workers.lender.life import Act, Life, State
-from workers.lender.link import End
 from workers.lender.parked import NOT_WOKEN, Parked
 from workers.lender.pulse import Pulse
 from workers.lender.vllm.apart import Apart, apart_for_building
@@ -62,7 +61,7 @@ class Guest:
         has several.
         """
         self._config = config
-        self._feeder = feeder
+        self._caller = Caller(feeder)
         self._pulse = pulse
         self._cost = cost
         self._slack = slack
@@ -79,11 +78,8 @@ class Guest:
         """While there is an engine."""
         self._profile: Profile | None = None
         """Of an engine that has just been built."""
-        self._link: End | None = None
-        self._reports: Outbox | None = None
-        """Of the link."""
         self._host: EngineHost | Parked | None = None
-        """Answers at the link, while there is one."""
+        """Answers the caller, while there is one."""
         self._granted = 0
         """KV bytes, as it last heard; 0: it is not to lend."""
         self._failed: Exception | None = None
@@ -93,7 +89,7 @@ class Guest:
     @property
     def busy(self) -> bool:
         """Whether a tick has something to do."""
-        if self._feeder.link is not self._link:
+        if self._caller.changed:
             return True
         if self._sharing is not None and self._sharing.busy:
             return True
@@ -132,7 +128,7 @@ class Guest:
         """One bounded piece of work, of at most `seconds`, or a step of at most `tokens` tokens. Raises nothing."""
         self._pulse.take()
         try:
-            if self._feeder.link is not self._link:
+            if self._caller.changed:
                 self._change_link()
             else:
                 self._live(seconds, tokens)
@@ -148,7 +144,7 @@ class Guest:
         """
         self._pulse.take()
         try:
-            if self._feeder.link is not self._link:
+            if self._caller.changed:
                 self._change_link()
             if self._host is not None:
                 self._host.beat(held=held)
@@ -204,7 +200,7 @@ class Guest:
         """Its step stands still: report; whether it may stand on, as nothing waits for its end. `held`: whether it may
         not go on. Raises nothing.
         """
-        if self._host is None or self._feeder.link is not self._link or self._failed is not None:
+        if self._host is None or self._caller.changed or self._failed is not None:
             return False
         self._pulse.take()
         try:
@@ -297,25 +293,22 @@ class Guest:
         if self._host is not None:
             self._granted = self._host.granted
             self._host.leave()
-        self._host = self._reports = None
+        self._host = None
         if self._profile is not None:
             self._profile.end()
-        while self._feeder.ended:  # first: the link that is taken now may end at any moment
-            self._feeder.ended.pop().close()
-        self._link = self._feeder.link
-        self._reports = None if self._link is None else Outbox(Line(self._link.wires.reports))
+        self._caller.take()
         self._enter()
         if self._sharing is not None:
             self._share(grow=False)  # with nobody to lend to, its memory goes back
 
     def _enter(self) -> None:
-        """Have somebody answer at the link."""
+        """Have somebody answer the caller."""
         if self._host is not None:
             self._granted = self._host.granted
         self._host = None
-        if self._link is None or self._reports is None:
+        wires, reports, every = self._caller.wires, self._caller.reports, self._config.heartbeat_seconds
+        if wires is None or reports is None:
             return
-        wires, reports, every = self._link.wires, self._reports, self._config.heartbeat_seconds
         if self._engine is None or self._profile is not None:
             self._host = Parked(Line(wires.orders), reports, self._slack, tick_seconds=every)
             self._host.why = self._why_parked
@@ -375,48 +368,26 @@ class Guest:
         """Let go of the engine for an error, and tell. Raises nothing."""
         if self._building is not None:  # which has not failed, and cannot be ended: who knocks next waits for it
             self._host = None
-            self._hang_up()
-            self._log.error("rose: the link of a guest that is being built is ended: %s", _told(error))
+            self._caller.hang_up()
+            self._log.error("rose: the link of a guest that is being built is ended: %s", in_words(error))
             return
         engine, self._failed = self._engine, None
         with suppress(Exception):  # what is broken may not let itself be closed
             self._let_go()
-        wait, reason = self._life.fault(time.monotonic()), _told(error)
+        wait, reason = self._life.fault(time.monotonic()), in_words(error)
         self._log.error("rose: the guest is dropped, serving goes on, another is built in %.0f s: %s", wait, reason)
         with suppress(Exception):  # as where the link is broken
-            self._tell(Gone(reason, wait))
+            self._caller.tell(Gone(reason, wait), last=isinstance(self._host, Parked))
         if engine is not None and self._apart is not None:
             with suppress(Exception), self._apart.stepping():  # as above
                 engine.close()
         with suppress(Exception):  # as where no descriptor is left
             self._enter()
         if self._host is None:
-            self._hang_up()
-
-    def _hang_up(self) -> None:
-        """Nobody answers at the link: who is at its other end begins anew."""
-        if self._link is not None:
-            with suppress(OSError):
-                self._link.connection.shutdown(socket.SHUT_RDWR)
+            self._caller.hang_up()
 
     def _let_go(self) -> None:
         """Of the engine; all KV memory is serving's again."""
         sharing, self._engine, self._sharing, self._profile = self._sharing, None, None, None
         if sharing is not None:
             sharing.close()
-
-    def _tell(self, gone: Gone) -> None:
-        """Where there is no room for it, or no engine that was to blame, the end of the link says as much."""
-        if self._reports is None:
-            return
-        self._reports.say(gone)
-        if len(self._reports) or isinstance(self._host, Parked):
-            self._hang_up()
-
-
-def _told(error: Exception) -> str:
-    try:
-        said = f"{error}"
-    except Exception:  # noqa: BLE001  whoever waits for the guest is told all the same
-        said = "it does not let itself be told"
-    return f"{type(error).__name__}: {said}".encode(errors="replace").decode()

@@ -62,8 +62,8 @@ class Sharing:
         self._told = Lent()
         self._news = False
         """Whether there is something to tell at once."""
-        self._cuts = 0
-        """Of those decided, the ones that were not carried out yet."""
+        self._cut = False
+        """Whether one was decided that was not carried out yet."""
         self._settled = -1
         """The steps that the engine had made when its pool was settled last."""
 
@@ -114,7 +114,7 @@ class Sharing:
             grow=grow,
             now=time.monotonic(),
         )
-        self._cuts += shares.cuts
+        self._cut |= shares.cuts > 0
         self._news |= shares.cuts > 0 or shares.frozen is not before.frozen
 
     def _fit(self) -> None:
@@ -180,7 +180,7 @@ class Sharing:
     def _note(self, seconds: float) -> None:
         self._told.looks += 1
         self._told.look_seconds += seconds
-        if self._cuts:
-            self._cuts = 0
+        if self._cut:
+            self._cut = False
             self._told.cuts += 1
             self._told.cut_seconds += seconds
