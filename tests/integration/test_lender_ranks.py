@@ -215,6 +215,11 @@ def test_serving_sees_nothing_of_the_guest_in_its_workers(server: Server, beside
         assert [note["changed"] for note in notes if note["changed"]] == []
 
 
+def test_no_guest_binds_the_memory_of_a_rank_again(server: Server, beside: Beside) -> None:
+    """Linux waits there for a thread on each CPU: a guest was built for up to two minutes, beside ranks that spin."""
+    assert server.log.read_text().count("NUMA binding") == RANKS
+
+
 def test_the_servers_log_holds_no_error_of_its_own(server: Server, beside: Beside) -> None:
     errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
     assert all("the guest is dropped" in line for line in errors), errors

@@ -51,3 +51,12 @@ def test_what_the_host_makes_while_a_step_stands_still_is_as_the_host_makes_it(a
         assert torch.initial_seed() == 7
     made.fill_(1.0)
     assert torch.equal(torch.get_rng_state(), outside)
+
+
+def test_a_guest_does_not_bind_the_memory_of_its_hosts_process_again(
+    apart: Apart, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with apart.building():
+        torch.ops._C.init_cpu_memory_env([0])
+    assert "NUMA" not in capfd.readouterr().err
+    assert isinstance(torch.ops._C.init_cpu_memory_env, torch._ops.OpOverloadPacket)

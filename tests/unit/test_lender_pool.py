@@ -10,7 +10,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
-from workers.lender.vllm.pages import Pages
+from workers.lender.vllm.pages import Pages, give_all_back
 from workers.lender.vllm.pool import Pool
 
 BLOCKS = 40
@@ -37,6 +37,16 @@ def test_what_is_not_given_back_keeps_its_bytes(blocks: set[int]) -> None:
     for block in range(BLOCKS):
         left = int((by_block[:, block] == 7).sum())
         assert left <= 2 * 2 * 4096 if block in blocks else left == BLOCK_BYTES
+
+
+@given(st.integers(0, 9 * 4096), st.integers(0, 9 * 4096))
+def test_of_a_cache_that_is_given_back_whole_no_page_is_left_and_no_neighbour_loses_a_byte(a: int, b: int) -> None:
+    memory = torch.full((9 * 4096,), 7, dtype=torch.uint8)
+    begin, end = sorted((a, b))
+    cache = torch.frombuffer(memory.numpy().data[begin:end], dtype=torch.uint8) if begin < end else memory[:0].clone()
+    give_all_back([cache[: len(cache) // 2], cache[len(cache) // 2 :]])
+    assert int((memory[:begin] == 7).sum()) == begin and int((memory[end:] == 7).sum()) == len(memory) - end
+    assert int((cache == 7).sum()) < 2 * 4096
 
 
 class Requests(RuleBasedStateMachine):

@@ -27,6 +27,10 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import core
 from vllm.v1.worker import gpu_worker, workspace
 
+BINDING = tuple((module, name) for module, name in ((torch.ops._C, "init_cpu_memory_env"),) if hasattr(module, name))
+"""What binds a process's memory to its NUMA node, where vLLM runs on CPUs. Serving has it bound. Linux waits there for
+a kernel thread on each CPU, and beside processes that never sleep, as ranks that wait for work, that can be minutes."""
+
 NAMES: tuple[tuple[ModuleType, str], ...] = (
     (vllm_config, "_current_vllm_config"),
     (vllm_config, "_current_prefix"),
@@ -42,6 +46,7 @@ NAMES: tuple[tuple[ModuleType, str], ...] = (
     (core, "freeze_gc_heap"),
     (core, "init_none_hash"),
     (gpu_worker, "freeze_gc_heap"),
+    *BINDING,
 )
 """Names in modules, that vLLM or the building of a guest gives another value."""
 
@@ -125,9 +130,12 @@ class Apart:
 
 
 def apart_for_building() -> Apart:
-    """A guest sets no thread counts, freezes no garbage, and leaves the root of serving's block hashes as it is."""
+    """A guest sets no thread counts, binds no memory, freezes no garbage, and leaves the root of serving's block hashes
+    as it is.
+    """
     apart = Apart()
-    apart.set(torch, "set_num_threads", _nothing)
+    for module, name in ((torch, "set_num_threads"), *BINDING):
+        apart.set(module, name, _nothing)
     apart.set(core, "freeze_gc_heap", _nothing)
     apart.set(gpu_worker, "freeze_gc_heap", _nothing)
     if hasattr(kv_cache_utils, "NONE_HASH"):

@@ -1,6 +1,6 @@
 """Giving the memory of KV blocks back to the system, on a CPU.
 
-Keeps true: only pages that lie whole within the blocks named are given back; the next touch of one finds zeros.
+Keeps true: only pages that lie whole within what is named are given back; the next touch of one finds zeros.
 
 vLLM lays each layer's blocks side by side, 64 bytes off a page's beginning, so a run of blocks keeps up to a page at
 each of its ends.
@@ -11,6 +11,7 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator
 
+from torch import Tensor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -33,10 +34,22 @@ class Pages:
         """Nobody may hold these blocks. Raises OSError."""
         for first, end in _runs(sorted(blocks)):
             for region, stride in self._regions:
-                begin = -(-(region + first * stride) // mmap.PAGESIZE) * mmap.PAGESIZE
-                size = (region + end * stride) // mmap.PAGESIZE * mmap.PAGESIZE - begin
-                if size > 0 and _madvise(begin, size, mmap.MADV_DONTNEED):
-                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+                _give_back(region + first * stride, region + end * stride)
+
+
+def give_all_back(caches: Iterable[Tensor]) -> None:
+    """Of caches that nobody reads again, before they are freed: the C library keeps what lies at the end of a thread's
+    arena, once for each thread that has built a guest. Raises OSError.
+    """
+    for storage in (cache.untyped_storage() for cache in caches):
+        _give_back(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
+
+def _give_back(begin: int, end: int) -> None:
+    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if size > 0 and _madvise(first, size, mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def lie_side_by_side(config: KVCacheConfig) -> bool:

@@ -33,6 +33,7 @@ from workers.executor.vllm.weights import PolicyWeights, plain_weights_kept
 from workers.lender.identity import Identity, this_process
 from workers.lender.pulse import STACK_SIGNAL
 from workers.lender.vllm.apart import Apart, apart_for_building
+from workers.lender.vllm.pages import give_all_back
 from workers.lender.vllm.pieces import Pieces
 
 GROUP = "rose_guest"
@@ -208,6 +209,8 @@ class Rank:
         self._version, self._pieces = {}, iter(())
         worker: Any = getattr(self._guest, "worker", None)  # as far as `load` came
         if getattr(worker, "model_runner", None) is not None:
+            if current_platform.is_cpu():
+                give_all_back(worker.model_runner.kv_caches)
             let_go(worker.model_runner)
         worker = self._guest = self._weights = None
         self._leave()

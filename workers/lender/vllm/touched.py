@@ -152,6 +152,7 @@ TOUCHED = (
     Touched("vllm.v1.worker.workspace", "_manager", "kept apart"),
     Touched("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "wrapped while a guest is built"),
     Touched("vllm.triton_utils.dispatcher", "sys", "swapped while a guest is built"),
+    Touched("vllm.v1.worker.cpu_worker", "CPUWorker.__init__", "binds memory, not for a guest", "6a2c6b06d1a7f9d2"),
     Touched(CORE, "freeze_gc_heap", "swapped while a guest is built"),
     Touched(CORE, "init_none_hash", "swapped while a guest is built"),
     Touched("vllm.v1.worker.gpu_worker", "freeze_gc_heap", "swapped while a guest is built"),
