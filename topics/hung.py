@@ -18,7 +18,7 @@ Example
 
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from threading import Thread
 
 from schemas.errors import RoseError
@@ -104,7 +104,7 @@ class Wait:
 
 def unless_hung(call: Callable[[], object], wait: Wait) -> None:
     """Make the call, on a thread of its own, and wait for it. Raises HungCall, and what the call raises."""
-    ended: SimpleQueue[BaseException | None] = SimpleQueue()
+    ended: Queue[BaseException | None] = Queue()  # no SimpleQueue: a signal amid its wait can make that endless
     Thread(target=_make, args=(call, ended), name="call", daemon=True).start()
     while True:
         raised, has_ended = None, False
@@ -132,7 +132,7 @@ def until_done(call: Callable[[float], bool], wait: Wait) -> None:
     wait.returned()
 
 
-def _make(call: Callable[[], object], ended: "SimpleQueue[BaseException | None]") -> None:
+def _make(call: Callable[[], object], ended: "Queue[BaseException | None]") -> None:
     try:
         call()
     except BaseException as error:  # noqa: BLE001

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.scripted_executors import ACT, CHARACTERS, END, FIRST_CHARACTER, model_folder
+from tests.signals import signals_come
 from workers.environments import stage as stage_module
 from workers.environments.home import Begun
 from workers.environments.protocol import Environment, EnvironmentArgumentError, JsonValue, Step
@@ -130,6 +131,13 @@ def answers(stage: Stage, jobs: list[Job]) -> dict[str, Answer]:
         found.update({job.trajectory_id: answer for job, answer in ended})
     assert stage.in_flight == 0
     return found
+
+
+def test_a_signal_amid_a_wait_for_answers_does_not_make_it_endless(folder: Path) -> None:
+    """A worker that was asked to leave while a step blocked its thread did not leave."""
+    with stage_of(folder) as stage, signals_come():
+        for _ in range(50):
+            assert stage.answers(0.002) == []
 
 
 def test_a_task_goes_on_from_where_it_was(folder: Path) -> None:

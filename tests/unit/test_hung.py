@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 from confluent_kafka import KafkaException, Producer
 
+from tests.signals import signals_come
 from tests.unit.test_health import Clock
 from tests.waiting import until
 from topics.errors import BrokerUnreachable
@@ -39,6 +40,13 @@ def test_what_never_returns_is_given_up_and_what_does_is_not() -> None:
         soon(lambda: never.wait(0.002), lambda: None)
     with pytest.raises(HungCall, match="though the broker answers others"):
         soon(never.wait, lambda: None)
+    never.set()
+
+
+def test_a_signal_amid_a_look_does_not_make_it_endless() -> None:
+    never = threading.Event()
+    with signals_come(), pytest.raises(HungCall, match="though the broker answers others"):
+        unless_hung(never.wait, Wait(lambda: None, look_seconds=0.002, patience=Patience(0.1, 0.1)))
     never.set()
 
 

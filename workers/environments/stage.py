@@ -110,8 +110,9 @@ class Stage:
         self._life = 0
         self._lanes: dict[str, _Lane] = {}
         """By the environment's name."""
-        self._answers: queue.SimpleQueue[tuple[int, Job, Answer]] = queue.SimpleQueue()
-        """Each with the number of the thread that gave it."""
+        self._answers: queue.Queue[tuple[int, Job, Answer]] = queue.Queue()
+        """Each with the number of the thread that gave it. No SimpleQueue: a signal amid its wait can make that
+        endless, as if no timeout had been given."""
         self._threads = count()
         self._looked_at = time.monotonic()
 

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue, SimpleQueue
 from threading import Event, Thread
 
 import msgspec
@@ -105,7 +105,7 @@ class Contexts:
         self._kept = Kept()
         self._reading: dict[TurnKey, float] = {}
         """Since when, in monotonic seconds."""
-        self._asked: SimpleQueue[TurnDispatch] = SimpleQueue()
+        self._asked: Queue[TurnDispatch] = Queue()  # no SimpleQueue: a signal amid its wait can make that endless
         self._answers: SimpleQueue[tuple[TurnDispatch, bytes | Torn]] = SimpleQueue()
         self._stopping = Event()
         self._thread: Thread | None = None
