@@ -184,9 +184,7 @@ def _warm_up(running: Rollout) -> None:
 def _kill_control(running: Rollout) -> float:
     """SIGKILL the control app in mid-run; when."""
     assert running.control is not None
-    time.sleep(
-        KILLED_AFTER_SECONDS
-    )  # a moment of the trace, the same in each run; if nobody lends at it, a check is missed
+    time.sleep(KILLED_AFTER_SECONDS)  # a moment of the trace: where nobody lends at it, a check is missed
     running.control.send_signal(signal.SIGKILL)
     return time.time()
 

@@ -17,7 +17,7 @@ def signals_come() -> Iterator[None]:
     """Every few milliseconds, with a handler that takes its time. On the main thread."""
 
     def handle(number: int, frame: FrameType | None) -> None:
-        time.sleep(HANDLED_SECONDS)
+        time.sleep(HANDLED_SECONDS)  # this is the fault
 
     def send() -> None:
         while not over.wait(EVERY_SECONDS):

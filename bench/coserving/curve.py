@@ -34,9 +34,7 @@ def draw(found: Mapping[str, Standing], file: Path) -> None:
             error_y=_spread([each.summaries[TOKENS] for each in lending.values()], 1.0),
             text=list(lending),
             mode="markers+text",
-            textposition=[
-                ("bottom right", "top right")[place % 2] for place in range(len(lending))
-            ],  # or names overlap
+            textposition=[f"{('bottom', 'top')[place % 2]} right" for place in range(len(lending))],  # or names overlap
             marker={"size": 11, "color": "#3b6fb6"},
             row=1,
             col=column,

@@ -1,5 +1,6 @@
 """Blocks of a tenant: none is lost, what is kept is found, and pages are given back of what nobody may touch alone."""
 
+import ctypes
 from typing import Any
 
 import torch
@@ -47,6 +48,17 @@ def test_of_a_cache_that_is_given_back_whole_no_page_is_left_and_no_neighbour_lo
     give_all_back([cache[: len(cache) // 2], cache[len(cache) // 2 :]])
     assert int((memory[:begin] == 7).sum()) == begin and int((memory[end:] == 7).sum()) == len(memory) - end
     assert int((cache == 7).sum()) < 2 * 4096
+
+
+def test_a_cache_whose_memory_is_locked_can_be_let_go_of() -> None:
+    cache = torch.full((9 * 4096,), 7, dtype=torch.uint8)
+    at = ctypes.c_void_p(cache.data_ptr()), ctypes.c_size_t(cache.nbytes)
+    assert ctypes.CDLL(None).mlock(*at) == 0
+    try:
+        give_all_back([cache])
+        assert bool((cache == 7).all())
+    finally:
+        ctypes.CDLL(None).munlock(*at)
 
 
 class Requests(RuleBasedStateMachine):

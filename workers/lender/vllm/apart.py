@@ -27,7 +27,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import core
 from vllm.v1.worker import gpu_worker, workspace
 
-BINDING = tuple((module, name) for module, name in ((torch.ops._C, "init_cpu_memory_env"),) if hasattr(module, name))
+BINDING = ((torch.ops._C, "init_cpu_memory_env"),) if hasattr(torch.ops._C, "init_cpu_memory_env") else ()
 """What binds a process's memory to its NUMA node, where vLLM runs on CPUs. Serving has it bound. Linux waits there for
 a kernel thread on each CPU, and beside processes that never sleep, as ranks that wait for work, that can be minutes."""
 
@@ -134,7 +134,8 @@ def apart_for_building() -> Apart:
     as it is.
     """
     apart = Apart()
-    for module, name in ((torch, "set_num_threads"), *BINDING):
+    apart.set(torch, "set_num_threads", _nothing)
+    for module, name in BINDING:
         apart.set(module, name, _nothing)
     apart.set(core, "freeze_gc_heap", _nothing)
     apart.set(gpu_worker, "freeze_gc_heap", _nothing)

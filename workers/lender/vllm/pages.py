@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 from torch import Tensor
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -39,13 +40,16 @@ class Pages:
 
 def give_all_back(caches: Iterable[Tensor]) -> None:
     """Of caches that nobody reads again, before they are freed: the C library keeps what lies at the end of a thread's
-    arena, once for each thread that has built a guest. Raises OSError.
+    arena, once for each arena in which one lay. What the system does not take, as of a process that has its memory
+    locked, is freed all the same.
     """
     for storage in (cache.untyped_storage() for cache in caches):
-        _give_back(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+        with suppress(OSError):
+            _give_back(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
 
 
 def _give_back(begin: int, end: int) -> None:
+    """Raises OSError."""
     first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
     size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
     if size > 0 and _madvise(first, size, mmap.MADV_DONTNEED):

@@ -30,6 +30,7 @@ from workers.executor.slabs import Laid, Lying
 from workers.executor.vllm.place import fit_runner, let_go
 from workers.executor.vllm.start import llvmlite_unseen
 from workers.executor.vllm.weights import PolicyWeights, plain_weights_kept
+from workers.lender.caller import in_words
 from workers.lender.identity import Identity, this_process
 from workers.lender.pulse import STACK_SIGNAL
 from workers.lender.vllm.apart import Apart, apart_for_building
@@ -54,11 +55,7 @@ def call(host: WorkerWrapperBase, name: str, *arguments: Any) -> tuple[bool, Any
         rank = _ranks.setdefault(id(host), Rank(host))
         return True, getattr(rank, name)(*arguments)
     except Exception as error:  # noqa: BLE001  whatever a guest does, serving goes on
-        return False, _told(error)
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+        return False, in_words(error)
 
 
 def _came_of(work: Pieces[Any]) -> tuple[bool, str, Any]:
@@ -66,7 +63,7 @@ def _came_of(work: Pieces[Any]) -> tuple[bool, str, Any]:
     try:
         return True, "", work.result()
     except Exception as error:  # noqa: BLE001  as in `call`
-        return True, _told(error), None
+        return True, in_words(error), None
 
 
 class Rank:
@@ -175,7 +172,7 @@ class Rank:
                 if output is None:
                     output = self._guest.sample_tokens(grammar)
             except Exception as error:  # noqa: BLE001  the others may wait for this rank
-                failure = _told(error)
+                failure = in_words(error)
         if failure:  # here, where the error's frames hold the group no more
             self._leave()
             raise RuntimeError(failure)
