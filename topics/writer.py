@@ -33,15 +33,13 @@ from topics.hung import PATIENCE, PATIENT_SECONDS, HungCall, Patience, Wait, unl
 from topics.reader import Reader
 from topics.records import Envelope, Place, Raw, Spoiled
 from topics.settings import BusSettings
+from topics.transactions import in_turns, until_taken
 
 STALL_SECONDS = 60.0
 """A flush gives up when nothing at all was stored for so long. A slow link is none: it takes what it takes."""
 
 LOOK_SECONDS = 1.0
 """How often a flush looks whether anything was stored."""
-
-TRANSACTION_SECONDS = 60.0
-"""How long beginning or committing a transaction may take before it is an error, whether a broker answers or not."""
 
 TO_ITS_END = Patience(PATIENT_SECONDS)
 """For a commit: what is still to be stored may wait for a leader, nearly as long as the broker keeps a transaction."""
@@ -223,7 +221,7 @@ class Writer:
         self._raise_failure()
 
     def abort(self) -> None:
-        self._guarded("aborting a transaction", self._producer.abort_transaction, TRANSACTION_SECONDS)
+        self._guarded("aborting a transaction", until_taken, self._producer.abort_transaction)
 
     def annul(self, places: Iterable[Place], reader: Reader) -> None:
         """Abort a transaction that would commit the `reader`'s offsets of these, and with it all that is open there of
@@ -252,7 +250,7 @@ class Writer:
         return producer
 
     def _fence(self, producer: Producer) -> None:
-        fenced = _in_turns(producer.init_transactions)
+        fenced = in_turns(producer.init_transactions)
         while not fenced(LOOK_SECONDS):
             self._wait_on()
 
@@ -284,14 +282,14 @@ class Writer:
         if offsets and reader is not None:
             self._send(producer, offsets, reader)
         self._guarded(
-            "committing a transaction", until_done, _in_turns(producer.commit_transaction), self._wait(TO_ITS_END)
+            "committing a transaction", until_done, in_turns(producer.commit_transaction), self._wait(TO_ITS_END)
         )
 
     def _send(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader) -> None:
         places = [TopicPartition(self._settings.topic(topic), part, at) for (topic, part), at in offsets.items()]
         self._rights = (*self._rights[:2], reader.right_to_group)
-        offsets_go = partial(producer.send_offsets_to_transaction, places, reader.group_metadata(), TRANSACTION_SECONDS)
-        self._guarded("committing offsets", unless_hung, offsets_go, self._wait(self._patience))
+        send = partial(producer.send_offsets_to_transaction, places, reader.group_metadata())
+        self._guarded("committing offsets", unless_hung, partial(until_taken, send), self._wait(self._patience))
 
     def _wait(self, patience: Patience) -> Wait:
         return Wait(partial(reach, self._settings), wanted=self._wanted, patience=patience)
@@ -369,27 +367,6 @@ def _free(last: list[Producer]) -> None:
             with suppress(KafkaException):
                 last[0].poll(0)
     last.clear()
-
-
-def _in_turns(call: Callable[[float], object]) -> Callable[[float], bool]:
-    """Goes on with a call of a transaction for so many seconds; whether it is done. Raises KafkaException."""
-    deadline = time.monotonic() + TRANSACTION_SECONDS
-
-    def go_on(seconds: float) -> bool:
-        began = time.monotonic()
-        try:
-            call(seconds)
-        except KafkaException as error:
-            told: KafkaError = error.args[0]
-            goes_on = told.retriable() or told.code() == KafkaError._TIMED_OUT
-            now = time.monotonic()
-            if not goes_on or now > deadline:
-                raise
-            time.sleep(max(0.0, began + seconds - now))  # refused at once: who counts turns takes each for its time
-            return False
-        return True
-
-    return go_on
 
 
 def _beginning(raw: Raw) -> Raw:

@@ -18,6 +18,7 @@ from schemas.prompts import Sampling
 from workers.environments.protocol import Environment
 from workers.environments.registry import load_environment
 from workers.environments.turn_format import TurnFormat
+from workers.executor.vllm.folder import check_folder
 from workers.executor.vllm.types import EngineConfig
 
 SEED_BYTES = 7
@@ -66,6 +67,7 @@ def evaluate_policy(
 
     Raises UsageError: a broken model folder, an unknown environment, arguments that it does not take.
     """
+    check_folder(config.model_folder)
     turn_format = TurnFormat(config.model_folder)
     make = load_environment(environment)
     sampling = msgspec.structs.replace(sampling, stop_token_ids=turn_format.stop_token_ids)

@@ -171,11 +171,14 @@ class Config:
         return BusSettings(broker.bootstrap_server, broker.namespace, broker.properties, broker.embedded)
 
 
-def load(common: Common) -> Config:
-    """Read every source and resolve them. Raises UsageError."""
+def load(common: Common, *, resolved: bool = False) -> Config:
+    """Read every source and resolve them. In a file that is `resolved` the environment has had its say.
+
+    Raises UsageError.
+    """
     merged: Values = {}
     origins: dict[str, str] = {}
-    for origin, path, value in [*_file(common), *_environment(), *_flags(common)]:
+    for origin, path, value in [*_file(common), *([] if resolved else _environment()), *_flags(common)]:
         _check_known(path, origin)
         _put(merged, path, value)
         origins[".".join(path[:2])] = origin
@@ -185,7 +188,10 @@ def load(common: Common) -> Config:
         origins["broker.properties"] = "-X or --command-config"
     for field, sources in SHARED.items():
         values = [_value_or_default(merged, *source.split(".")) for source in sources]
-        _put(merged, tuple(field.split(".")), Path(*values) if len(values) > 1 else values[0])
+        if len(values) == 1:
+            _put(merged, tuple(field.split(".")), values[0])
+        elif all(isinstance(value, str | Path) for value in values):  # else the section that says it is refused
+            _put(merged, tuple(field.split(".")), Path(*values))
     settings = _validate(merged, origins)
     _check_together(settings)
     return Config(settings, origins)
@@ -217,11 +223,24 @@ def _file(common: Common) -> Iterator[Said]:
             yield str(path), (section, name), value
 
 
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment less what `load` reads in it: for whoever is to read a file that is resolved, and that alone."""
+    return {name: value for name, value in environment.items() if DELIMITER not in _named(name)}
+
+
+def _named(variable: str) -> str:
+    """What the variable says of the configuration: SECTION__FIELD, in lower case; empty if nothing."""
+    return variable[len(PREFIX) :].lower() if variable.upper().startswith(PREFIX) else ""
+
+
 def _environment() -> Iterator[Said]:
     for variable in os.environ:
-        section, delimiter, _ = variable.removeprefix(PREFIX).partition(DELIMITER)
-        if variable.startswith(PREFIX) and delimiter and section.lower() not in Settings.model_fields:
-            raise UsageError(f"{variable}: there is no section {section.lower()}{_meant(section, section_types())}")
+        section, delimiter, _ = _named(variable).partition(DELIMITER)
+        if delimiter and section not in Settings.model_fields:
+            raise UsageError(f"{variable}: there is no section {section}{_meant(section, section_types())}")
+        if not delimiter and section in Settings.model_fields:
+            one = f"{PREFIX}{section}{DELIMITER}FIELD".upper()
+            raise UsageError(f"{variable}: {section} is a section: say its fields one by one, as {one}")
     for section, fields in EnvSettingsSource(Settings)().items():
         for name, value in fields.items():
             variable = f"{PREFIX}{section}{DELIMITER}{name}".upper()

@@ -18,7 +18,7 @@ from pipeline.command.nursery import Nursery
 from pipeline.command.options import Common
 from pipeline.command.processes import stop_on_signals
 from pipeline.command.saying import harmless
-from pipeline.command.session import LOGS, Interrupted, prepare, run_roles, serving_beside
+from pipeline.command.session import LOGS, Interrupted, prepare, roles_nursery, run_roles, serving_beside
 from pipeline.command.supervisor import Role, Supervisor
 from pipeline.command.tasks import training_prompts
 from pipeline.report.summary import Success, Summary
@@ -28,9 +28,6 @@ from workers.users.waits import read_waits
 
 CONFIGURATION = "demo.toml"
 """The demo's own configuration, beside this module; `--config` takes its place."""
-
-FINAL_POLICY = "model"
-"""Where the trainer leaves the final policy, in the run's folder."""
 
 LOOK_SECONDS = 0.2
 """Between two looks at a process that measures."""
@@ -44,7 +41,7 @@ def run_demo(common: Common) -> None:
         settings.tasks, run=settings.run.name, seed=settings.run.seed, groups=settings.trainer.total_groups
     )
     started_at, began = time(), monotonic()
-    with Nursery() as nursery, run_broker(config) as broker:
+    with roles_nursery() as nursery, run_broker(config) as broker:
         console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")
         configuration = prepare(config, broker)
         try:
@@ -62,7 +59,7 @@ def run_demo(common: Common) -> None:
                     prompts=prompts,
                     title=settings.run.name,
                 )
-                after = measure(config.run_folder / FINAL_POLICY, "after")
+                after = measure(settings.trainer.exported, "after")
         except Interrupted:
             console.print(f"ended before it was done; `rose up --run {settings.run.name}` goes on with the training")
             return
@@ -121,7 +118,8 @@ def _measure(
     """Held-out success, in a process of its own. Raises Interrupted or RoleFailed."""
     output = config.run_folder / f"success-{when}.json"
     arguments = ("evaluate", str(model), "--json", str(output), "--config", str(configuration))
-    supervisor = Supervisor([Role(f"evaluate-{when}", arguments, ends_run=True)], config.run_folder / LOGS, nursery)
+    role = Role(f"evaluate-{when}", arguments, ends_run_with=output)
+    supervisor = Supervisor([role], config.run_folder / LOGS, nursery)
     stop = stop_on_signals()
     try:
         supervisor.start()

@@ -6,6 +6,7 @@ Keeps true
 - Whatever ends the run, its processes and its own broker are stopped before the command ends.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeline.command.broker import RunBroker, kafka_home
-from pipeline.command.config import RESOLVED, Config, load
+from pipeline.command.config import RESOLVED, Config, load, without_settings
 from pipeline.command.nursery import Nursery
 from pipeline.command.options import Common
 from pipeline.command.processes import stop_on_signals
@@ -51,7 +52,10 @@ def prepare(config: Config, broker: RunBroker) -> Path:
 
 
 def write_configuration(config: Config, broker: RunBroker) -> Path:
-    """Write the whole configuration, broker included, into the run's folder; the roles read it from there."""
+    """Write the whole configuration, broker included, into the run's folder; the roles read it from there.
+
+    They read it alone (`roles_nursery`): a variable over which a flag has won would win over the file.
+    """
     bus = broker.settings
     said: list[tuple[str, str, object]] = [
         ("broker", "broker.bootstrap_server", bus.bootstrap),
@@ -66,8 +70,13 @@ def write_configuration(config: Config, broker: RunBroker) -> Path:
     path.touch()
     path.chmod(OWNERS_ALONE)  # a password may be in it
     path.write_text(resolved_toml(config, explained=False))
-    path.write_text(resolved_toml(load(Common(config=path, said=tuple(said))), explained=True))
+    path.write_text(resolved_toml(load(Common(config=path, said=tuple(said)), resolved=True), explained=True))
     return path
+
+
+def roles_nursery() -> Nursery:
+    """For roles that read what `write_configuration` has written."""
+    return Nursery(environment=without_settings(os.environ))
 
 
 def roles_of(config: Config, configuration: Path) -> list[Role]:
@@ -81,7 +90,7 @@ def roles_of(config: Config, configuration: Path) -> list[Role]:
     return [
         Role("router", ("router", *common)),
         *workers,
-        Role("trainer", ("trainer", *common), ends_run=True),
+        Role("trainer", ("trainer", *common), ends_run_with=config.settings.trainer.exported),
         *executors,
     ]
 

@@ -64,8 +64,9 @@ class Role:
     """Also that of its log, and of its process."""
     arguments: tuple[str, ...]
     """Of the `rose` command."""
-    ends_run: bool = False
-    """Its exit with status 0 ends the run."""
+    ends_run_with: Path | None = None
+    """What it has written anew once its work is done: with that its exit with status 0 ends the run, and without it is
+    an end like any other, as somebody asked it to leave."""
     leaves_first: bool = False
     """It makes use of the others to its end: they are asked to stop once it has."""
 
@@ -80,10 +81,24 @@ class _Supervised:
         self.restarts = Restarts()
         self.started_at = 0.0
         self.start_at = 0.0
+        self._wrote_before: tuple[int, int] | None = None
 
     def start(self, nursery: Nursery, now: float) -> None:
+        self._wrote_before = self._wrote()
         self.process = nursery.start(self.role.arguments, name=self.role.name, log=self.log)
         self.started_at = now
+
+    @property
+    def has_done_its_work(self) -> bool:
+        """Of one that ended with status 0."""
+        return self._wrote() not in (None, self._wrote_before)
+
+    def _wrote(self) -> tuple[int, int] | None:
+        try:
+            found = self.role.ends_run_with and self.role.ends_run_with.stat()
+        except FileNotFoundError:
+            return None
+        return (found.st_ino, found.st_mtime_ns) if found else None
 
     def last_words(self) -> str:
         return "\n".join(f"    {line}" for line in self._lines()[-LAST_WORDS:])
@@ -119,7 +134,7 @@ class Supervisor:
                     happened.append(f"{each.role.name} starts again")
             elif (status := each.process.poll()) is not None:
                 each.process = None
-                if each.role.ends_run and status == 0:
+                if status == 0 and each.has_done_its_work:
                     self.finished = True
                 else:
                     happened.append(self._crashed(each, status))

@@ -29,6 +29,27 @@ def new_policy(seed: int, *, tied: bool) -> Any:
     return Qwen3ForCausalLM(config).float().eval()
 
 
+def new_mixture(seed: int) -> Any:
+    """A Qwen3 mixture of experts of one layer."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+    )
+    return Qwen3MoeForCausalLM(config).float().eval()
+
+
 def save_policy(folder: Path, model: Any) -> Path:
     model.save_pretrained(folder)
     return folder

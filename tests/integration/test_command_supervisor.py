@@ -58,9 +58,21 @@ def test_a_role_that_refuses_its_input_ends_the_run_with_its_last_words(nursery:
 
 
 def test_the_role_that_ends_the_run_ends_it(nursery: Nursery, tmp_path: Path) -> None:
-    supervisor = Supervisor([Role("trainer", ("config",), ends_run=True)], tmp_path, nursery)
+    """By what it has written: whoever asked it to leave has not ended the run."""
+    key = tmp_path / "key"
+    supervisor = Supervisor([Role("keys", ("keys", str(key)), ends_run_with=key)], tmp_path, nursery)
     supervisor.start()
     until(lambda: supervisor.tick() == [] and supervisor.finished)
+    supervisor.stop()
+
+
+def test_one_that_ends_before_its_work_is_done_is_started_again(nursery: Nursery, tmp_path: Path) -> None:
+    written = tmp_path / "written"
+    written.touch()
+    supervisor = Supervisor([Role("trainer", ("config",), ends_run_with=written)], tmp_path, nursery)
+    supervisor.start()
+    until(lambda: any("trainer ended with status 0 and starts again" in line for line in supervisor.tick()))
+    assert not supervisor.finished
     supervisor.stop()
 
 

@@ -26,7 +26,7 @@ from tests.integration.engine_rig import (
     folder_config,
     started_rig,
 )
-from tests.integration.policies import VOCABULARY, new_policy, save_policy, tensors_of
+from tests.integration.policies import VOCABULARY, new_mixture, new_policy, save_policy, tensors_of
 from tests.unit.samples import sample, turns_of
 from workers.executor.vllm import writing
 from workers.executor.vllm.engine import (
@@ -356,3 +356,9 @@ def test_settings_that_vllm_does_not_take_are_one_sentence(tmp_path: Path) -> No
     (folder / "config.json").write_text(config.replace("Qwen3ForCausalLM", "NoSuchModel"))
     with pytest.raises(EngineStartError, match="NoSuchModel"):
         Engine(folder_config(folder))
+
+
+def test_a_policy_that_no_version_can_be_written_into_makes_no_engine(tmp_path: Path) -> None:
+    """vLLM lays experts out anew under their old names and shapes: a version would be read as what it is not."""
+    with pytest.raises(EngineStartError, match=r"a new policy version cannot be written into model\.layers\.0\.mlp"):
+        Engine(folder_config(save_policy(tmp_path, new_mixture(1))))

@@ -14,8 +14,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 
 from tests.unit.test_health import Clock
 from tests.waiting import until
-from topics import settings
-from topics import writer as writer_module
+from topics import settings, transactions
 from topics.asking import KNOWN_SECONDS, ends_of
 from topics.catalog import HEARTBEATS, PROMPTS
 from topics.errors import BusError, TopicMissing
@@ -179,7 +178,7 @@ def test_whoever_drops_a_writer_that_was_closed_does_not_wait_for_the_end_of_its
 def test_nor_does_who_could_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     ended_on = list[str]()
     monkeypatch.setattr("topics.writer.Producer", lambda _: Client(ended_on))
-    monkeypatch.setattr("topics.writer.TRANSACTION_SECONDS", -1.0)
+    monkeypatch.setattr("topics.transactions.TRANSACTION_SECONDS", -1.0)
     with pytest.raises(BusError):
         Writer(NOBODY, "test", transactional_id="test")
     until(lambda: bool(ended_on))
@@ -199,10 +198,53 @@ def test_a_call_of_a_transaction_that_is_to_be_made_again_has_taken_its_turn(mon
             sleep(takes.pop())
             raise KafkaException(KafkaError(KafkaError._CONFLICT, "busy", False, True))
 
-    monkeypatch.setattr(writer_module, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
-    goes_on = writer_module._in_turns(call)
+    monkeypatch.setattr(transactions, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
+    goes_on = transactions.in_turns(call)
     assert [goes_on(1.0) for _ in range(4)] == [False, False, False, True]
     assert clock.now == began + 3.0
+
+
+NOT_COORDINATOR = KafkaError(KafkaError.NOT_COORDINATOR, "moved", False, True)
+
+
+@pytest.mark.parametrize(
+    ("refusals", "gone_on_for"),
+    [
+        ([NOT_COORDINATOR, NOT_COORDINATOR], None),
+        ([NOT_COORDINATOR, KafkaError(KafkaError.UNKNOWN_MEMBER_ID)], 0.2),
+        ([NOT_COORDINATOR] * 1000, 60.0),
+    ],
+)
+def test_offsets_go_to_the_next_coordinator_when_theirs_has_moved(
+    monkeypatch: pytest.MonkeyPatch, refusals: list[KafkaError], gone_on_for: float | None
+) -> None:
+    """librdkafka says that it may be tried again and leaves it at that; a trainer ended by it."""
+    clock, left = Clock(), [*refusals]
+    began = clock.now
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    def send(_places: object, _member: object, _seconds: float) -> None:
+        if left:
+            raise KafkaException(left.pop(0))
+
+    monkeypatch.setattr(transactions, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
+    writer = Writer(NOBODY, "test")
+    ended_on = list[str]()
+    client = Client(ended_on)
+    client.send_offsets_to_transaction = send  # type: ignore[method-assign, assignment]
+    client.commit_transaction = lambda seconds: None  # type: ignore[attr-defined]
+    writer._producer = client
+    reader = SimpleNamespace(right_to_group="", group_metadata=lambda: None)
+    if gone_on_for is None:
+        writer.commit({(PROMPTS, 0): 1}, reader)  # type: ignore[arg-type]
+        assert not left
+    else:
+        with pytest.raises(BusError):
+            writer.commit({(PROMPTS, 0): 1}, reader)  # type: ignore[arg-type]
+        assert clock.now - began == pytest.approx(gone_on_for, abs=0.21)
+    writer.close()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The configuration: one precedence, sentences for what is wrong, and a TOML that reads back as it was written."""
 
 import dataclasses
+import os
 import tomllib
 from pathlib import Path
 
@@ -8,17 +9,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.command.config import Config, load, section_types
+from pipeline.command.broker import RunBroker
+from pipeline.command.config import Config, load, section_types, without_settings
 from pipeline.command.documentation import field_sentences
 from pipeline.command.options import Common
 from pipeline.command.resolved import resolved_toml, without_secrets
+from pipeline.command.session import write_configuration
 from schemas.errors import UsageError
+from topics.settings import BusSettings
 
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     for name in list(os.environ):
         if name.startswith("ROSE_"):
             monkeypatch.delenv(name)
@@ -53,6 +55,41 @@ def test_flags_win_over_the_environment_over_the_file_over_the_defaults(
     assert said == [str(tmp_path / "rose.toml"), "ROSE_ROUTER__MAX_LAG_VERSIONS", "--set run.executors"]
     assert config.origins["run.seed"] == "--seed"
     assert "run.environment_workers" not in config.origins
+
+
+def test_what_a_run_has_written_says_what_its_flags_said_whatever_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The roles of a run read it: with another broker or another name they would work for another run."""
+    monkeypatch.setenv("ROSE_ROUTER__MAX_ATTEMPTS", "4")
+    monkeypatch.setenv("rose_broker__namespace", "other.")
+    monkeypatch.setenv("ROSE_BOOTSTRAP", "no setting")
+    common = Common(settings=["router.max_attempts=5", f"run.folder={tmp_path}"], namespace="own.")
+    written = write_configuration(load(common), RunBroker(BusSettings("named:1", "own."), "named", None))
+    read = load(Common(config=written), resolved=True).settings
+    assert (read.router.max_attempts, read.broker.namespace, read.broker.bootstrap_server) == (5, "own.", "named:1")
+    kept = without_settings(os.environ)
+    assert kept.keys() ^ os.environ.keys() == {"ROSE_ROUTER__MAX_ATTEMPTS", "rose_broker__namespace"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("ROSE_ENVIRONMENT", "production", "say its fields one by one, as ROSE_ENVIRONMENT__FIELD"),
+        ("ROSE_RUN", '"x"', "ROSE_RUN__FIELD"),
+        ("ROSE_RUN__NAME__X", "3", "run.name: Input should be a valid string"),
+        ("rose_rn__name", "x", "did you mean run?"),
+    ],
+)
+def test_a_variable_that_says_nothing_sensible_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert words in refusal(Common())
+
+
+def test_a_name_in_a_file_that_is_a_number_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    assert "run.name: Input should be a valid string" in refusal(in_file(tmp_path, "[run]\nname = 3\n"))
 
 
 def test_librdkafka_settings_of_flags_join_those_of_the_file_and_win(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """What is the process's, while a guest steps and after."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.distributed import parallel_state
 from vllm.forward_context import is_forward_context_available, override_forward_context
+from vllm.utils import system_utils
 
 from workers.lender.vllm.apart import Apart, apart_for_building
 
@@ -15,6 +18,38 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def apart() -> Apart:
     return apart_for_building()
+
+
+def test_guests_have_a_group_apart_from_serving_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "_TP", "serving's")
+    apart = apart_for_building()
+    with apart.building():
+        assert parallel_state._TP == "serving's"
+        parallel_state._TP = "the guest's"
+    assert parallel_state._TP == "serving's"
+    with apart.stepping():
+        assert parallel_state._TP == "the guest's"
+
+
+def test_where_serving_s_worker_is_elsewhere_the_next_guest_has_the_group_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM makes all of its groups or none: a second guest that found no more than the others could not be built."""
+    monkeypatch.setattr(parallel_state, "_TP", None)
+    with apart_for_building().building():
+        parallel_state._TP = "of guests"
+    assert parallel_state._TP == "of guests"
+    with apart_for_building().building():
+        assert parallel_state._TP == "of guests"
+
+
+def test_a_guest_whose_building_stands_still_keeps_nothing_back_that_its_host_prints(apart: Apart) -> None:
+    """vLLM turns the process's standard output away while it makes a group."""
+    with apart.building():
+        quiet = parallel_state.suppress_stdout()
+        with quiet:
+            assert os.readlink("/proc/self/fd/1") != os.devnull
+    assert parallel_state.suppress_stdout is system_utils.suppress_stdout
 
 
 @pytest.mark.parametrize("phase", ["building", "stepping"])

@@ -72,3 +72,8 @@ class TrainerConfig:
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
         return self.checkpoint_folder or self.run_folder / "checkpoints"
+
+    @property
+    def exported(self) -> Path:
+        """The folder of the final policy, which is there once the run is complete."""
+        return self.run_folder / "model"

@@ -15,7 +15,19 @@ def export_policy(model: Any, model_folder: Path, target: Path) -> None:
     """Write the model, and beside it tokenizer and turn format of `model_folder`; replaces `target`. Raises OSError."""
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(model_folder, partial, ignore=shutil.ignore_patterns(*WEIGHTS))
+    _copy(model_folder, partial)
     model.save_pretrained(partial)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
+
+
+def _copy(folder: Path, target: Path) -> None:
+    """With the modes of files that are new: a model may be kept where nobody may write."""
+    target.mkdir()
+    left_out = shutil.ignore_patterns(*WEIGHTS)
+    names = [path.name for path in folder.iterdir()]
+    for name in set(names) - left_out(str(folder), names):
+        if (folder / name).is_dir():
+            _copy(folder / name, target / name)
+        else:
+            shutil.copyfile(folder / name, target / name)

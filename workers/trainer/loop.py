@@ -55,9 +55,6 @@ from workers.weights.config import WeightsConfig
 from workers.weights.publish import publisher_of
 from workers.weights.snapshot import Snapshot
 
-EXPORTED = "model"
-"""Folder of the final policy in the run's folder."""
-
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 """No sample's fault: with less at once it would have gone."""
 
@@ -116,6 +113,7 @@ class Trainer:
             while groups := self._stream.take(self._config.groups_per_step):
                 self._step(groups)
             HEALTH.says("ends: the last version goes to the log", lasts_seconds=self._config.hung_seconds)
+            self._publisher.settle(HEALTH.turned_over)
             self._publisher.close()
         except BusError as error:
             if error.fenced:
@@ -125,7 +123,7 @@ class Trainer:
             self._stream.close()
         if self._stream.ended:
             HEALTH.says("ends: the policy is exported", lasts_seconds=self._config.hung_seconds)
-            export_policy(self._model, self._config.model_folder, self._config.run_folder / EXPORTED)
+            export_policy(self._model, self._config.model_folder, self._config.exported)
             log.info("run complete", version=self._version, groups=self._config.total_groups)
 
     def _recover(self) -> None:
@@ -205,7 +203,7 @@ class Trainer:
         judged = [judge(group, self._version, rules=self._rules, abandoned=self._abandoned) for group in groups]
         judged, done = self._learn(judged)
         trained, now = perf_counter(), time.time()
-        self._publisher.settle()  # no checkpoint is two versions ahead of the log
+        self._publisher.settle(HEALTH.turned_over)  # no checkpoint is two versions ahead of the log
         before, self._version = self._version, self._publisher.next_version
         line = StepLine.of(judged, done, before=before, version=self._version, abandoned=self._abandoned)
         line.waiting_seconds, line.training_seconds, line.ended_at = waited, trained - began, now

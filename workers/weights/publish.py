@@ -21,7 +21,7 @@ The whole contract of another trainer with the bus:
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from time import monotonic, perf_counter
 from types import TracebackType
@@ -54,6 +54,9 @@ from workers.weights.signing import refuse_unsigned, signer_of
 from workers.weights.snapshot import Snapshot, snapshot_of
 from workers.weights.tensors import TORCH_DTYPES
 from workers.weights.trust import Trust, run_id
+
+LOOK_SECONDS = 1.0
+"""Between two looks whether a version is on the log: one that is large, over a link that is slow, takes minutes."""
 
 PUBLISHING = CollectorRegistry()
 """What a publisher exports, once there is one."""
@@ -195,9 +198,11 @@ class WeightPublisher:
         self._publishing = self._thread.submit(self._publish, snapshot, version, step, commit or self._write)
         return self._publishing
 
-    def settle(self) -> None:
-        """Wait until the last version is on the log. Raises what `publish` does."""
+    def settle(self, meanwhile: Callable[[], None] = nothing) -> None:
+        """Wait until the last version is on the log; `meanwhile` is called every second. Raises what `publish` does."""
         if self._publishing is not None:
+            while not wait([self._publishing], LOOK_SECONDS).done:
+                meanwhile()
             self._publishing.result()
 
     def close(self) -> None:

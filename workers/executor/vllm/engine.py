@@ -29,7 +29,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from schemas.prompts import Sampling
 from schemas.turns import VersionSpan
-from workers.executor.vllm.folder import check_folder
+from workers.executor.vllm.folder import read_folder
 from workers.executor.vllm.place import Here, Place
 from workers.executor.vllm.start import start_core
 from workers.executor.vllm.types import (
@@ -107,8 +107,10 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, place: Place | None = None) -> None:
-        """Takes seconds. `place` is this process unless given. Raises ModelFolderError or EngineStartError."""
-        self.shapes, self.vocabulary = check_folder(config.model_folder)
+        """Takes seconds. `place` is this process unless given. The folder's tokenizer is of no use to it, and is left
+        unread: `check_folder` is for whoever has no users to wait for it. Raises ModelFolderError or EngineStartError.
+        """
+        self.shapes, self.vocabulary = read_folder(config.model_folder)
         self.version = config.policy_version
         self.longest_tokens = config.max_model_len
         """Of a turn, context and output together."""

@@ -16,6 +16,20 @@ VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 
 
 def check_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
+    """What `read_folder` gives, once the tokenizer is known to be the model's. Raises ModelFolderError.
+
+    Reading a tokenizer holds Python's one lock for as long as it takes, of large ones half a second.
+    """
+    shapes, vocabulary = read_folder(folder)
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.is_file():
+        tokens = _tokenizer_size(tokenizer)
+        if tokens > vocabulary:
+            raise ModelFolderError(f"{folder}: the tokenizer has {tokens} tokens, the model {vocabulary}")
+    return shapes, vocabulary
+
+
+def read_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
     """The shape of every tensor of the folder, and the vocabulary's size. Raises ModelFolderError."""
     config = _read_config(folder)
     vocabulary = config.get("vocab_size")
@@ -46,11 +60,6 @@ def _check_vocabulary(folder: Path, shapes: Mapping[str, tuple[int, ...]], vocab
         if name.endswith(VOCABULARY_TENSORS) and shape[:1] != (vocabulary,):
             what = f"{name} has shape {shape}, config.json says a vocabulary of {vocabulary}"
             raise ModelFolderError(f"{folder}: {what}: the weights belong to another config or tokenizer")
-    tokenizer = folder / "tokenizer.json"
-    if tokenizer.is_file():
-        tokens = _tokenizer_size(tokenizer)
-        if tokens > vocabulary:
-            raise ModelFolderError(f"{folder}: the tokenizer has {tokens} tokens, the model {vocabulary}")
 
 
 def _tokenizer_size(file: Path) -> int:

@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 
 from workers.executor.vllm.spare import exchange, spare_of
 from workers.executor.vllm.types import EngineBroken, SwapRefused
-from workers.executor.vllm.writing import equal, writing
+from workers.executor.vllm.writing import equal, refuse_unwritten, writing
 
 HEAD = "lm_head.weight"
 """The tensor that a tied model does not have of its own."""
@@ -97,7 +97,9 @@ class PolicyWeights:
     """The weights of one model runner, which may be one rank's share of a model."""
 
     def __init__(self, worker: Any, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """`worker` is vLLM's, `shapes` those of the folder's tensors."""
+        """`worker` is vLLM's, `shapes` those of the folder's tensors. Raises EngineStartError."""
+        if current_platform.is_cpu():
+            refuse_unwritten(worker.get_model())
         self._worker = worker
         self._folder = folder
         self._shapes = shapes

@@ -17,14 +17,38 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from workers.executor.vllm.spare import PACKED
+from workers.executor.vllm.types import EngineStartError
 
 PIECE_ELEMENTS = 1 << 21
 """Packed in about a millisecond, copied in half of one."""
 
+WRITTEN = UnquantizedLinearMethod, UnquantizedEmbeddingMethod
+"""How layers compute of which a version is written as vLLM has them: from their weights as loaded, and packed copies."""
+
 BLOCK_ROWS = 64
 """Rows of a block are a multiple of this, where they are as many: kernels compute so many at once."""
+
+
+def refuse_unwritten(model: torch.nn.Module) -> None:
+    """Raises EngineStartError for a model of whose weights vLLM makes something on a CPU that `writing` does not make.
+
+    Experts are laid out anew under their old names and shapes, and latent attention is computed from products of its
+    weights: a version would be written where nobody reads it, or read as what it is not.
+    """
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(layer, MLAAttention) or (isinstance(method, QuantizeMethodBase) and type(method) not in WRITTEN):
+            kind = type(layer if method is None else method).__name__
+            raise EngineStartError(
+                f"on a CPU a new policy version cannot be written into {name} ({kind}): take a policy without experts "
+                "and latent attention, or a GPU"
+            )
 
 
 def cut(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -2,7 +2,8 @@
 
 Keeps true
 - What was loaded and is not proven is followed by the weights before it, which are proven in the same way.
-- A file is whole before the endpoint is told of it, and stays until another version is proven.
+- A file is whole before the endpoint is told of it, and stays until another version is proven. One of a version that
+  is refused does not stay.
 - While the endpoint is paused for a load a file says so: who comes after a lender that was killed lets it go on.
 """
 
@@ -10,12 +11,13 @@ import asyncio
 import secrets
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -70,15 +72,25 @@ class Versions:
     async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Write a version where the endpoint finds it. Raises SwapRefused or EngineBroken."""
         weights = Weights(version, self._folder / f"version-{version}", tensors)
+        if self._prepared is not None:  # that one will not be served any more
+            _drop(self._prepared)
+            self._prepared = None
+        with ExitStack() as undo:
+            undo.callback(_drop, weights)
+            await self._write(weights)
+            undo.pop_all()
+        self._prepared = weights
+
+    async def _write(self, weights: Weights) -> None:
+        assert weights.tensors is not None
         seen = self._folder / "seen"
         try:
-            await asyncio.to_thread(_write, weights.folder, _with_head(tensors))
-            await asyncio.to_thread(_write, seen, {f"{SEEN}.seen": torch.zeros(1)})
-        except OSError as error:
-            raise SwapRefused(f"{weights.folder} cannot be written: {error.strerror}") from None
-        if not await self._api.sees(seen):
-            raise SwapRefused(f"{self._api.url} cannot read {self._folder}, where versions are written for it")
-        self._prepared = weights
+            await asyncio.to_thread(_save, seen, {f"{SEEN}.seen": torch.zeros(1)})
+            if not await self._api.sees(seen):
+                raise SwapRefused(f"{self._api.url} cannot read {self._folder}, where versions are written for it")
+            await asyncio.to_thread(_save, weights.folder, _with_head(weights.tensors))
+        except (OSError, SafetensorError) as error:
+            raise SwapRefused(f"{weights.folder} cannot be written: {error}") from None
 
     async def serve(self) -> None:
         """Load what was prepared, and prove it.
@@ -152,7 +164,7 @@ def _with_head(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {HEAD: tensors[EMBEDDING].clone(), **tensors} if EMBEDDING in tensors else dict(tensors)
 
 
-def _write(folder: Path, tensors: dict[str, Tensor]) -> None:
+def _save(folder: Path, tensors: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / FILE, metadata={"format": "pt"})
 

@@ -12,7 +12,7 @@ environment variables and swaps names in modules. A step draws from torch's gene
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +36,7 @@ NAMES: tuple[tuple[ModuleType, str], ...] = (
     (vllm_config, "_current_prefix"),
     (workspace, "_manager"),
     (parallel_state, "_TP"),
+    (parallel_state, "suppress_stdout"),
     (torch, "Event"),
     (torch, "set_num_threads"),
     (torch.cuda, "Stream"),
@@ -50,12 +51,18 @@ NAMES: tuple[tuple[ModuleType, str], ...] = (
 )
 """Names in modules, that vLLM or the building of a guest gives another value."""
 
+GROUP = parallel_state, "_TP"
+"""Of NAMES, the one that is exchanged only where serving's workers have joined their groups in this process. Where they
+are elsewhere it is nobody's but the guests': the first of them makes it, with all groups that go with it, once for all.
+"""
+
 
 class Apart:
     """The guest's values of what is the process's. They begin as the host's."""
 
     def __init__(self) -> None:
-        self._names = _names()
+        self._exchanged = [name for name in NAMES if name != GROUP or parallel_state._TP is not None]
+        self._names = self._now()
         self._generators = _generators()
         self._build = _build_state()
         self._gradients = False, True
@@ -103,11 +110,14 @@ class Apart:
 
     def set(self, module: ModuleType, name: str, value: Any) -> None:
         """Give the guest a value of its own for one of NAMES."""
-        self._names[NAMES.index((module, name))] = value
+        self._names[self._exchanged.index((module, name))] = value
+
+    def _now(self) -> list[Any]:
+        return [getattr(module, name) for module, name in self._exchanged]
 
     def _exchange(self) -> None:
-        now = _names()
-        for (module, name), value, mine in zip(NAMES, now, self._names, strict=True):
+        now = self._now()
+        for (module, name), value, mine in zip(self._exchanged, now, self._names, strict=True):
             if mine is not value:
                 setattr(module, name, mine)
         if self._names[0] is not now[0]:
@@ -130,11 +140,12 @@ class Apart:
 
 
 def apart_for_building() -> Apart:
-    """A guest sets no thread counts, binds no memory, freezes no garbage, and leaves the root of serving's block hashes
-    as it is.
+    """A guest sets no thread counts, binds no memory, freezes no garbage, keeps nobody's output back, and leaves the
+    root of serving's block hashes as it is.
     """
     apart = Apart()
     apart.set(torch, "set_num_threads", _nothing)
+    apart.set(parallel_state, "suppress_stdout", nullcontext)
     for module, name in BINDING:
         apart.set(module, name, _nothing)
     apart.set(core, "freeze_gc_heap", _nothing)
@@ -146,10 +157,6 @@ def apart_for_building() -> Apart:
 
 def _nothing(*_: object) -> None:
     """In place of what a guest may not do."""
-
-
-def _names() -> list[Any]:
-    return [getattr(module, name) for module, name in NAMES]
 
 
 def _build_state() -> tuple[dict[str, str], torch.dtype, Any, Any]:

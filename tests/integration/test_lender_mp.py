@@ -1,0 +1,27 @@
+"""A guest in a server whose worker is a process of its own, as vLLM has it on a CPU unless it is told otherwise.
+
+There nothing of serving's model is in the engine-core process, and the first guest makes what vLLM wants there.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.guest_runs import PROMPTS, wake_and_park
+from tests.integration.lender_kit import Beside, lending_server
+
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_a_guest_that_was_parked_wakes_again_as_often_as_it_is_told_to(tmp_path: Path) -> None:
+    with lending_server(tmp_path, "--distributed-executor-backend", "mp") as server:
+        answer = server.complete(PROMPTS[0]).text
+        beside = Beside(server.config)
+        beside.awake()
+        wake_and_park(beside)
+        threads, descriptors = server.core.num_threads(), server.core.num_fds()
+        for _ in range(3):
+            wake_and_park(beside)
+        assert server.core.num_threads() <= threads and server.core.num_fds() <= descriptors
+        assert server.complete(PROMPTS[0]).text == answer
+        assert not server.said("the guest is dropped")

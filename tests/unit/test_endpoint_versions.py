@@ -1,0 +1,63 @@
+"""What a lender by requests leaves on the disk that it shares with its endpoint."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from workers.executor.vllm.types import SwapRefused
+from workers.lender.endpoint import versions as room
+from workers.lender.endpoint.versions import Versions
+
+TENSORS = {"model.norm.weight": torch.zeros(4)}
+
+
+def versions(folder: Path, *, sees: bool = True) -> Versions:
+    async def answer(_: Path) -> bool:
+        return sees
+
+    api: Any = SimpleNamespace(url="http://endpoint", sees=answer)
+    server: Any = SimpleNamespace(model_config=SimpleNamespace(model=str(folder / "own")))
+    return Versions(api, server, 48, SimpleNamespace(), folder / "versions")  # type: ignore[arg-type]
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "versions").glob("version-*"))
+
+
+def test_versions_that_the_endpoint_does_not_see_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    """Its folder may lie elsewhere there: each step of the trainer would leave a whole model."""
+    blind = versions(tmp_path, sees=False)
+    for number in range(3):
+        with pytest.raises(SwapRefused, match="cannot read"):
+            asyncio.run(blind.prepare(number, TENSORS))
+    assert left(tmp_path) == []
+
+
+def test_a_version_for_which_the_disk_has_no_room_is_refused_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a broken endpoint it would be begun anew, with all versions fetched again, and again."""
+    save = room.save_file
+
+    def full(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+        if file.parent.name.startswith("version"):
+            file.write_bytes(b"its beginning")
+            raise SafetensorError("Error while serializing: I/O error: No space left on device")
+        save(tensors, file, metadata)
+
+    monkeypatch.setattr(room, "save_file", full)
+    with pytest.raises(SwapRefused, match="No space left"):
+        asyncio.run(versions(tmp_path).prepare(1, TENSORS))
+    assert left(tmp_path) == []
+
+
+def test_of_versions_that_are_prepared_the_newest_stays(tmp_path: Path) -> None:
+    patient = versions(tmp_path)
+    for number in range(3):
+        asyncio.run(patient.prepare(number, TENSORS))
+    assert left(tmp_path) == ["version-2"]

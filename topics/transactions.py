@@ -1,0 +1,56 @@
+"""Calls of a transaction that librdkafka breaks off though nothing is lost: they are made again, as it asks for.
+
+Keeps true
+- What was written in the transaction is still in it, and the call that goes through in the end does what it should.
+- No call goes on for longer than TRANSACTION_SECONDS, whether a broker answers or not.
+"""
+
+import time
+from collections.abc import Callable
+
+from confluent_kafka import KafkaError, KafkaException
+
+TRANSACTION_SECONDS = 60.0
+"""How long beginning, committing or aborting a transaction may take before it is an error."""
+
+AGAIN_SECONDS = 0.2
+"""Before a call is made again that was for another broker; librdkafka asks after 0.05 s which one that is."""
+
+
+def in_turns(call: Callable[[float], object]) -> Callable[[float], bool]:
+    """Goes on with a call of a transaction for so many seconds; whether it is done. Raises KafkaException."""
+    deadline = time.monotonic() + TRANSACTION_SECONDS
+
+    def go_on(seconds: float) -> bool:
+        began = time.monotonic()
+        try:
+            call(seconds)
+        except KafkaException as error:
+            told: KafkaError = error.args[0]
+            goes_on = told.retriable() or told.code() == KafkaError._TIMED_OUT
+            now = time.monotonic()
+            if not goes_on or now > deadline:
+                raise
+            time.sleep(max(0.0, began + seconds - now))  # refused at once: who counts turns takes each for its time
+            return False
+        return True
+
+    return go_on
+
+
+def until_taken(call: Callable[[float], object]) -> None:
+    """Make a call that cannot go on where it was, again while its broker is no longer or not yet the one to take it.
+
+    `call` takes the seconds after which it fails for good. Raises KafkaException.
+    """
+    deadline = time.monotonic() + TRANSACTION_SECONDS
+    while True:
+        try:
+            call(TRANSACTION_SECONDS)
+        except KafkaException as error:
+            told: KafkaError = error.args[0]
+            if not told.retriable() or time.monotonic() > deadline:
+                raise
+        else:
+            return
+        time.sleep(AGAIN_SECONDS)
