@@ -96,7 +96,8 @@ def await_decided(
             while committed.watermarks(place)[1] < end:
                 if time.monotonic() > deadline:
                     where = f"{settings.topic(place[0])} [{place[1]}]"
-                    raise BusError(f"waiting for a transaction in {where}", KafkaError(KafkaError._TIMED_OUT))
+                    ends = "kafka-transactions.sh find-hanging tells whose it is, and abort ends it"
+                    raise BusError(f"waiting for a transaction in {where} ({ends})", KafkaError(KafkaError._TIMED_OUT))
                 meanwhile()
                 written.read(1, DECIDED_POLL_SECONDS)
     finally:

@@ -2,7 +2,7 @@
 
 Keeps true
 - What was written in the transaction is still in it, and the call that goes through in the end does what it should.
-- No call goes on for longer than TRANSACTION_SECONDS, whether a broker answers or not.
+- Nothing is begun again TRANSACTION_SECONDS after the first time, whether a broker answers or not.
 """
 
 import time
@@ -45,11 +45,12 @@ def until_taken(call: Callable[[float], object]) -> None:
     """
     deadline = time.monotonic() + TRANSACTION_SECONDS
     while True:
+        left = deadline - time.monotonic()
         try:
-            call(TRANSACTION_SECONDS)
+            call(left)
         except KafkaException as error:
             told: KafkaError = error.args[0]
-            if not told.retriable() or time.monotonic() > deadline:
+            if not told.retriable() or left <= AGAIN_SECONDS:
                 raise
         else:
             return

@@ -192,19 +192,18 @@ class Writer:
         """How many partitions the topic has on the broker. Raises TopicMissing or BusError."""
         return partitions_of(self._producer, self._settings.topic(topic))
 
-    def poll(self) -> None:
-        """Take delivery reports in without waiting. Raises BusError if a delivery failed."""
-        self._guarded("writing", self._producer.poll, 0)
+    def poll(self, seconds: float = 0.0) -> None:
+        """Take delivery reports in, waiting so long for the first. Raises BusError if a delivery failed."""
+        self._guarded("writing", self._producer.poll, seconds)
         self._raise_failure()
 
     def flush(self) -> None:
         """Wait until all that was written is stored, for as long as anything is. Raises BusError if it is not."""
-        seen, deadline = self._stored, time.monotonic() + STALL_SECONDS
+        seen, looks = self._stored, 0  # of which none lasts longer for a process that is frozen amid it
         while left := self._producer.flush(LOOK_SECONDS):
             self._raise_failure()
-            if self._stored != seen:
-                seen, deadline = self._stored, time.monotonic() + STALL_SECONDS
-            elif time.monotonic() > deadline:
+            seen, looks = self._stored, looks + 1 if self._stored == seen else 0
+            if looks * LOOK_SECONDS >= STALL_SECONDS:
                 raise BusError(
                     f"storing {left} records, none of them within {STALL_SECONDS:.0f} s",
                     KafkaError(KafkaError._MSG_TIMED_OUT),
@@ -221,7 +220,8 @@ class Writer:
         self._raise_failure()
 
     def abort(self) -> None:
-        self._guarded("aborting a transaction", until_taken, self._producer.abort_transaction)
+        abort = in_turns(self._producer.abort_transaction)
+        self._guarded("aborting a transaction", until_done, abort, self._wait(TO_ITS_END))
 
     def annul(self, places: Iterable[Place], reader: Reader) -> None:
         """Abort a transaction that would commit the `reader`'s offsets of these, and with it all that is open there of

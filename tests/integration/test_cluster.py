@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
-from confluent_kafka import Consumer, ElectionType, Producer, TopicPartition
+from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from tests.brokers import KAFKA, flags, home_of
@@ -89,33 +89,6 @@ def coordinator_of(cluster: Cluster, transactional_id: str) -> Broker:
     magnitude = min(hashed, 2**32 - hashed)
     leader: int = partitions[magnitude % len(partitions)].leader
     return cluster.nodes[leader - 1]
-
-
-def test_offsets_are_committed_though_the_coordinator_of_their_transaction_has_moved(
-    cluster: Cluster, namespace: str
-) -> None:
-    """As whenever a node is back and leads again what it led. Who has only offsets to commit meets it with these."""
-    settings = cluster.settings(namespace)
-    create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
-    cluster.await_in_sync(WAIT_SECONDS)
-    admin = AdminClient({"bootstrap.servers": cluster.bootstrap})
-    with (
-        closing(Reader(settings, "test", group=ENVIRONMENT_GROUP)) as reader,
-        closing(Writer(settings, "test", transactional_id="worker")) as writer,
-    ):
-        led = coordinator_of(cluster, settings.name("worker"))
-        led.kill()
-        writer.begin()
-        writer.write(OUTCOMES, OUTCOME, key="before")
-        writer.commit({(OUTCOMES, 0): 1}, reader)
-        led.restart()
-        cluster.await_in_sync(WAIT_SECONDS)
-        assert coordinator_of(cluster, settings.name("worker")) is not led
-        writer.begin()
-        admin.elect_leaders(ElectionType.PREFERRED).result(WAIT_SECONDS)
-        assert coordinator_of(cluster, settings.name("worker")) is led
-        writer.commit({(OUTCOMES, 0): 2}, reader)
-        assert reader.committed([(OUTCOMES, 0)]) == {(OUTCOMES, 0): 2}
 
 
 def test_a_commit_ends_though_its_coordinator_is_frozen_and_one_given_up_is_decided_before_the_next(

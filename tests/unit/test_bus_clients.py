@@ -218,7 +218,7 @@ NOT_COORDINATOR = KafkaError(KafkaError.NOT_COORDINATOR, "moved", False, True)
 def test_offsets_go_to_the_next_coordinator_when_theirs_has_moved(
     monkeypatch: pytest.MonkeyPatch, refusals: list[KafkaError], gone_on_for: float | None
 ) -> None:
-    """librdkafka says that it may be tried again and leaves it at that; a trainer ended by it."""
+    """librdkafka says of some refusals that the call may be made again, and leaves it at that."""
     clock, left = Clock(), [*refusals]
     began = clock.now
 

@@ -32,7 +32,7 @@ from schemas.weights import WeightManifest
 from schemas.wire import decode, encode
 from topics.errors import BusError
 from topics.health import HEALTH
-from topics.settings import BusSettings
+from topics.settings import TRANSACTION_MILLISECONDS, BusSettings
 from workers.trainer import metrics
 from workers.trainer.checkpoint import CheckpointRefused, Checkpoints, Identity, Progress
 from workers.trainer.config import TrainerConfig
@@ -65,10 +65,14 @@ log = structlog.get_logger("trainer")
 
 
 class TrainerFenced(RoseError):
-    """Another trainer has taken this one's place."""
+    """Another trainer has taken this one's place, or the broker takes it for dead."""
 
     def __init__(self, model_id: str) -> None:
-        super().__init__(f"another trainer of model {model_id} has been started on this broker: this one ends")
+        longest = TRANSACTION_MILLISECONDS // 1000
+        super().__init__(
+            f"another trainer of model {model_id} was started on this broker, or this one stood still for {longest} s "
+            "amid a transaction: it ends, and goes on where it was if it is started again"
+        )
 
 
 class Trainer:
