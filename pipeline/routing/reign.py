@@ -5,6 +5,8 @@ Keeps true
   yet, and has then read back every unfinished turn: from the low water on, requests, then dispatches, then results.
 - Of what was read together, heartbeats come first, then results, then requests: who is alive, the freed room and the
   warm cache are known when it decides. The time is taken after the records are.
+- An inbox that takes no claim amid a reign, as its leader is away, holds up none of the others: whoever reads it counts
+  as silent until it does.
 - It is at-least-once: a dispatch, a FAILED result or a dead letter may be written twice around a restart, none is left
   out. The low water stays where it is until they are on the broker.
 
@@ -46,6 +48,10 @@ SUMMARY_SECONDS = 1.0
 
 QUIET_SECONDS = 0.05
 """Between two looks at the time while nothing comes."""
+
+CLAIM_SECONDS = 1.0
+"""How long the cell waits for its inboxes to take a new claim amid its reign: theirs is the only time in which nothing
+is decided, and it is short beside what a seat takes (`seat.LET_GO_SECONDS`)."""
 
 INBOXES_SECONDS = 5.0
 """Between two looks for inboxes that were added, while an executor says that it has one which is not known."""
@@ -118,6 +124,8 @@ class Reign:
         self._name = station.name
         self._paused = False
         self._reclaimed = 0
+        self._unclaimed: set[int] = set()
+        """Inboxes whose newest claim is on its way."""
         self._next_inboxes = 0.0
         self._misplaced: set[str] = set()
 
@@ -204,7 +212,7 @@ class Reign:
             self._writer.write(SUMMARIES, summary, key=str(summary.cell), partition=0)
         self._hold_back()
         if self.router.counters.lost > self._reclaimed:
-            self._claim(self._places[DISPATCHED])
+            self._claim_anew()
 
     def _pass(self, item: Envelope | Spoiled) -> None:
         if item.topic is HEARTBEATS:
@@ -216,27 +224,39 @@ class Reign:
         self._seats.hold(self.seat)
 
     def _claim(self, inboxes: Sequence[Place]) -> None:
-        """Make this router's the newest claim in these inboxes.
+        """Make this router's the newest claim in these inboxes: executors drop what is sent under an older one."""
+        self._hold()
+        self._write_claims(inboxes)
+        self._writer.flush()
+        self._hold()
 
-        Executors drop what is sent under an older one. Once a dispatch is lost it is done again: a router that was
-        stopped in the midst of its own claim may have finished it since.
-        """
+    def _claim_anew(self) -> None:
+        """Once a dispatch is lost: a router that was stopped amid its own claim may have finished it since."""
         self._reclaimed = self.router.counters.lost
-        claims = self.router.claims
+        self._hold()
+        self._write_claims([place for place in self._places[DISPATCHED] if place[1] not in self._unclaimed])
+        until = time.monotonic() + CLAIM_SECONDS
+        while self._unclaimed and (left := until - time.monotonic()) > 0:
+            self._writer.poll(left)
+        self._hold()
+
+    def _write_claims(self, inboxes: Sequence[Place]) -> None:
+        claims, unclaimed = self.router.claims, self._unclaimed
 
         def claimed(slot: int, offset: int) -> None:
             claims[slot] = max(offset, claims.get(slot, 0))
+            unclaimed.discard(slot)
 
-        self._hold()
         for _, slot in inboxes:
+            unclaimed.add(slot)
             self._writer.tombstone(DISPATCHED, key=CLAIM_KEY, partition=slot, on_delivery=claimed)
-        self._writer.flush()
-        self._hold()
 
     def _hear(self, beat: SlackHeartbeat) -> None:
         skew = self.skews.heard(beat.worker, beat.sent_at, time.time())
         if skew is not None:
             self._log.warning("clock is wrong", worker=beat.worker, seconds_behind=round(skew, 1))
+        if beat.slot in self._unclaimed:
+            return
         there = self._has(beat.slot)
         if not there and time.monotonic() >= self._next_inboxes:
             self._look_for_inboxes()

@@ -1,13 +1,16 @@
 """The router on a real broker: what is asked for comes out of an inbox, through restarts, silences and bad records."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
 from confluent_kafka import Producer
 
 from pipeline.routing.config import RouterConfig
+from pipeline.routing.liveness import Standing
 from pipeline.routing.loop import RouterLoop
 from schemas.turns import Refusal, TurnOutcome
 from tests.brokers import AnyBroker, kafka_first
@@ -249,6 +252,49 @@ def test_torn_contexts_do_not_keep_the_requests_back_that_mend_them(bus: Bus, sh
     for number in range(3):
         bus.ask(f"g{number}:0", 1, anchors=True)
     bus.until(lambda: len(bus.inboxes) == 6, short_of_room.turn_over)
+
+
+def worker_of(bus: Bus) -> dict[str, str]:
+    """By trajectory, who was sent it last."""
+    return {each.request.trajectory_id: each.worker for each in bus.inboxes}
+
+
+def test_an_inbox_that_takes_no_claim_holds_up_none_of_the_others(
+    bus: Bus, short_of_room: RouterLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its leader is away: to wait for it would cost the router its seat."""
+    loop, later = short_of_room, list[Callable[[], None]]()
+    (reign,) = loop.reigns.values()
+    bus.beat(0)
+    bus.ask("g0:0")
+    bus.until(lambda: len(bus.inboxes) == 1, loop.turn_over)
+    assert loop._station is not None
+    writer, write = loop._station.writer, loop._station.writer.tombstone
+
+    def tombstone(topic: Topic, *, partition: int, **more: Any) -> None:
+        now = partial(write, topic, partition=partition, **more)
+        later.append(now) if partition == 0 else now()
+
+    def flush() -> None:
+        raise AssertionError("it waits for all that it has written")
+
+    monkeypatch.setattr(writer, "tombstone", tombstone)
+    monkeypatch.setattr(writer, "flush", flush)
+    bus.beat(1)
+    bus.fleet.held[0].clear()  # a dispatch that was lost
+    bus.until(lambda: bool(later), loop.turn_over)
+    away = reign.router.liveness.executors["w0"]
+    bus.until(lambda: away.standing is Standing.GONE, loop.turn_over)  # whatever it says
+    bus.ask("g1:0")
+    bus.until(lambda: len(newest := worker_of(bus)) == 2 and set(newest.values()) == {"w1"}, loop.turn_over)
+    [now] = later
+    now()
+    for number in range(4):
+        bus.ask(f"g2:{number}")
+    bus.until(lambda: len(worker_of(bus)) == 6, loop.turn_over)
+    assert "w0" in worker_of(bus).values()
+    assert not bus.zombies
+    monkeypatch.undo()
 
 
 def test_the_program_stops_cleanly_when_asked(bus: Bus) -> None:
