@@ -10,14 +10,17 @@ Keeps true
   one is woken however little that is. It is parked once, for a while, the others had room for what it holds and would
   have been done with that, and with what waits, within half of the margin. Of several who runs nothing goes first, and
   who runs turns stays until no such one is of no use; then whose users ask most.
+- A place goes to who takes it: a lender that does not come, or that closes for long and runs nothing, is parked for a
+  while, longer each time that it does not come.
 - It settles: once somebody was parked for being of no use, nobody is worth waking before more waits. So under a
   constant load wakes and parkings both end. Who was woken or parked stays so for the dwell.
 - Which cell a worker is to be in, `moves` decides, of those who are neither drained, told by hand nor another job's. It
   holds without a lease: with nobody to decide they stay where they are.
 - Grants are leases, renewed while the summaries of their cell come. Silence means no: of a cell that is not heard of
   nothing is renewed, and its lenders park by themselves.
-- What it once said of a worker that is gone is deleted, so neither the log nor this grows with every name there ever
-  was. Nobody counts as gone before all cells were heard for as long, without a gap, and none named it.
+- What was once granted to a worker that is gone is deleted, whichever job it was for, so neither the log nor this grows
+  with every name there ever was. Nobody counts as gone before all cells were heard for as long, without a gap, and none
+  named it.
 
 Pure: `now` is unix seconds that never jump; no other clock is compared with it.
 
@@ -50,16 +53,7 @@ RENEWALS = 3
 """Of a lease, in its time."""
 
 LEAST_PATIENCE_SECONDS = 60.0
-"""With a lender that was woken; at least four times what it is expected to take."""
-
-HOLD_SECONDS = 60.0
-"""One that did not come is left parked for so long, and twice as long each further time."""
-
-MOST_FAILURES = 6
-"""Of them the hold grows no more."""
-
-BUSY_WEIGHT = 0.1
-"""Of the newest summary in how much a worker's own users ask of it."""
+"""With a lender that was woken, or that has closed; at least four times what a wake is expected to take."""
 
 
 class Cell(NamedTuple):
@@ -144,15 +138,12 @@ class Control:
             return []
         if now - max(self.cells[summary.cell].since for summary in fresh) < FORGET_SECONDS:
             return []  # a router that has just begun has not heard its workers yet
-        gone = [name for name, told in self.leased.items() if self._is_over(name, told, now)]
+        old = (name for name, told in self.leased.items() if now >= told.runs_out() + FORGET_SECONDS)
+        gone = [name for name in old if name not in self.lenders]
         for name in gone:
             del self.leased[name]
         moved = ((name, Voice.CELL) for name in self.moves.outdated(now))
         return [*((name, Voice.LEASED) for name in gone), *moved]
-
-    def _is_over(self, name: str, told: Told, now: float) -> bool:
-        ended = now >= max(told.at + FORGET_SECONDS, told.runs_out())
-        return ended and told.grant.job == self.job and name not in self.lenders
 
     def fresh(self, now: float) -> list[CellSummary]:
         """Of the cells that are heard, by their number."""
@@ -163,20 +154,22 @@ class Control:
         """Whether this decides about a worker now: it is heard of, not drained, and has no grant by hand or of another
         job.
         """
-        lender, told = self.lenders[name], self.leased.get(name)
-        if name in self.by_hand or name in self.drained or now - lender.heard_at >= STALE_SECONDS:
+        lender, told = self.lenders.get(name), self.leased.get(name)
+        if lender is None or name in self.by_hand or name in self.drained or now - lender.heard_at >= STALE_SECONDS:
             return False
         return told is None or told.grant.job == self.job or not told.grant.lend or now >= told.runs_out()
 
     def lending(self, now: float) -> list[str]:
         """Those that count for the cap: told to lend by this or by hand, and heard of, or their lease still holds."""
-        return [name for name, lender in self.lenders.items() if self._counts(name, lender, now)]
+        return [name for name in dict.fromkeys((*self.lenders, *self.leased)) if self._counts(name, now)]
 
-    def _counts(self, name: str, lender: Lender, now: float) -> bool:
+    def _counts(self, name: str, now: float) -> bool:
         if name in self.drained:
             return False
-        told = self.leased.get(name)
+        lender, told = self.lenders.get(name), self.leased.get(name)
         out = told is not None and told.grant.lend and told.grant.job == self.job and now < told.runs_out()
+        if lender is None:
+            return out
         if name in self.by_hand:
             return out or self.by_hand[name].lend
         return bool(lender.lends) or (out and not self.mine(name, now))
@@ -185,8 +178,7 @@ class Control:
         lender = self.lenders.get(line.worker)
         if lender is None:
             lender = self.lenders[line.worker] = Lender(line, cell, now)
-        lender.line, lender.cell, lender.heard_at = line, cell, now
-        lender.busy += BUSY_WEIGHT * (line.serving_running + line.serving_waiting - lender.busy)
+        lender.heard(line, cell, now, anew=now - lender.heard_at >= STALE_SECONDS)
         if lender.asked_at is None:
             return
         if lender.built_at is None and line.state is not ExecutorState.PAUSED:
@@ -211,12 +203,12 @@ class Control:
                 lender.lends = None
         elif lender.lends is None:
             self._adopt(name, lender, now)
-        elif lender.lends and lender.asked_at is not None:
-            patience = max(LEAST_PATIENCE_SECONDS, 4 * self._delay(name, lender, lender.asked_at))
-            if now - lender.asked_at >= patience:
-                lender.failures = min(lender.failures + 1, MOST_FAILURES)
-                lender.held_until = now + HOLD_SECONDS * 2 ** (lender.failures - 1)
-                self._park(lender, f"it did not come in {patience:.0f} s; it is {lender.line.state.value}", now)
+        elif lender.lends and lender.missed_since is not None:
+            patience = max(LEAST_PATIENCE_SECONDS, 4 * self._delay(name, lender, lender.missed_since))
+            if now - lender.missed_since >= patience:
+                lender.given_up(now)
+                why = "has taken no turns for" if lender.asked_at is None else "did not come in"
+                self._park(lender, f"it {why} {patience:.0f} s; it is {lender.line.state.value}", now)
 
     def _adopt(self, name: str, lender: Lender, now: float) -> None:
         """A worker is met: it goes on as it is."""
@@ -257,9 +249,16 @@ class Control:
                 rest.leave(name, lender.line)
                 self._park(lender, f"of no use for {useless:.0f} s", now)
 
+    def _room(self, now: float) -> float:
+        """How many more may lend."""
+        most = self.config.most_lenders
+        return most - len(self.lending(now)) if most else math.inf
+
     def _keep_cap(self, now: float) -> None:
-        """Park those over the cap."""
-        lending, most = self.lending(now), self.config.most_lenders
+        """Park those over the cap. Who was not heard since the start does not put them there: whoever granted it kept
+        the cap, and its lease may have run out long ago.
+        """
+        lending, most = [name for name in self.lending(now) if name in self.lenders], self.config.most_lenders
         over = len(lending) - most if most else 0
         mine = sorted((self.lenders[name].parks_at, name) for name in lending if self.mine(name, now))
         for _, name in mine[: max(0, over)]:
@@ -268,7 +267,7 @@ class Control:
     def _wake(self, number: int, now: float) -> None:
         """Wake those of a cell that are worth it, whose users ask least first."""
         turns, shares = self.cells[number].summary.waiting_turns, self._shares(number, now)
-        room = (self.config.most_lenders or len(self.lenders)) - len(self.lending(now))
+        room = self._room(now)
         if not turns or room <= 0:
             return
         flow, woken = Flow(shares.values()), list[Lender]()
@@ -299,7 +298,7 @@ class Control:
         if all(each.cells == 1 for each in fresh):
             return []
         named = Counter(line.worker for each in fresh for line in each.executors)
-        room = (self.config.most_lenders or len(self.lenders)) > len(self.lending(now))
+        room = self._room(now) > 0
         crews: dict[int, Crew] = {}
         for each in fresh:
             shares = self._shares(each.cell, now)

@@ -8,6 +8,8 @@ Keeps true
 - Of a cell that is not heard nothing is decided. The core says who may be told at all.
 - It settles. A move leaves both cells better off than the worse one was, so under a constant load moves end. A worker
   that was told stays for the dwell; for as long a cell that got one gives none, and one that gave one gets none.
+- What was said is on the log: a word that is not read back from there is said again as it was, until it is. What is
+  read counts, whoever wrote it.
 - To each cell one is on its way at a time. It counts there, and not where it comes from: it goes once it holds nothing,
   or with its next policy version.
 
@@ -43,6 +45,9 @@ TWICE_SECONDS = 3.0
 
 LATE_SECONDS = 900.0
 """One that has not gone after so long is told to stay: it neither ends its turns nor gets a policy version."""
+
+AGAIN_SECONDS = 10.0
+"""A word that was not read back for so long is said again: it may have been lost on its way to the log."""
 
 FORGET_SECONDS = 600.0
 """What was seen of a worker is forgotten so long after it was named last."""
@@ -110,9 +115,13 @@ class Worker:
     twice_at: float = -math.inf
     """When two cells' summaries named it, one soon after the other: where it is nobody knows, for a while."""
     told: int | None = None
-    """The cell on the log."""
+    """The cell on the log, or that will be there."""
     since: float = -math.inf
     """When it was told."""
+    unread: Move | None = None
+    """What was decided of it, until anything of it is read back from the log."""
+    said_at: float = -math.inf
+    """When that was said last."""
 
 
 class Moves:
@@ -145,6 +154,8 @@ class Moves:
     def read(self, worker: str, cell: int | None, now: float) -> None:
         """What the log says of its cell; None where that says nothing any more."""
         known = self._workers.get(worker)
+        if known is not None:
+            known.unread = None
         if known is not None and known.told == cell:  # as what was decided here
             return
         if cell is not None:
@@ -189,8 +200,10 @@ class Moves:
         for name, worker in sorted(going.items()):
             why = self._why_back(name, worker, crews, now)
             if why:
-                worker.told, worker.since = worker.cell, now
-                return Move(name, worker.cell, why)
+                return self._say(Move(name, worker.cell, why), now)
+        again = self._again(crews, now)
+        if again is not None:
+            return again
         wanted = {number: self._wanted(number, crews, now) for number in crews}
         coming = {worker.told for worker in going.values()}
         worth = {number: move for number, move in wanted.items() if move is not None and number not in coming}
@@ -199,15 +212,25 @@ class Moves:
         if not due:
             return None
         move = worth[min(due, key=lambda number: (-crews[number].seconds(), number))]
-        self._tell(move, now)
-        return move
-
-    def _tell(self, move: Move, now: float) -> None:
-        worker = self._workers[move.worker]
-        self._gave[worker.cell] = self._got[move.cell] = now
-        worker.told, worker.since = move.cell, now
+        self._gave[self._workers[move.worker].cell] = self._got[move.cell] = now
         self._worth.pop(move.cell)
         self.moved += 1
+        return self._say(move, now)
+
+    def _say(self, move: Move, now: float) -> Move:
+        worker = self._workers[move.worker]
+        worker.told, worker.since, worker.unread, worker.said_at = move.cell, now, move, now
+        return move
+
+    def _again(self, crews: Mapping[int, Crew], now: float) -> Move | None:
+        """A word that is not on the log yet, of one that may still be told."""
+        for name, worker in self._workers.items():
+            if worker.unread is None or now - worker.said_at < AGAIN_SECONDS:
+                continue
+            if worker.cell in crews and name in crews[worker.cell].spare and worker.unread.cell in crews:
+                worker.said_at = now
+                return worker.unread
+        return None
 
     def _why_back(self, name: str, worker: Worker, crews: Mapping[int, Crew], now: float) -> str:
         """Why one that is on its way is to stay; empty where it is not."""

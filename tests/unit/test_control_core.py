@@ -1,5 +1,6 @@
 """Elasticity: who is woken and parked, what is granted and renewed, and what must hold whatever comes."""
 
+import math
 import pickle
 from collections import defaultdict
 from itertools import pairwise
@@ -13,7 +14,8 @@ from pipeline.control.core import SETTLE_SECONDS, STALE_SECONDS, Control
 from pipeline.control.lender import GRACE_SECONDS
 from pipeline.control.moves import FORGET_SECONDS
 from schemas.capacity import CapacityGrant, Voice
-from schemas.cells import CellSummary
+from schemas.cells import CellSummary, ExecutorLine
+from schemas.slack import ExecutorState
 from tests.unit.control_world import (
     CONFIG,
     DEDICATED,
@@ -144,6 +146,44 @@ def test_a_worker_that_does_not_come_is_given_up_and_another_has_its_place() -> 
     assert any("it did not come" in grant.reason for grant in world.log)
 
 
+def test_a_worker_that_came_and_closes_for_long_is_given_up_as_one_that_did_not_come() -> None:
+    world = World(changed(most_lenders=1), lenders={"a": Lender(), "b": Lender(busy=1)})
+    world.seconds(20, waiting=500)
+    assert world.lending == {"a"}
+    world.lenders["a"].comes_at = math.inf
+    world.seconds(50, waiting=500)
+    assert world.lending == {"a"}, "it may come back"
+    world.seconds(850, waiting=500)
+    assert world.lending == {"b"}
+    assert any("it has taken no turns for 60 s; it is paused" in grant.reason for grant in world.log)
+    assert world.control.lenders["a"].failures == 1
+
+
+def test_who_closes_for_a_moment_or_runs_turns_or_is_not_heard_meanwhile_keeps_its_place() -> None:
+    control, now = Control(changed(most_lenders=1), JOB), 0.0
+    control.learned.wake.fleet.value = 5.0
+
+    def given_up(seconds: float, *lines: ExecutorLine) -> bool:
+        nonlocal now
+        told: list[CapacityGrant] = []
+        for _ in range(int(seconds)):
+            now += 1.0
+            if lines:
+                control.summarised(summary(*lines, waiting=500), now)
+                told += control.tick(now)
+        return any(not grant.lend for grant in told)
+
+    swaps = line("a", state=ExecutorState.READY, lag_versions=1)
+    for _ in range(4):
+        assert not given_up(10, at_work("a")) and not given_up(50, swaps), "a policy version, a burst of its users"
+    full = at_work("a", open=False, free_turns=0, free_tokens=0, held_turns=8, held_tokens=800, load_seconds=99.0)
+    assert not given_up(300, full), "it does its turns"
+    assert not given_up(5, at_work("a")) and not given_up(2, swaps)
+    given_up(100)
+    assert not given_up(50, swaps), "of a router that was away, or an app, nobody knows what was meanwhile"
+    assert given_up(15, swaps)
+
+
 def test_a_start_goes_on_from_the_log() -> None:
     world = fleet("a", "b")
     world.seconds(20, waiting=500)
@@ -155,6 +195,29 @@ def test_a_start_goes_on_from_the_log() -> None:
     written = world.seconds(8, waiting=500)
     assert all(grant.lend for grant in written) and world.lending == before
     assert world.control.woken == world.control.parked == 0
+
+
+def test_a_lease_that_may_hold_takes_up_its_place_after_a_start_though_its_worker_is_not_heard() -> None:
+    for drained in (False, True):
+        control, since = Control(changed(most_lenders=1), JOB), None
+        control.granted("a", granted("a", job=JOB, lend=True, lease_seconds=30.0), 0.0)
+        if drained:
+            control.granted("a", granted("a", lease_seconds=0.0), 0.0, voice=Voice.DRAIN)
+        for now in range(60):
+            control.summarised(summary(line("b"), waiting=500), now)
+            if any(grant.lend for grant in control.tick(now)):
+                since = now if since is None else since
+        assert since == (SETTLE_SECONDS if drained else 30.0 + GRACE_SECONDS)
+
+
+def test_a_lease_of_who_is_not_heard_since_a_start_parks_nobody() -> None:
+    """Whoever granted it kept the cap; it may be of a pod that is gone."""
+    control = Control(changed(most_lenders=1), JOB)
+    for name in ("a", "b"):
+        control.granted(name, granted(name, job=JOB, lend=True, lease_seconds=30.0), 0.0)
+    for now in range(60):
+        control.summarised(summary(at_work("b"), waiting=500), now)
+        assert all(grant.lend for grant in control.tick(now))
 
 
 def test_a_fleet_that_lends_without_grants_is_taken_over_within_the_cap() -> None:
@@ -181,17 +244,18 @@ def test_a_worker_that_is_gone_is_forgotten() -> None:
     world = fleet("a", "b")
     world.seconds(10, waiting=500)
     del world.lenders["b"]
-    world.seconds(int(FORGET_SECONDS) + 10, waiting=500)
+    world.seconds(int(FORGET_SECONDS + CONFIG.lease_seconds + GRACE_SECONDS) + 10, waiting=500)
     assert set(world.control.lenders) == {"a"}
     assert not world.control.learned.wake.workers.keys() - {"a"}
     assert world.deleted == [("b", Voice.LEASED)] and set(world.control.leased) == {"a"}
 
 
-def test_of_who_is_gone_what_this_job_said_is_deleted_once() -> None:
+def test_of_who_is_gone_what_was_said_whichever_job_it_was_for_is_deleted_once() -> None:
     control, now = Control(CONFIG, JOB), 0.0
     for name, job in (("gone", JOB), ("others", OTHER), ("back", JOB)):
         control.granted(name, granted(name, job=job), now)
         control.granted(name, granted(name, job=job, cell=1), now, voice=Voice.CELL)
+    control.granted("alive", granted("alive", job=OTHER), now)
     control.granted("gone", granted("gone", job=JOB, lease_seconds=0.0), now, voice=Voice.BY_HAND)
 
     def heard(*cells: int) -> list[tuple[str, Voice]]:
@@ -203,9 +267,14 @@ def test_of_who_is_gone_what_this_job_said_is_deleted_once() -> None:
     for _ in range(int(FORGET_SECONDS)):
         assert heard(0, 1) == []
         now += 1.0
-    assert set(heard(0, 1)) == {("gone", Voice.LEASED), ("gone", Voice.CELL), ("others", Voice.CELL)}
+    control.granted("alive", granted("alive", job=OTHER, reason="renewed"), now)
+    assert set(heard(0, 1)) == {("gone", Voice.CELL), ("others", Voice.CELL)}
+    for _ in range(int(9.0 + GRACE_SECONDS)):
+        assert heard(0, 1) == [], "it ran out only lately"
+        now += 1.0
+    assert set(heard(0, 1)) == {("gone", Voice.LEASED), ("others", Voice.LEASED)}
     assert heard(0, 1) == []
-    assert set(control.leased) == {"others", "back"} and set(control.by_hand) == {"gone"}
+    assert set(control.leased) == {"alive", "back"} and set(control.by_hand) == {"gone"}
 
 
 def test_after_a_long_silence_of_its_cell_nobody_is_gone_before_all_cells_were_heard_for_long() -> None:

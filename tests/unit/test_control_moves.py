@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.control.config import ControlConfig
 from pipeline.control.core import SETTLE_SECONDS, STALE_SECONDS, Control
-from pipeline.control.moves import ALONE_SECONDS, GONE_SECONDS, LATE_SECONDS
+from pipeline.control.moves import AGAIN_SECONDS, ALONE_SECONDS, GONE_SECONDS, LATE_SECONDS
 from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.wire import encode
@@ -42,6 +42,12 @@ class World:
     now: float = 1000.0
     log: list[tuple[float, CapacityGrant]] = field(default_factory=list)
     silent: set[int] = field(default_factory=set)
+    late_seconds: float = 0.0
+    """After which the log is read back."""
+    lost: int = 0
+    """Of the next words, how many are never stored."""
+    unread: list[tuple[float, CapacityGrant]] = field(default_factory=list)
+    """What is on the log, and when it is read back."""
     control: Control = field(default_factory=lambda: Control(CONFIG, JOB))
 
     def summary(self, cell: int) -> CellSummary:
@@ -81,17 +87,26 @@ class World:
         for cell, said in summaries.items():
             if cell not in self.silent:
                 self.control.summarised(said, self.now)
+        while self.unread and self.unread[0][0] <= self.now:
+            _, read = self.unread.pop(0)
+            self.control.granted(read.worker, read, self.now, voice=Voice.CELL)
         words = [grant for grant in self.control.tick(self.now) if grant.cell is not None]
         if not words:
             return None
         [word] = words
         encode(word)
         assert word.reason and word.job == JOB and not word.lease_seconds
-        executor = self.executors[word.worker]
-        executor.goes_to = word.cell or 0
-        executor.goes_at = None if word.cell == executor.cell else self.now + executor.goes_in
-        self.control.granted(word.worker, word, self.now, voice=Voice.CELL)  # as it is read back from the log
         self.log.append((self.now, word))
+        if self.lost:
+            self.lost -= 1
+            return word
+        executor = self.executors[word.worker]
+        if word.cell != (executor.cell if executor.goes_at is None else executor.goes_to):  # else it knows that
+            executor.goes_to = word.cell or 0
+            executor.goes_at = None if word.cell == executor.cell else self.now + executor.goes_in
+        self.unread.append((self.now + self.late_seconds, word))
+        if not self.late_seconds:
+            self.control.granted(word.worker, word, self.now, voice=Voice.CELL)
         return word
 
     def seconds(self, count: float) -> list[CapacityGrant]:
@@ -161,6 +176,51 @@ def test_one_that_does_not_go_or_is_gone_is_waited_for_no_more() -> None:
     assert [each.worker for each in dies.seconds(10)] == ["w00"]
     del dies.executors["w00"]
     assert [each.worker for each in dies.seconds(GONE_SECONDS + CONFIG.dwell_seconds + 2)] == ["w01"]
+
+
+def test_a_word_that_was_never_stored_is_said_again_soon() -> None:
+    away = world((3, 2), (5, 0))
+    away.lost = 2
+    told = away.seconds(SETTLE_SECONDS + ALONE_SECONDS + 2 + 2 * AGAIN_SECONDS)
+    assert [(each.worker, each.cell) for each in told] == [("w01", 1)] * 3 and len({each.reason for each in told}) == 1
+    assert away.at(1) == {"w01"} and away.control.moves.moved == 1
+    assert not away.seconds(200)
+    slow = world((3, 2), (500, 0))
+    slow.executors["w01"].goes_in = 20.0
+    slow.seconds(10)
+    del slow.executors["w00"]
+    slow.lost = 1
+    slow.seconds(2 * AGAIN_SECONDS + 2)
+    assert slow.at(0) == {"w01"}, "it was to go, and was told to stay"
+
+
+def test_a_word_is_said_again_only_where_it_might_be_decided_now() -> None:
+    for event in ("silent", "drained"):
+        away = world((3, 2), (5, 0))
+        away.lost = 1
+        assert away.seconds(SETTLE_SECONDS + ALONE_SECONDS + 2)
+        if event == "silent":
+            away.silent = {1}
+        else:
+            said = CapacityGrant(worker="w01", lend=False, kv_bytes=0, token_budget=0, granted_at=0.0)
+            away.control.granted("w01", said, away.now, voice=Voice.DRAIN)
+        assert not away.seconds(100)
+        away.silent = set()
+        away.control.granted("w01", None, away.now, voice=Voice.DRAIN)
+        assert away.seconds(2)
+
+
+@pytest.mark.parametrize("late_seconds", [2.0, AGAIN_SECONDS - 1, 25.0, 60.0])
+def test_words_that_are_read_back_late_are_the_same_words(late_seconds: float) -> None:
+    at_once, late = (world((40, 4), (90, 2), (400, 1), (10, 3)) for _ in range(2))
+    late.late_seconds = late_seconds
+    for each in (at_once, late):
+        each.seconds(400)
+    times = [at for at, _ in late.log]
+    said = [(word.worker, word.cell) for _, word in late.log]
+    assert list(dict.fromkeys(said)) == [(word.worker, word.cell) for _, word in at_once.log]
+    assert late.control.moves.moved == at_once.control.moves.moved and times[-1] < late.now - 200
+    assert late_seconds > AGAIN_SECONDS or len(said) == len(set(said))
 
 
 def test_of_a_cell_that_is_not_heard_nothing_is_decided() -> None:
