@@ -1,7 +1,11 @@
 """What may be deleted: nothing that a version from a run's last anchor but one on can need, whoever says otherwise."""
 
+from itertools import count
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from schemas.weights import WeightManifest
 from tests.unit.test_weights_trust import KEY, OTHER_KEY, TRUST, as_read
@@ -35,7 +39,17 @@ def forged(offset: int, each: WeightManifest) -> Envelope:
 
 
 def tombstone(offset: int, each: WeightManifest) -> Envelope:
-    return Envelope(None, MANIFESTS, 0, offset, manifest_key(each), 0.0, Raw(None, None))
+    return end(offset, manifest_key(each))
+
+
+def end(offset: int, key: str) -> Envelope:
+    return Envelope(None, MANIFESTS, 0, offset, key, 0.0, Raw(None, None))
+
+
+def compacted(log: list[Envelope]) -> list[Envelope]:
+    """Of each key the newest, and no tombstone."""
+    newest = {each.key: each for each in log}
+    return [each for each in log if newest[each.key] is each and each.record is not None]
 
 
 def test_all_of_a_runs_first_two_anchors_is_needed() -> None:
@@ -78,7 +92,7 @@ CHAIN = [
 def test_what_is_given_up_is_deleted_once() -> None:
     found = [honest(offset, each) for offset, each in enumerate(CHAIN)]
     gone = released(TRUST, found)
-    assert (gone.before, gone.files, gone.keys) == ({0: 20}, ["anchor-a"], ["m/:run/0", "m/:run/1"])
+    assert (gone.before, gone.files, gone.keys) == ({0: 20}, ["anchor-a"], ["m/:run/0/anchor-a", "m/:run/1"])
     ended = [tombstone(5 + number, each) for number, each in enumerate(CHAIN[:2])]
     assert released(TRUST, [*found, *ended]).keys == []
 
@@ -90,8 +104,48 @@ def test_a_manifest_outlives_the_files_that_it_names() -> None:
     assert (gone.before, gone.files, gone.keys) == ({0: 20}, [], ["m/:run/1"])
     whole_again = [manifest(0, None, files=("anchor-a",)), manifest(0, None), *CHAIN[2:]]
     again = [honest(offset, each) for offset, each in enumerate(whole_again)]
-    assert released(TRUST, again, stored=False).keys == []
+    assert released(TRUST, again, stored=False).keys == ["m/:run/0"], "that of the one without files"
     assert released(TRUST, again).files == ["anchor-a"]
+
+
+@given(st.lists(st.sampled_from(["starts", "steps", "deletes", "compacts"]), max_size=40))
+def test_whatever_lies_in_the_store_is_named_on_the_log_until_it_is_deleted(history: list[str]) -> None:
+    """However often a trainer starts at one version, is killed before it deletes, and the log is compacted."""
+    log: list[Envelope] = []
+    anchors: list[str] = []
+    store: set[str] = set()
+    offsets, version = count(), 0
+
+    def delete() -> None:
+        gone = released(TRUST, log)
+        store.difference_update(gone.files)
+        log.extend(end(next(offsets), key) for key in gone.keys)
+
+    for happened in history:
+        offset = next(offsets)
+        if happened == "starts":
+            anchors.append(f"anchor-{offset}")
+            store.add(anchors[-1])
+            log.append(honest(offset, manifest(version, None, files=(anchors[-1],))))
+        elif happened == "steps":
+            version += 1
+            log.append(honest(offset, manifest(version, version - 1)))
+        elif happened == "deletes":
+            delete()
+        else:
+            log = compacted(log)
+        named = {file for each in log if isinstance(each.record, WeightManifest) for file in each.record.files}
+        assert set(anchors[-2:]) <= store <= named
+    delete()
+    assert store == set(anchors[-2:])
+
+
+@pytest.mark.parametrize(("key", "ended"), [("m/:run/0", ["m/:run/0", "m/:run/1"]), (f"m/{OTHER}/0", ["m/:run/1"])])
+def test_a_manifest_is_ended_under_the_key_that_it_has_unless_that_is_anothers(key: str, ended: list[str]) -> None:
+    """Earlier keys had no file; and whoever may write can put what is signed under any key."""
+    first, *rest = (honest(offset, each) for offset, each in enumerate(CHAIN))
+    gone = released(TRUST, [msgspec.structs.replace(first, key=key), *rest])
+    assert (gone.files, gone.keys) == (["anchor-a"], ended)
 
 
 def test_a_key_that_a_needed_manifest_has_is_never_ended() -> None:

@@ -47,6 +47,12 @@ def test_where_keys_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         make_keys(tmp_path / "no" / "folder" / "trainer.pem")
 
 
+@pytest.mark.parametrize("name", [".", "/", ""])
+def test_a_folder_is_no_name_for_a_key(name: str) -> None:
+    with pytest.raises(UsageError, match="is a folder: `rose keys FILE` writes"):
+        make_keys(Path(name))
+
+
 def test_a_configuration_says_who_signs_and_whose_versions_are_taken(tmp_path: Path) -> None:
     private, public = tmp_path / "a", make_keys(tmp_path / "a")
     others = make_keys(tmp_path / "b")

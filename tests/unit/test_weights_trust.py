@@ -112,6 +112,8 @@ def test_a_run_that_manifests_cannot_name_is_one_sentence(name: str) -> None:
             run_id("", name)
 
 
-def test_the_key_of_a_manifest_tells_runs_apart() -> None:
+def test_the_key_of_a_manifest_tells_runs_and_files_apart() -> None:
     assert manifest_key(manifest(7)) == "m/:run/7"
     assert manifest_key(manifest(7)) != manifest_key(manifest(7, run="other.:run"))
+    stored = [msgspec.structs.replace(manifest(7), files=files) for files in (("anchor-a", "anchor-b"), ("anchor-c",))]
+    assert [manifest_key(each) for each in stored] == ["m/:run/7/anchor-a", "m/:run/7/anchor-c"]

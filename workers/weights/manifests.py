@@ -3,6 +3,7 @@
 Keeps true
 - What is signed is what travels: the bytes are made once.
 - What a run has on the log is told by manifests that are believed, and by nothing else.
+- Of a manifest that names files nothing takes the place: compaction, too, drops it only after its tombstone.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +26,14 @@ PLACE = (MANIFESTS, 0)
 
 
 def manifest_key(manifest: WeightManifest) -> str:
-    """Runs that share a topic do not replace each other's manifests."""
-    return f"{manifest.model_id}/{manifest.run}/{manifest.version}"
+    """Runs that share a topic do not replace each other's manifests, nor a version its own that names other files."""
+    version = f"{run_keys(manifest.model_id, manifest.run)}{manifest.version}"
+    return "/".join((version, *manifest.files[:1]))
+
+
+def run_keys(model_id: str, run: str) -> str:
+    """What the keys of a run's manifests, and of no other's, begin with."""
+    return f"{model_id}/{run}/"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ Keeps true
 - What is younger than UNDER_WAY_SECONDS stays: it may belong to a version whose manifest is still to come.
 - Only what the run's own believed manifests have given up is deleted. A manifest that is not believed deletes nothing:
   at worst it keeps something until it is ended.
-- A manifest is ended after the files that it names are deleted, and not before.
+- A manifest is ended after the files that it names are deleted, and not before: also compaction keeps it till then,
+  since it has a key of its own.
 - No failure to delete ends anything.
 """
 
@@ -27,7 +28,7 @@ from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.weights.anchor_store import AnchorStore
 from workers.weights.lineage import Placed
-from workers.weights.manifests import PLACE, manifest_key, read_manifests
+from workers.weights.manifests import PLACE, read_manifests, run_keys
 from workers.weights.shelves import lowest_offsets
 from workers.weights.trust import Trust
 
@@ -109,6 +110,7 @@ def released(trust: Trust, envelopes: Iterable[Envelope], *, stored: bool = True
     `stored`: whether the files of anchors can be deleted; manifests that name some stay until they can be.
     """
     own: dict[int, Placed] = {}
+    written: dict[int, str] = {}
     others: dict[str, list[Claim]] = {}
     ended: dict[str, int] = {}
     now = 0.0
@@ -122,22 +124,24 @@ def released(trust: Trust, envelopes: Iterable[Envelope], *, stored: bool = True
             others.setdefault(envelope.key, []).append(claim)
         elif trust.believes(envelope) is manifest:
             own[envelope.offset] = Placed(manifest, envelope.offset)
+            written[envelope.offset] = envelope.key
             now = max(now, envelope.timestamp_seconds)
     needed = live(own.values())
     first = lowest_offsets(place for placed in needed for place in placed.manifest.first)
     claims = [claim for found in others.values() for claim in found]
     everybodys = lowest_offsets([*first.items(), *(place for claim in claims for place in claim.first)])
     kept = {placed.offset for placed in needed}
-    dead = [placed.manifest for offset, placed in own.items() if offset not in kept]
-    files = {file for manifest in dead for file in manifest.files}
+    dead = [placed for offset, placed in own.items() if offset not in kept]
+    files = {file for placed in dead for file in placed.manifest.files}
     files -= {file for placed in needed for file in placed.manifest.files}
-    stay = [placed.manifest for placed in needed] + [each for each in dead if each.files and not stored]
-    keys = {manifest_key(manifest) for manifest in dead} - {manifest_key(manifest) for manifest in stay}
-    last = {manifest_key(placed.manifest): offset for offset, placed in own.items()}
+    stay = [*needed, *(placed for placed in dead if placed.manifest.files and not stored)]
+    keys = {written[placed.offset] for placed in dead} - {written[placed.offset] for placed in stay}
+    own_keys = run_keys(trust.model_id, trust.run)  # a signature says nothing of the key beside it
+    last = {key: offset for offset, key in written.items() if key.startswith(own_keys)}
     return Released(
         before={partition: everybodys[partition] for partition in first},
         files=sorted(files) if stored else [],
-        keys=sorted(key for key in keys if ended.get(key, -1) < last[key]),
+        keys=sorted(key for key in keys if key in last and ended.get(key, -1) < last[key]),
         kept_for=quiet(claims, first, now),
     )
 

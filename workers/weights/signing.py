@@ -58,6 +58,8 @@ def make_keys(file: Path) -> Path:
 
     Returns the second. Raises UsageError when either is there already or cannot be written; then neither is left.
     """
+    if not file.name:
+        raise UsageError(f"{file} is a folder: {_ADVICE}")
     key = Ed25519PrivateKey.generate()
     public = file.with_name(f"{file.name}.pub")
     private_bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
