@@ -7,11 +7,12 @@ Keeps true
   they hold no more than MOST_LINES: the process's own files and sockets are not theirs to use up.
 """
 
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from http.client import HTTPConnection, HTTPException
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPException, InvalidURL
 from socketserver import ThreadingMixIn
 from threading import Lock, Thread
 from typing import Any
@@ -21,10 +22,13 @@ from prometheus_client import make_wsgi_app
 
 from pipeline.command.options import Common
 from pipeline.command.saying import say
+from pipeline.command.sections import HIGHEST_PORT
 from schemas.errors import RoseError, UsageError
 from topics.health import HEALTH, Health
 
 LIVE, READY, METRICS = "/healthz", "/readyz", "/metrics"
+
+PORT = re.compile("[0-9]{1,5}")
 
 ASK_SECONDS = 3.0
 """How long a process may take to answer `rose health`."""
@@ -107,8 +111,9 @@ def serve(host: str, port: int, health: Health = HEALTH) -> int:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         of_family = type("_Server", (_Server,), {"address_family": family})
         server: WSGIServer = make_server(host, port, answers(health), server_class=of_family, handler_class=_Handler)
-    except OSError as error:
-        raise UsageError(f"metrics cannot be served on {host}:{port} ({error.strerror}): choose another") from None
+    except (OSError, UnicodeError, OverflowError) as error:  # the second: no name of a host; the third: no port
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"metrics cannot be served on {host}:{port} ({reason}): choose another") from None
     Thread(target=server.serve_forever, name="http", daemon=True).start()
     return int(server.server_port)
 
@@ -117,17 +122,18 @@ def tell_health(common: Common, address: str | None, *, live: bool) -> None:
     """Print how the process at HOST:PORT is; left out, the one of this container. Raises UsageError or Unwell."""
     address = address or _own_address(common)
     host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or not 0 < int(port) < 65536:
+    if not colon or not PORT.fullmatch(port) or not 0 < int(port) <= HIGHEST_PORT:
         raise UsageError(f"{address!r} is no HOST:PORT")
-    connection = HTTPConnection(host.strip("[]") or "127.0.0.1", int(port), timeout=ASK_SECONDS)
     try:
-        connection.request("GET", LIVE if live else READY)
-        answer = connection.getresponse()
-        sentence = answer.read(1000).decode(errors="replace").strip()
+        connection = HTTPConnection(host.strip("[]") or "127.0.0.1", int(port), timeout=ASK_SECONDS)
+        with closing(connection):
+            connection.request("GET", LIVE if live else READY)
+            answer = connection.getresponse()
+            sentence = answer.read(1000).decode(errors="replace").strip()
+    except (UnicodeError, InvalidURL):
+        raise UsageError(f"{address!r} is no HOST:PORT") from None
     except (OSError, HTTPException) as error:
         raise Unwell(f"nothing answers at {address} ({error}): is the role up, and its metrics served there?") from None
-    finally:
-        connection.close()
     if answer.status != 200:
         raise Unwell(sentence)
     say(sentence)

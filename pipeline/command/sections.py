@@ -10,6 +10,8 @@ from schemas.errors import UsageError
 WARM_START = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 """The small policy that ships with ROSE: pre-trained on noisy demonstrations of the calculator task."""
 
+HIGHEST_PORT = 65_535
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerSection:
@@ -90,7 +92,10 @@ class ServingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSection:
-    """Prometheus metrics and how a process is (`/healthz`, `/readyz`), one port a process; 0 is off."""
+    """Prometheus metrics and how a process is (`/healthz`, `/readyz`), one port a process; 0 is off.
+
+    Raises UsageError.
+    """
 
     host: str = "127.0.0.1"
     """Address that the metrics are served on; loopback unless said otherwise."""
@@ -106,6 +111,12 @@ class MetricsSection:
     """Port of the first environment worker's metrics; worker n has this plus n."""
     executor: int = 0
     """Port of an executor's metrics; the one of the name executor-N has this plus N."""
+
+    def __post_init__(self) -> None:
+        for name in ("port", "router", "control", "trainer", "environment", "executor"):
+            port = getattr(self, name)
+            if not 0 <= port <= HIGHEST_PORT:
+                raise UsageError(f"metrics.{name} ({port}) is a port, 1 to {HIGHEST_PORT}, or 0: off")
 
     def port_of(self, first: int, number: int) -> int:
         """Of the process with this number, of a kind whose first has the port `first`."""

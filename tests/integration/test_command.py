@@ -170,6 +170,21 @@ def test_bad_settings_are_bad_usage(tmp_path: Path) -> None:
     refused(rose("audit", *unknown), "no.such.property", status=2)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("evaluate", "--json", "missing/figures.json"), "missing/figures.json cannot be written: name a file"),
+        (("keys", "."), "is a folder"),
+        (("health", "a..b:9464"), "no HOST:PORT"),
+        (("config", "--set", "metrics.port=70000"), "metrics.port (70000) is a port"),
+    ],
+)
+def test_what_is_said_wrong_is_one_line(arguments: tuple[str, ...], words: str) -> None:
+    done = rose(*arguments)
+    refused(done, words, status=2)
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1), done.stderr
+
+
 def test_config_prints_every_value_with_its_sentence_and_origin(tmp_path: Path) -> None:
     (tmp_path / "rose.toml").write_text("[router]\nmax_attempts = 3\n")
     done = started("config", "--config", "rose.toml", "--set", "run.seed=7", folder=tmp_path, ROSE_RUN__EXECUTORS="4")

@@ -109,6 +109,15 @@ def test_an_executor_of_this_machine_has_a_port_by_its_number_and_one_named_othe
     assert [number_of(name) for name in names] == [0, 12, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("name", ["port", "router", "control", "trainer", "environment", "executor"])
+def test_what_is_no_port_is_refused_in_a_sentence(name: str) -> None:
+    for port in (-1, 65536):
+        with pytest.raises(UsageError, match=rf"metrics\.{name} \({port}\) is a port"):
+            load(Common(settings=[f"metrics.{name}={port}"]))
+    for port in (0, 65535):
+        assert getattr(load(Common(settings=[f"metrics.{name}={port}"])).settings.metrics, name) == port
+
+
 @pytest.mark.parametrize("name", ["router", "a b", "a/b", "x" * 129, "a\n", "\u00e4"])
 def test_what_cannot_be_an_executors_name_is_refused_in_a_sentence(name: str) -> None:
     with pytest.raises(UsageError, match=r"executor\.name"):

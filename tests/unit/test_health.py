@@ -124,6 +124,11 @@ def unused() -> str:
         (unused, Unwell, "nothing answers at 127.0.0.1"),
         (lambda: "router", UsageError, "no HOST:PORT"),
         (lambda: "router:http", UsageError, "no HOST:PORT"),
+        (lambda: "router:70000", UsageError, "no HOST:PORT"),
+        (lambda: "router:\u00b2", UsageError, "no HOST:PORT"),
+        (lambda: f"router:{'9' * 5000}", UsageError, "no HOST:PORT"),
+        (lambda: "a..b:9464", UsageError, "no HOST:PORT"),
+        (lambda: "a b:9464", UsageError, "no HOST:PORT"),
         (lambda: None, UsageError, "metrics.port"),
     ],
 )
@@ -133,6 +138,12 @@ def test_where_nobody_can_be_asked_it_says_so(
     monkeypatch.delenv("ROSE_METRICS__PORT", raising=False)
     with pytest.raises(refusal, match=words):
         tell_health(Common(), address(), live=False)
+
+
+@pytest.mark.parametrize(("host", "port"), [("a..b", 9464), ("127.0.0.1", 70_000), ("127.0.0.1", -1)])
+def test_where_nothing_can_be_served_it_says_so(host: str, port: int) -> None:
+    with pytest.raises(UsageError, match=f"metrics cannot be served on {host}:{port} .*: choose another"):
+        serve(host, port)
 
 
 def test_in_a_container_the_port_is_the_configurations(

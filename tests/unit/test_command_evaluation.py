@@ -1,0 +1,71 @@
+"""`rose evaluate`: what it is to write is known to be writable before a task is played, and no figure is lost."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipeline.command import evaluation
+from pipeline.command.evaluation import NotWritten, evaluate_folder
+from pipeline.command.options import Common
+from schemas.errors import UsageError
+from workers.evaluate import Evaluation
+
+FOUND = Evaluation(tasks=4, solved=3, turns=8, seconds=1.0)
+
+
+@pytest.mark.parametrize("name", ["none/figures.json", "file/figures.json", "folder", ".", "x" * 300])
+def test_what_cannot_be_written_is_refused_before_a_task_is_played(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(evaluation, "held_out", lambda *_: pytest.fail("played"))
+    with pytest.raises(UsageError, match="cannot be written: name a file") as refused:
+        evaluate_folder(Common(), None, tmp_path / name)
+    assert "\n" not in str(refused.value)
+
+
+def test_so_is_what_nobody_may_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes mean nothing to root, as whom tests may run."""
+    monkeypatch.setattr(evaluation, "held_out", lambda *_: pytest.fail("played"))
+    (tmp_path / "kept.json").touch()
+    for file, asked in ((tmp_path / "new.json", tmp_path), (tmp_path / "kept.json", tmp_path / "kept.json")):
+        monkeypatch.setattr(os, "access", lambda path, _, asked=asked: path != asked)
+        with pytest.raises(UsageError, match="cannot be written"):
+            evaluate_folder(Common(), None, file)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_file_is_as_it_was_until_the_figures_are_there(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "figures.json"
+    if there:
+        file.write_text("before")
+
+    def play(*_: object) -> Evaluation:
+        assert (file.read_text() == "before") if there else not file.exists()
+        return FOUND
+
+    monkeypatch.setattr(evaluation, "held_out", play)
+    evaluate_folder(Common(), None, file)
+    assert msgspec.json.decode(file.read_bytes(), type=Evaluation) == FOUND
+    assert capsys.readouterr().out.startswith("0.7500 of 4 held-out tasks solved")
+
+
+def test_figures_that_cannot_be_written_any_more_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def play(*_: object) -> Evaluation:
+        folder.rmdir()
+        return FOUND
+
+    monkeypatch.setattr(evaluation, "held_out", play)
+    with pytest.raises(NotWritten, match="the figures are above"):
+        evaluate_folder(Common(), None, folder / "figures.json")
+    assert capsys.readouterr().out.startswith("0.7500 of 4 held-out tasks solved")
