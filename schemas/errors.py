@@ -1,4 +1,7 @@
-"""Errors meant for a person. Keeps true: the message is one sentence that says what is wrong and how to mend it."""
+"""Errors meant for a person, and any other in words.
+
+Keeps true: the message of a RoseError is one sentence that says what is wrong and how to mend it.
+"""
 
 
 class RoseError(Exception):
@@ -15,3 +18,16 @@ class UsageError(RoseError):
 
 class RecordError(RoseError):
     """A record that cannot be decoded or breaks a bound; its bytes go to the dead-letter topic."""
+
+
+def said_by(error: BaseException) -> str:
+    """What the error says, also one that does not let itself be told."""
+    try:
+        return f"{error}".encode(errors="replace").decode()
+    except BaseException:  # noqa: BLE001  whoever waits for the answer is told all the same
+        return "it does not let itself be told"
+
+
+def in_words(error: BaseException) -> str:
+    """What went wrong."""
+    return f"{type(error).__name__}: {said_by(error)}"

@@ -1,136 +1,40 @@
 """The stage: a failing, hanging or lying environment harms its own trajectory alone, and few are held at once."""
 
 import asyncio
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from tests.integration.scripted_executors import ACT, CHARACTERS, END, FIRST_CHARACTER, model_folder
+from tests.integration.scripted_executors import ACT, model_folder
 from tests.signals import signals_come
+from tests.unit.stage_world import (
+    WAIT_SECONDS,
+    Blocking,
+    Counter,
+    Freezing,
+    Mute,
+    Panic,
+    act,
+    answers,
+    answers_of,
+    reset,
+    stage_of,
+)
+from workers.environments import runner as runner_module
 from workers.environments import stage as stage_module
 from workers.environments.home import Begun
-from workers.environments.protocol import Environment, EnvironmentArgumentError, JsonValue, Step
-from workers.environments.runner import Advance, Answer, Failed, Job, Refused, Reset
+from workers.environments.protocol import Environment
+from workers.environments.runner import Failed, Refused
 from workers.environments.stage import Stage
 from workers.environments.steps import Stepped
-from workers.environments.turn_format import TurnFormat
 
-WAIT_SECONDS = 30.0
-
-
-class Counter:
-    """Counts its steps; the action says how it behaves. An environment as a user might write it."""
-
-    held = 0
-    restored = 0
-    gate = threading.Event()
-    blocks = threading.Event()
-
-    def __init__(self) -> None:
-        self.steps = 0
-        type(self).held += 1
-
-    async def reset(self, seed: int, arguments: Mapping[str, JsonValue]) -> str:
-        if "refuse" in arguments:
-            raise EnvironmentArgumentError("counter takes no refuse")
-        if "break" in arguments:
-            raise RuntimeError("no container")
-        return f"seed {seed}"
-
-    async def step(self, action: str) -> Step:
-        if action == "hang":
-            await asyncio.Event().wait()
-        if action == "wait":
-            await asyncio.get_running_loop().run_in_executor(None, self.gate.wait, WAIT_SECONDS)
-        if action == "sleep":
-            time.sleep(3600)
-        if action == "block":
-            self.block()
-        if action == "spin":
-            while True:
-                pass
-        if action == "later":
-            asyncio.get_running_loop().call_soon(self.block)
-            await asyncio.Event().wait()
-        if action == "raise":
-            raise ValueError("boom")
-        if action == "exit":
-            raise SystemExit(3)
-        if action == "cancel":
-            raise asyncio.CancelledError
-        if action == "lie":
-            return "no step"  # type: ignore[return-value]
-        self.steps += 1
-        done = action == "done"
-        return Step(observation=f"{self.steps}", reward=1.0, done=done, success=done)
-
-    def block(self) -> None:
-        self.blocks.set()
-        while not self.gate.is_set():
-            pass
-
-    async def snapshot(self) -> bytes:
-        return str(self.steps).encode()
-
-    async def restore(self, state: bytes) -> None:
-        type(self).restored += 1
-        self.steps = int(state)
-
-    async def close(self) -> None:
-        type(self).held -= 1
-
-
-class Blocking(Counter):
-    """Counted apart: what was left behind may still be closing while the next test runs."""
+RAISED = [Panic("boom"), Mute(), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), ValueError("\ud800")]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return model_folder(tmp_path)
-
-
-@contextmanager
-def stage_of(
-    folder: Path, create: Callable[[str], Environment] = lambda _name: Counter(), **limits: Any
-) -> Iterator[Stage]:
-    Counter.held = Counter.restored = 0
-    Counter.gate.clear()
-    Counter.blocks.clear()
-    stage = Stage(TurnFormat(folder), create, **{"max_live": 8, "timeout_seconds": WAIT_SECONDS, **limits})
-    stage.new_life(1)
-    try:
-        yield stage
-    finally:
-        stage.close()
-    assert Counter.held == 0, "every environment was closed"
-
-
-def reset(name: str, **arguments: Any) -> Reset:
-    return Reset(life=1, trajectory_id=name, environment="counter", ticket=name, seed=7, arguments=arguments)
-
-
-def act(name: str, action: str, state: bytes = b"0", *, life: int = 1, environment: str = "counter") -> Advance:
-    tokens = [FIRST_CHARACTER + CHARACTERS.index(character) for character in action] + [END]
-    packed = b"".join(token.to_bytes(4, "little") for token in tokens)
-    return Advance(life=life, trajectory_id=name, environment=environment, ticket=name, tokens=packed, state=state)
-
-
-def answers(stage: Stage, jobs: list[Job]) -> dict[str, Answer]:
-    """What each job was answered."""
-    stage.start(jobs)
-    found: dict[str, Answer] = {}
-    while len(found) < len(jobs):
-        ended = stage.answers(WAIT_SECONDS)
-        assert ended, f"only {sorted(found)} answered"
-        found.update({job.trajectory_id: answer for job, answer in ended})
-    assert stage.in_flight == 0
-    return found
 
 
 def test_a_signal_amid_a_wait_for_answers_does_not_make_it_endless(folder: Path) -> None:
@@ -153,18 +57,75 @@ def test_a_task_goes_on_from_where_it_was(folder: Path) -> None:
         assert stage.live == 0, "a task that is done is not held"
 
 
-@pytest.mark.parametrize("action", ["raise", "exit", "cancel", "lie"])
-def test_whatever_an_environment_raises_fails_its_trajectory_alone(folder: Path, action: str) -> None:
+def test_whoever_lies_fails_its_trajectory_alone(folder: Path) -> None:
+    with stage_of(folder) as stage:
+        found = answers(stage, [act("bad", "lie"), act("good", "go")])
+        assert isinstance(found["bad"], Failed) and "not a Step" in found["bad"].failure
+        assert isinstance(found["good"], Stepped)
+
+
+@pytest.mark.parametrize("raised", RAISED, ids=lambda raised: type(raised).__name__)
+def test_whatever_an_environment_raises_fails_its_trajectory_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException
+) -> None:
+    """In a step, and when it is closed after that, makes room for another, or is held to the end."""
+    monkeypatch.setattr(Counter, "raises", raised)
+    with stage_of(folder, max_live=1) as stage:
+        found = answers(stage, [act("bad", "raise"), act("good", "go"), act("done", "done"), reset("begun")])
+        failed = found.pop("bad")
+        assert isinstance(failed, Failed) and failed.failure.startswith(f"environment counter: {type(raised).__name__}")
+        assert failed.failure.encode(), "it can be written"
+        assert [type(found[name]) for name in ("good", "done", "begun")] == [Stepped, Stepped, Begun]
+        assert stage.live == 1
+
+
+@pytest.mark.parametrize("action", ["raise later", "stop"])
+def test_an_environment_that_breaks_its_loop_off_ends_no_thread(folder: Path, action: str) -> None:
     with stage_of(folder) as stage:
         found = answers(stage, [act("bad", action), act("good", "go")])
-        assert isinstance(found["bad"], Failed) and "counter" in found["bad"].failure
-        assert isinstance(found["good"], Stepped)
+        assert [type(answer) for answer in found.values()] == [Stepped, Stepped]
+        assert isinstance(answers(stage, [act("good", "go")])["good"], Stepped)
+
+
+def test_all_are_answered_whose_tasks_an_environment_cancels(folder: Path) -> None:
+    """Also who waits for room."""
+    with stage_of(folder, max_live=2) as stage:
+        found = answers(stage, [act("held", "hang"), act("bad", "cancel all"), *(act(name, "go") for name in "abc")])
+        assert isinstance(found["held"], Failed) and "CancelledError" in found["held"].failure
+        assert isinstance(answers(stage, [act("good", "go")])["good"], Stepped)
 
 
 def test_a_hanging_environment_is_given_up_after_the_time_allowed(folder: Path) -> None:
     with stage_of(folder, timeout_seconds=0.05) as stage:
         failed = answers(stage, [act("bad", "hang")])["bad"]
         assert isinstance(failed, Failed) and "longer than 0.05 s" in failed.failure
+
+
+def test_an_environment_that_goes_on_when_it_is_cancelled_is_given_up_and_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "CANCEL_SECONDS", 0.05)
+    with stage_of(folder, max_live=1, timeout_seconds=0.5) as stage:
+        found = answers(stage, [act("bad", "go on"), act("good", "go")])
+        assert isinstance(found["bad"], Failed) and "longer than 0.5 s" in found["bad"].failure
+        assert isinstance(found["good"], Stepped), "it keeps nobody from having room"
+        assert Counter.held == 1
+
+
+@pytest.mark.parametrize("looks", [0, int(WAIT_SECONDS) - 1], ids=["at first", "at last"])
+def test_a_step_that_ends_while_the_process_is_frozen_is_not_late(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    monkeypatch.setattr(asyncio, "new_event_loop", Freezing)
+    with stage_of(folder) as stage:
+        assert isinstance(answers(stage, [act("a", f"freeze{looks}")])["a"], Stepped)
+
+
+def test_a_step_that_goes_on_for_long_is_late_also_by_looks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "new_event_loop", Freezing)
+    with stage_of(folder) as stage:
+        failed = answers(stage, [act("a", f"freeze{int(WAIT_SECONDS) + 1}")])["a"]
+        assert isinstance(failed, Failed) and "longer than 30 s" in failed.failure
 
 
 @pytest.mark.parametrize("action", ["sleep", "spin"])
@@ -183,6 +144,19 @@ def test_an_environment_that_blocks_its_thread_fails_alone_and_the_others_are_do
         assert all(isinstance(answer, Stepped) for answer in more.values())
 
 
+def test_an_environment_that_blocks_its_thread_as_it_makes_room_fails_nobody(folder: Path) -> None:
+    class BlocksAtLast(Blocking):
+        async def close(self) -> None:
+            await super().close()
+            if self.steps == 1:
+                self.block()
+
+    with stage_of(folder, lambda _name: BlocksAtLast(), max_live=1, timeout_seconds=0.3) as stage:
+        answers(stage, [act("bad", "go")])
+        assert isinstance(answers(stage, [reset("good")])["good"], Begun)
+        Counter.gate.set()
+
+
 def test_an_environment_that_blocks_its_thread_holds_up_no_other_kind(folder: Path) -> None:
     with stage_of(folder, lambda _name: Blocking(), timeout_seconds=60.0) as stage:
         stage.start([act("bad", "block", environment="blocking")])
@@ -190,6 +164,13 @@ def test_an_environment_that_blocks_its_thread_holds_up_no_other_kind(folder: Pa
         assert stage.in_flight == 1
         Counter.gate.set()
         assert [job.trajectory_id for job, _ in stage.answers(WAIT_SECONDS)] == ["bad"]
+
+
+def test_a_stop_cuts_steps_short_and_begins_none(folder: Path) -> None:
+    with stage_of(folder, max_live=2) as stage:
+        stage.start([act("held", "hang")])
+        answers_of(stage, [act("good", "go")])  # the other is under way, too
+        stage.start([act("next", "hang"), act("waits", "hang")])
 
 
 def test_what_an_earlier_life_left_behind_is_not_begun_again(folder: Path) -> None:
@@ -241,15 +222,10 @@ def test_a_slow_environment_holds_nobody_up(folder: Path) -> None:
         assert [job.trajectory_id for job, _ in stage.answers(WAIT_SECONDS)] == ["slow"]
 
 
-def answers_of(stage: Stage, jobs: list[Job]) -> dict[str, Answer]:
-    """As `answers`, while others are in flight."""
-    stage.start(jobs)
-    return {job.trajectory_id: answer for job, answer in stage.answers(WAIT_SECONDS)}
-
-
 def test_refused_arguments_are_told_from_a_failure(folder: Path) -> None:
     with stage_of(folder) as stage:
-        found = answers(stage, [reset("refused", refuse=1), reset("broken", **{"break": 1})])
+        found = answers(stage, [reset("refused", refuse=1), reset("mute", mute=1), reset("broken", **{"break": 1})])
+        assert isinstance(found["mute"], Refused)
         assert found["refused"] == Refused("counter takes no refuse")
         assert isinstance(found["broken"], Failed) and "no container" in found["broken"].failure
 
@@ -277,10 +253,11 @@ def test_what_was_held_for_an_earlier_life_is_not_used(folder: Path) -> None:
         assert isinstance(stepped, Stepped) and stepped.state == b"41"
 
 
-def test_an_environment_that_cannot_be_made_fails_its_trajectory(folder: Path) -> None:
+@pytest.mark.parametrize("raised", RAISED, ids=lambda raised: type(raised).__name__)
+def test_an_environment_that_cannot_be_made_fails_its_trajectory(folder: Path, raised: BaseException) -> None:
     def create(name: str) -> Environment:
-        raise OSError("no image")
+        raise raised
 
     with stage_of(folder, create) as stage:
         failed = answers(stage, [act("a", "go")])["a"]
-        assert isinstance(failed, Failed) and "no image" in failed.failure
+        assert isinstance(failed, Failed) and type(raised).__name__ in failed.failure

@@ -2,27 +2,29 @@
 
 Keeps true
 - A slow environment holds nobody up, and one that fails, hangs or lies fails its own trajectory alone.
-- No more than `max_live` environments are held or stepped at once. The longest unused is closed first; it is restored
-  from its trajectory's state when its next turn comes.
-- Every job of the present life is answered once, in whatever order they end, for as long as no environment blocks the
-  thread. That shows from outside: `beats` stands still.
+- No more than `max_live` environments are held or stepped at once, but for steps that were given up. The longest unused
+  is closed first; it is restored from its trajectory's state when its next turn comes.
+- Every job of the present life is answered once, in whatever order they end and whatever is raised, swallowed or
+  cancelled, for as long as no environment blocks the thread. That shows from outside: `beats` stands still.
+- A step is not late because this process was frozen: of a freeze no more counts than of any look.
 """
 
 import asyncio
 import copy
 import ctypes
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
 from schemas.arrays import pack_tokens, unpack_tokens
-from schemas.errors import UsageError
+from schemas.errors import UsageError, in_words, said_by
 from workers.environments.home import Begun
 from workers.environments.protocol import Environment, Step
 from workers.environments.steps import Stepped
@@ -31,8 +33,22 @@ from workers.environments.turn_format import TurnFormat
 CLOSE_SECONDS = 10.0
 """How long environments may take to close before the worker goes on without them."""
 
+LOOK_SECONDS = 1.0
+"""The longest time between two looks at whether a call has ended."""
+
+LOOKS = 8
+"""So many at least make a call late, whatever the clock says."""
+
+CANCELS = 2
+"""A call that goes on after so many cancellations is given up: its environment is closed beneath it."""
+
+CANCEL_SECONDS = 5.0
+"""How long a call that was cancelled may take to end."""
+
 BEAT_SECONDS = 0.05
 """Between two beats of a loop that nobody blocks."""
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -109,8 +125,11 @@ class Runner:
         self._idle: OrderedDict[str, Environment] = OrderedDict()
         self._busy = 0
         self._slots = asyncio.Semaphore(max_live)
-        self._tasks: dict[asyncio.Task[None], Job | None] = {}
-        self._closing = self._abandoned = self._stopped = False
+        self._tasks: dict[asyncio.Task[Answer | None], Job | None] = {}
+        """The runner's own. Nobody but an environment that cancels whatever it finds cancels these."""
+        self._calls: dict[asyncio.Task[Any], Job | None] = {}
+        """Into environments, given up or not."""
+        self._closing = self._stopped = False
         self._loop = asyncio.new_event_loop()
         self._loop.call_soon(self._beat)
         self._thread = Thread(target=self._run, name="environments", daemon=True)
@@ -136,35 +155,33 @@ class Runner:
     def running(self) -> Job | None:
         """The job whose own code has the thread at this moment."""
         task = asyncio.current_task(self._loop)
-        return None if task is None else self._tasks.get(task)
+        return None if task is None else self._calls.get(task) or self._tasks.get(task)
 
     def abandon(self) -> None:
         """Have the thread end when it can: a sleep has to be slept, a loop in Python is broken off."""
-        self._closing = self._abandoned = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._leave()
         if self._thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit))
 
     def close(self) -> None:
         """Stop everything. An environment that blocks the event loop is left behind."""
-        try:
-            asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(CLOSE_SECONDS)
-        except TimeoutError:
+        self._leave()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
             log.warning("environments_not_closed", seconds=CLOSE_SECONDS)
             self.abandon()
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_SECONDS)
-        if not self._thread.is_alive():
+        else:
             self._loop.close()
 
+    def _leave(self) -> None:
+        if not self._closing:
+            self._closing = True
+            asyncio.run_coroutine_threadsafe(self._shut(), self._loop)
+
     def _run(self) -> None:
-        while not self._stopped:
-            with suppress(SystemExit):  # of an environment's callback, or as `abandon` raises it in whatever runs
+        while not self._stopped:  # an environment may stop the loop, too
+            with suppress(SystemExit, KeyboardInterrupt):  # of its callback, or as `abandon` raises it in whatever runs
                 self._loop.run_forever()
-                self._stopped = True
-        if self._abandoned:  # what it still holds is closed, as far as that goes
-            self._loop.run_until_complete(self._shut())
 
     def _beat(self) -> None:
         self.beats += 1
@@ -185,63 +202,79 @@ class Runner:
         self._drop(list(self._idle))
 
     async def _shut(self) -> None:
-        self._closing = True
-        running = list(self._tasks)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        self._drop(list(self._idle))
-        await asyncio.gather(*self._tasks)
+        """End the thread, with everything closed as far as that goes."""
+        try:
+            for call in list(self._calls):
+                call.cancel()
+            self._drop(list(self._idle))
+            for task in list(self._tasks):
+                await _ends(task, CLOSE_SECONDS)
+        finally:
+            self._stopped = True
+            self._loop.stop()
 
-    async def _work(self, job: Job) -> None:
+    async def _work(self, job: Job) -> Answer | None:
         async with self._slots:
-            if job.life != self._life:
-                return  # nobody waits for it any more
+            if self._closing or job.life != self._life:
+                return None  # nobody waits for it any more
             environment = self._idle.pop(job.trajectory_id, None)
             self._busy += 1
             try:
                 while len(self._idle) + self._busy > self._max_live:
                     await self._close(self._idle.popitem(last=False)[1])
                 if environment is None:
-                    answer = await self._with_new(job)
-                else:
-                    answer = await self._guarded(job, environment, restore=False)
+                    return await self._with_new(job)
+                return await self._guarded(job, environment, restore=False)
             finally:
                 self._busy -= 1
+
+    def _worked(self, task: asyncio.Task[Answer | None]) -> None:
+        """Answer the job that this task was for, however it ended."""
+        job = self._tasks.pop(task)
+        if job is None or self._closing:
+            return
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        answer = task.result() if error is None else Failed(_failure(job, error))
+        if answer is not None:
             self._answer(job, answer)
 
     async def _with_new(self, job: Job) -> Answer:
         try:
             environment = self._create(job.environment)
-        except Exception as error:  # noqa: BLE001 - user code: whatever it raises fails this trajectory
+        except BaseException as error:  # noqa: BLE001 - user code: whatever it raises fails this trajectory
             return Failed(_failure(job, error))
         return await self._guarded(job, environment, restore=isinstance(job, Advance))
 
     async def _guarded(self, job: Job, environment: Environment, *, restore: bool) -> Answer:
         """Do the job within the time allowed; hold the environment afterwards or close it."""
-        keep = False
-        answer: Answer
-        try:
-            async with asyncio.timeout(self._timeout_seconds) as limit:
-                answer = await self._do(job, environment, restore=restore)
-                keep = not (isinstance(answer, Stepped) and answer.done) and job.life == self._life
-        except UsageError as error:
-            answer = Refused(str(error)) if isinstance(job, Reset) else Failed(_failure(job, error))
-        except asyncio.CancelledError as error:
-            if self._closing:
-                raise
-            answer = Failed(_failure(job, error))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: whatever it raises fails this trajectory
-            late = f"took longer than {self._timeout_seconds:g} s"
-            answer = Failed(f"environment {job.environment} {late}" if limit.expired() else _failure(job, error))
-        finally:
-            if keep:
-                self._idle[job.trajectory_id] = environment
-            else:
-                await self._close(environment)
-        return answer
+        done = await self._within(self._timeout_seconds, lambda: self._do(job, environment, restore=restore), job)
+        ended = isinstance(done, BaseException) or (isinstance(done, Stepped) and done.done)
+        if ended or self._closing or job.life != self._life:
+            await self._close(environment, job)
+        else:
+            self._idle[job.trajectory_id] = environment
+        if isinstance(done, UsageError) and isinstance(job, Reset):
+            return Refused(said_by(done))
+        return Failed(_failure(job, done)) if isinstance(done, BaseException) else done
+
+    async def _within(self, seconds: float, call: Callable[[], Awaitable[T]], job: Job | None) -> T | BaseException:
+        """What the call gives or raises. One that is late is cancelled; one that goes on all the same is given up."""
+        task = self._loop.create_task(_caught(call))
+        self._calls[task] = job
+        task.add_done_callback(self._calls.pop)
+        in_time = ended = await _ends(task, seconds)
+        for _ in range(CANCELS):
+            if not ended:
+                task.cancel()
+                ended = await _ends(task, CANCEL_SECONDS)
+        outcome = task.result() if ended and not task.cancelled() else asyncio.CancelledError()
+        if isinstance(outcome, BaseException) and not in_time:
+            return TimeoutError(f"took longer than {seconds:g} s")
+        return outcome
 
     async def _do(self, job: Job, environment: Environment, *, restore: bool) -> Begun | Stepped:
+        if self._closing:
+            raise asyncio.CancelledError  # as what was under way is
         if isinstance(job, Reset):
             text = await environment.reset(job.seed, copy.deepcopy(job.arguments))
             return Begun(pack_tokens(self._format.observation_tokens(text, first=True)), await _state(environment))
@@ -266,17 +299,33 @@ class Runner:
             environment_seconds=seconds,
         )
 
-    async def _close(self, environment: Environment) -> None:
-        try:
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await environment.close()
-        except Exception as error:  # noqa: BLE001 - user code; its trajectory has been decided already
-            log.warning("environment_close_failed", error=f"{type(error).__name__}: {error}")
+    async def _close(self, environment: Environment, job: Job | None = None) -> None:
+        error = await self._within(CLOSE_SECONDS, lambda: environment.close(), job)
+        if isinstance(error, BaseException):  # its trajectory has been decided already
+            log.warning("environment_close_failed", error=in_words(error))
 
-    def _spawn(self, work: Coroutine[Any, Any, None], job: Job | None = None) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, Answer | None], job: Job | None = None) -> None:
         task = self._loop.create_task(work)
         self._tasks[task] = job
-        task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(self._worked)
+
+
+async def _caught(call: Callable[[], Awaitable[T]]) -> T | BaseException:
+    try:
+        return await call()
+    except BaseException as error:  # noqa: BLE001 - user code: whatever it raises is what came of it
+        return error
+
+
+async def _ends(task: asyncio.Task[Any], seconds: float) -> bool:
+    """Whether it ends within this time, told by looks: a freeze takes one at most, and there is one to spare."""
+    look_seconds = min(LOOK_SECONDS, seconds / LOOKS)
+    for _ in range(math.ceil(seconds / look_seconds) + 1):
+        with suppress(asyncio.CancelledError):  # of an environment that cancels whatever it finds
+            await asyncio.wait({task}, timeout=look_seconds)
+        if task.done():
+            return True
+    return False
 
 
 async def _state(environment: Environment) -> bytes:
@@ -287,4 +336,4 @@ async def _state(environment: Environment) -> bytes:
 
 
 def _failure(job: Job, error: BaseException) -> str:
-    return f"environment {job.environment}: {type(error).__name__}: {error}"
+    return f"environment {job.environment}: {in_words(error)}"

@@ -6,6 +6,7 @@ Keeps true: a link that is over is closed once it is left, and never while it is
 import socket
 from contextlib import suppress
 
+from schemas.errors import in_words as in_words  # the guest has it from here
 from workers.executor.line import Line
 from workers.executor.wires import Wires
 from workers.executor.words import Gone, Outbox
@@ -51,12 +52,3 @@ class Caller:
         if self._link is not None:
             with suppress(OSError):
                 self._link.connection.shutdown(socket.SHUT_RDWR)
-
-
-def in_words(error: Exception) -> str:
-    """What went wrong, also of an error that does not let itself be told."""
-    try:
-        said = f"{error}"
-    except Exception:  # noqa: BLE001  whoever waits for the guest is told all the same
-        said = "it does not let itself be told"
-    return f"{type(error).__name__}: {said}".encode(errors="replace").decode()

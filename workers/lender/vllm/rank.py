@@ -26,11 +26,11 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from schemas.errors import in_words
 from workers.executor.slabs import Laid, Lying
 from workers.executor.vllm.place import fit_runner, let_go
 from workers.executor.vllm.start import llvmlite_unseen
 from workers.executor.vllm.weights import PolicyWeights, plain_weights_kept
-from workers.lender.caller import in_words
 from workers.lender.identity import Identity, this_process
 from workers.lender.pulse import STACK_SIGNAL
 from workers.lender.vllm.apart import Apart, apart_for_building
