@@ -87,7 +87,7 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     decode_headroom_seconds: Seconds | None = None
     ttl_seconds: Annotated[float, Meta(gt=0, le=60)]
     holds: Annotated[bytes, Meta(max_length=8 * HELD)] = b""
-    """`held_hash` of every turn that it has taken on and not answered, packed as little-endian u64. With STOPPING: of
+    """`held_hash` of every turn whose answer is not on the log yet, packed as little-endian u64. With STOPPING: of
     those that it has answered with its last words, all of which are on the log."""
     refused_version: Version = -1
     """The newest policy version that it does not take; -1 if there is none."""

@@ -25,7 +25,8 @@ from schemas.slack import ExecutorState
 from schemas.turns import TurnDispatch, TurnKey, TurnResult, held_hash
 
 LEASE_SECONDS = 5.0
-"""How long an executor may beat without listing a turn that was sent to it. It lists what it takes within one step."""
+"""How long an executor may beat without listing a turn that was sent to it. It lists what it takes within one step, and
+until the answer is on the log."""
 
 
 def listed_as(key: TurnKey) -> bytes:

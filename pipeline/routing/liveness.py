@@ -100,6 +100,8 @@ class Executor:
     standing: Standing = STALE
     beat: SlackHeartbeat | None = None
     """The newest; None while it is known from the log alone."""
+    cache: int = 0
+    """Which of its prefix caches it has: who serves no version has none, and serves with another one again."""
     rejected: bool = False
     """It refused or preempted a turn since its newest heartbeat, so what that heartbeat offered no longer holds."""
     full: bool = False
@@ -173,6 +175,8 @@ class Liveness:
         if back:
             known.standing = STALE
         before, known.beat = known.beat, beat
+        if before is not None and before.policy_version < 0 <= beat.policy_version:
+            known.cache += 1
         known.expires = self.clock + beat.ttl_seconds
         if known.full:
             known.full = before is not None and bool(beat.holds) and _room(before) == _room(beat)
@@ -260,5 +264,6 @@ class Liveness:
             executor.standing = LIVE
 
 
-def _room(beat: SlackHeartbeat) -> tuple[bytes, int, int]:
-    return beat.holds, beat.max_turns, beat.token_budget
+def _room(beat: SlackHeartbeat) -> tuple[ExecutorState, bytes, int, int]:
+    """What a refusal for lack of room hangs on: one that is closed refuses all."""
+    return beat.state, beat.holds, beat.max_turns, beat.token_budget

@@ -1,8 +1,8 @@
 """Prefixes: which executor is believed to have how much of a trajectory's context in its prefix cache.
 
 Keeps true
-- Cached tokens count only under the incarnation and the policy version that computed them: KV of another version is
-  worth nothing, and a restart empties the cache.
+- Cached tokens count only in the cache and under the policy version that computed them: KV of another version is worth
+  nothing, and a restart or a while without a version, as of a lender that is parked, empties the cache.
 - The `capacity` trajectories and groups that were used last are remembered, and at most as many before them.
 """
 
@@ -19,6 +19,8 @@ class Prefix(NamedTuple):
     """The first `tokens` of a context, in one executor's cache."""
 
     incarnation: int
+    cache: int
+    """Of that start."""
     version: int
     tokens: int
 
@@ -76,7 +78,7 @@ class Prefixes:
         """
         most = context_tokens - 1 if context_tokens else 0
         worker = trajectory.worker
-        if worker and _valid(executors.get(worker), trajectory.incarnation, trajectory.version):
+        if worker and _valid(executors.get(worker), trajectory.incarnation, trajectory.cache, trajectory.version):
             return ((worker, trajectory.tokens if trajectory.tokens < most else most),)
         holders = self._groups.get(group_id)
         if not holders:
@@ -84,14 +86,15 @@ class Prefixes:
         return tuple(
             (worker, min(prefix.tokens, most))
             for worker, prefix in holders.items()
-            if _valid(executors.get(worker), prefix.incarnation, prefix.version)
+            if _valid(executors.get(worker), prefix.incarnation, prefix.cache, prefix.version)
         )
 
 
-def _valid(executor: Executor | None, incarnation: int, version: int) -> bool:
+def _valid(executor: Executor | None, incarnation: int, cache: int, version: int) -> bool:
     return (
         executor is not None
         and executor.beat is not None
         and executor.incarnation == incarnation
+        and executor.cache == cache
         and executor.beat.policy_version == version
     )

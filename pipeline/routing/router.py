@@ -279,7 +279,7 @@ class Router:
         executor = self.liveness.executors.get(turn.worker)
         if executor is not None and executor.beat is not None:
             version = executor.beat.policy_version
-            turn.trajectory.left(turn.worker, executor.incarnation, version, turn.context_tokens)
+            turn.trajectory.left(turn.worker, executor.incarnation, executor.cache, version, turn.context_tokens)
         self.attempts.finish(turn, answered=False)
         self.counters.finished += 1
         self.counters.overtaken += 1
@@ -345,7 +345,7 @@ class Router:
         if turn.turn == 0:
             executor = self.liveness.executors[choice.worker]
             assert executor.beat is not None
-            prefix = Prefix(choice.incarnation, executor.beat.policy_version, turn.context_tokens)
+            prefix = Prefix(choice.incarnation, executor.cache, executor.beat.policy_version, turn.context_tokens)
             self.prefixes.prompted(turn.group_id, choice.worker, prefix)
         self.counters.dispatched += 1
         return TurnDispatch(
@@ -373,7 +373,9 @@ class Router:
         for span in result.spans:
             if span.end > behind and result.worker is not None:
                 tokens = turn.context_tokens + count(result.tokens)
-                turn.trajectory.left(result.worker, result.incarnation, span.version, tokens)
+                executor = self.liveness.executors.get(result.worker)
+                cache = 0 if executor is None else executor.cache
+                turn.trajectory.left(result.worker, result.incarnation, cache, span.version, tokens)
                 return
 
     def _let_go(self, executor: Executor, reason: str, now: float) -> list[Decision]:

@@ -31,12 +31,15 @@ class Trajectory(msgspec.Struct, eq=False, gc=False):
     worker: str = ""
     """Where its newest execution left its tokens; empty where none has."""
     incarnation: int = 0
+    cache: int = 0
+    """Of that start."""
     version: int = -1
     tokens: int = 0
 
-    def left(self, worker: str, incarnation: int, version: int, tokens: int) -> None:
+    def left(self, worker: str, incarnation: int, cache: int, version: int, tokens: int) -> None:
         """Remember where the newest execution left its tokens."""
-        self.worker, self.incarnation, self.version, self.tokens = worker, incarnation, version, tokens
+        self.worker, self.incarnation, self.cache, self.version = worker, incarnation, cache, version
+        self.tokens = tokens
 
 
 class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):

@@ -2,9 +2,11 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -19,11 +21,12 @@ from tests.brokers import AnyBroker, kafka_first
 from tests.integration.played_engine import NAME, TICK, running
 from tests.waiting import until
 from topics.admin import create_topics
-from topics.catalog import Partitions
+from topics.catalog import COMPLETED, HEARTBEATS, Partitions, Topic
 from topics.fetch import Fetch
 from topics.records import Envelope
 from topics.settings import BusSettings
-from workers.executor.gate import FREELY
+from topics.writer import Writer
+from workers.executor.gate import FREELY, Leave
 from workers.executor.grants import Grants
 from workers.executor.lease import Lease
 from workers.executor.words import GiveUp, Lent, NotTaken, Park, Prepare, Take, Wake
@@ -174,6 +177,78 @@ def test_a_server_that_is_never_idle_gives_its_turns_back_until_it_was(settings:
         assert router.beats[-1].state is ExecutorState.PAUSED
         engine.say(held_seconds=0.0)
         router.until(lambda: router.beats[-1].state is ExecutorState.READY)
+
+
+class Withheld(Writer):
+    """Stores answers once their leader is back, and all else at once."""
+
+    back: ClassVar[threading.Event]
+    answers: ClassVar[list[Callable[[], None]]]
+
+    def write(self, topic: Topic, *said: Any, **how: Any) -> None:
+        write = partial(super().write, topic, *said, **how)
+        write() if topic is not COMPLETED or self.back.is_set() else self.answers.append(write)
+
+    def poll(self, *said: Any, **how: Any) -> None:
+        while self.back.is_set() and self.answers:
+            self.answers.pop(0)()
+        super().poll(*said, **how)
+
+
+@pytest.fixture
+def withheld(monkeypatch: pytest.MonkeyPatch) -> type[Withheld]:
+    Withheld.back, Withheld.answers = threading.Event(), []
+    monkeypatch.setattr("workers.executor.loop.Writer", Withheld)
+    return Withheld
+
+
+def test_what_is_answered_is_listed_until_that_is_stored_and_takes_no_room(
+    settings: BusSettings, withheld: type[Withheld]
+) -> None:
+    with running(settings) as (engine, router):
+        engine.serve()
+        router.until(lambda: router.serves(3))
+        keys = [router.dispatch("done", [3, 4, 5]), router.dispatch("refused", [3, 4, 5], max_tokens=60_000)]
+        engine.complete(engine.hear(Take).name, [7])
+        until(lambda: len(withheld.answers) == 2)
+        heard = len(router.beats)
+        router.until(lambda: len(router.beats) >= heard + 10)
+        listed = {held_hash(key).to_bytes(8, "little") for key in keys}
+        assert {router.beats[-1].holds[at : at + 8] for at in range(0, len(router.beats[-1].holds), 8)} == listed
+        assert exported("rose_executor_held_turns") == 0
+
+        again = router.dispatch("done", [3, 4, 5], attempt=1)
+        router.until(lambda: router.lists(again))
+        engine.complete(engine.hear(Take).name, [7])
+        withheld.back.set()
+        assert router.result("done").outcome is router.result("done", attempt=1).outcome is TurnOutcome.COMPLETED
+        router.until(lambda: not router.beats[-1].holds)
+
+
+def test_who_goes_to_another_cell_is_here_until_its_answers_are_stored(
+    broker: AnyBroker, namespace: str, withheld: type[Withheld]
+) -> None:
+    settings, leave = broker.settings(namespace), [FREELY]
+    create_topics(settings, Partitions(home=2, slots=2, samples=1, chunks=2, cells=2))
+    with running(settings, lambda: leave[0], lends=False) as (engine, router):
+        router.reader.assign({(topic, part): 0 for topic in (HEARTBEATS, COMPLETED) for part in range(2)})
+        engine.serve()
+        router.until(lambda: router.serves(3))
+        key, here = router.dispatch("held", [3, 4, 5]), router.beats[-1].incarnation
+        name = engine.hear(Take).name
+        leave[0] = Leave(cell=0)
+        engine.complete(name, [7])
+        until(lambda: bool(withheld.answers))
+        heard = len(router.beats)
+        router.until(lambda: len(router.beats) >= heard + 20)
+        assert {beat.incarnation for beat in router.beats} == {here}
+        assert ExecutorState.STOPPING not in {beat.state for beat in router.beats}
+        withheld.back.set()
+        router.until(lambda: any(beat.state is ExecutorState.STOPPING for beat in router.beats))
+        [last] = [beat for beat in router.beats if beat.state is ExecutorState.STOPPING]
+        assert (last.incarnation, last.holds) == (here, held_hash(key).to_bytes(8, "little"))
+        assert router.result("held").outcome is TurnOutcome.COMPLETED
+        router.until(lambda: router.beats[-1].incarnation != here)
 
 
 def test_a_goodbye_lists_what_was_answered_just_before(settings: BusSettings) -> None:

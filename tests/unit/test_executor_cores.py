@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schemas.arrays import pack_tokens
 from schemas.contexts import appending
 from schemas.prompts import Sampling
-from schemas.slack import ExecutorState, SlackHeartbeat, WorkerClass
+from schemas.slack import HELD, ExecutorState, SlackHeartbeat, WorkerClass
 from schemas.turns import PlacementCost, Refusal, TurnDispatch, TurnKey, TurnRequest, held_hash
 from schemas.wire import decode, encode
 from workers.executor.answers import Start
@@ -117,6 +117,27 @@ def test_what_is_held_never_passes_the_offer_is_listed_and_comes_back_once(
         with pytest.raises(KeyError):
             box.release(key)
     assert (len(box), box.tokens, box.hashes) == (0, 0, [])
+
+
+def test_what_is_answered_takes_no_room_and_is_listed_until_that_is_stored() -> None:
+    box, first, second = inbox(max_turns=1), dispatch(), dispatch(attempt=1)
+    box.offer(first, 0, offset=10)
+    box.answered(box.release(first.key).key)
+    assert (len(box), box.tokens, box.listed, box.hashes) == (0, 0, 1, [held_hash(first.key)])
+    assert box.offer(first, 0, offset=11).reason == "duplicate"
+    assert box.offer(second, 0, offset=12).verdict is Verdict.TAKE
+    assert (len(box), box.hashes) == (1, [held_hash(second.key), held_hash(first.key)])
+    for _ in range(2):
+        box.stored(first.key)
+        assert (box.listed, box.hashes) == (1, [held_hash(second.key)])
+
+
+def test_however_much_is_not_stored_a_heartbeat_can_be_written_and_lists_what_is_held() -> None:
+    box = inbox()
+    for number in range(HELD):
+        box.answered(TurnKey("g:1", 0, number))
+    box.offer(dispatch(), 0, offset=10)
+    assert len(box.hashes) == HELD and box.hashes[0] == held_hash(dispatch().key)
 
 
 @given(

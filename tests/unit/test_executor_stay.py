@@ -88,6 +88,15 @@ def test_what_it_holds_it_keeps_until_the_next_version_and_who_is_told_to_stay_s
     assert stay.follow(0, held=0) and stay.place == (DISPATCHED, 2), "back where it was told to be"
 
 
+def test_it_is_here_until_the_answers_to_what_came_while_it_began_elsewhere_are_stored() -> None:
+    bus = Bus()
+    stay = bus.stay()
+    stay.follow(1, held=0)
+    bus.flush()
+    assert not stay.follow(1, held=1) and (stay.cell, stay.leaving) == (0, "it goes to cell 1")
+    assert stay.follow(1, held=0) and stay.cell == 1
+
+
 def test_a_cell_that_there_is_not_changes_nothing() -> None:
     bus = Bus()
     stay = bus.stay(told=2)

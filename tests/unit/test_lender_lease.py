@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,6 +65,21 @@ def test_what_is_read_again_after_trouble_with_the_bus_begins_no_new_lease_and_e
     assert lease.leave(30.0).refused
 
 
+def test_a_renewal_that_was_not_seen_ends_no_lease_and_makes_none_longer() -> None:
+    lease = of(grant(), now=0.0)
+    lease.take(grant(at=10.0), 10.0, voice=Voice.LEASED, seen=False)
+    assert not lease.leave(29.9).refused
+    assert "its grant ran out" in lease.leave(30.0).refused
+    lease.take(grant(at=20.0, lease=5.0), 20.0, voice=Voice.LEASED, seen=False)
+    assert not lease.leave(24.9).refused and lease.leave(25.0).refused, "a shorter one is shorter"
+
+
+def test_what_was_not_seen_and_says_something_new_holds_nothing() -> None:
+    lease = of(grant(), now=0.0)
+    lease.take(msgspec.structs.replace(grant(at=10.0), token_budget=9), 10.0, voice=Voice.LEASED, seen=False)
+    assert "not renewed" in lease.leave(10.0).refused
+
+
 def test_a_grant_by_hand_holds_across_starts_and_overrides_until_it_is_deleted() -> None:
     lease = of(grant(lend=False, lease=0.0, reason="night"), seen=False)
     lease.take(grant(), 0.0, voice=Voice.LEASED, seen=True)
@@ -91,14 +107,14 @@ def test_a_grant_that_names_another_job_parks_it() -> None:
 
 # What was granted at the same moment in the same words is the same grant, read again.
 @given(st.lists(st.tuples(st.floats(0.01, 20.0), st.booleans(), st.floats(1.0, 30.0)), max_size=20), st.floats(0, 100))
-def test_nobody_lends_longer_than_a_lease_after_the_last_renewal(
+def test_nobody_lends_longer_than_a_lease_after_the_last_renewal_that_was_seen(
     renewals: list[tuple[float, bool, float]], after: float
 ) -> None:
     lease, now, until = Lease(JOB, needed=False), 0.0, 0.0
     for gap, seen, seconds in renewals:
         now += gap
         lease.take(grant(lease=seconds, at=now), now, voice=Voice.LEASED, seen=seen)
-        until = now + seconds if seen else 0.0
+        until = now + seconds if seen else min(until, now + seconds)
     if renewals:
         assert bool(lease.leave(now + after).refused) == (now + after >= until)
 

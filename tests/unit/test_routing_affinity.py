@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.routing.router import Router
 from schemas.slack import ExecutorState, Tenant
-from schemas.turns import TurnDispatch
+from schemas.turns import TurnDispatch, TurnOutcome
 from tests.unit.routing_steps import started, step
 from tests.unit.routing_world import CONFIG, World, heartbeat, request
 
@@ -73,6 +73,38 @@ def test_a_cache_of_another_policy_version_is_worth_nothing() -> None:
     step(world, "beats")
     world.ask(request("g0:0", 1, context=120))
     assert world.held["g0:0"].cost.cached_tokens == 0
+
+
+def test_a_cache_does_not_outlive_a_while_without_a_version() -> None:
+    """As of a lender that parks: what it gave back may be read after it was heard to be parked."""
+    world = World()
+    world.beat(0)
+    for name in ("g0:0", "g1:0"):
+        world.ask(request(name, context=100))
+    world.complete(world.held["g0:0"])
+    world.beat(0, state=ExecutorState.PAUSED, policy_version=-1)
+    world.reject(world.held["g1:0"], TurnOutcome.PREEMPTED)
+    world.beat(0)
+    assert world.held["g1:0"].cost.cached_tokens == 0, "where it was preempted"
+    world.ask(request("g1:1", context=100))
+    world.ask(request("g0:0", 1, context=120))
+    assert [world.held[name].cost.cached_tokens for name in ("g1:1", "g0:0")] == [99, 0], (
+        "what is computed since counts"
+    )
+    world.complete(world.held["g0:0"])
+    world.beat(0)
+    world.ask(request("g0:0", 2, context=140))
+    assert world.held["g0:0"].cost.cached_tokens == 125
+
+
+def test_a_groups_prompt_does_not_outlive_a_while_without_a_version() -> None:
+    world = World()
+    world.beat(0)
+    world.ask(request("g0:0", context=100))
+    for version in (-1, -1, 0):
+        world.beat(0, policy_version=version)
+    world.ask(request("g0:1", context=100))
+    assert world.held["g0:1"].cost.cached_tokens == 0
 
 
 def test_a_group_goes_where_its_prompt_is_until_waiting_costs_more() -> None:

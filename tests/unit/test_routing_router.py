@@ -188,6 +188,19 @@ def test_a_turn_that_no_engine_runs_fails_with_the_last_reason() -> None:
     assert failed.attempt == CONFIG.max_attempts and "refused" in failed.reason and failed.home == 0
 
 
+def test_who_refused_while_it_was_closed_is_asked_again_once_it_opens() -> None:
+    world = World()
+    world.beat(0)
+    world.ask(request("g:0"))
+    world.beat(0)
+    world.ask(request("g:1"))
+    world.reject(world.held["g:1"], TurnOutcome.REFUSED, Refusal.ROOM)
+    world.beat(0, state=ExecutorState.PAUSED)
+    assert "g:1" not in world.held
+    world.beat(0)
+    assert "g:1" in world.held
+
+
 def test_an_executor_that_is_full_of_what_the_router_does_not_know_is_not_asked_time_and_again() -> None:
     router = Router(CONFIG)
     unknown = packed([dispatched(request("other:0"))])

@@ -1,6 +1,6 @@
 """What an executor says of itself, several times a second, as records. Pure: the time is handed in.
 
-Keeps true: heartbeats of one start are numbered without a gap, and list every turn that it holds.
+Keeps true: heartbeats of one start are numbered without a gap, and list every turn whose answer is not on the log.
 """
 
 from collections.abc import Collection
@@ -60,7 +60,7 @@ class Heartbeats:
         now: float,
         turns: Collection[int] | None = None,
     ) -> SlackHeartbeat:
-        """`turns`: by hash, those that it lists; left out, those that it holds. `paused`: why it takes none."""
+        """`turns`: by hash, those that it lists; left out, those of its inbox. `paused`: why it takes none."""
         beat = SlackHeartbeat(
             worker=self._start.worker,
             incarnation=self._start.incarnation,

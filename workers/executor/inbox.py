@@ -6,7 +6,8 @@ Keeps true
 - So is one of an older claim than the newest seen: its router has been replaced.
 - A turn is taken on once; the same (trajectory, turn, attempt) again is dropped.
 - What is taken on never exceeds the turns and tokens that the heartbeat offers; the rest is refused, with the reason.
-- Everything taken on is listed by `hashes` until it is given back by exactly one `release`.
+- Everything taken on is held until it is given back by exactly one `release`.
+- What is held is listed by `hashes`, and so is what is answered until that is stored; the latter takes no room.
 
 Pure, and without time: no clock of a router is compared with this machine's.
 
@@ -18,6 +19,8 @@ Example (worker w1, max_turns=1)
     offer(g:1 turn 0, incarnation 7)  -> REFUSE for lack of room
     claimed(40), offer(g:1, claim 12) -> DROP claim
     release(g:0 turn 0)               -> the dispatch, to answer it
+    answered(g:0 turn 0)              -> listed still, and there is room for another
+    stored(g:0 turn 0)                -> listed no more
 """
 
 import struct
@@ -25,6 +28,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
+from schemas.slack import HELD
 from schemas.turns import Refusal, TurnDispatch, TurnKey, held_hash
 
 
@@ -74,6 +78,8 @@ class Inbox:
         """The newest claim of a router on this inbox."""
         self._held: dict[TurnKey, tuple[TurnDispatch, int]] = {}
         """With its `held_hash`."""
+        self._unstored: dict[TurnKey, int] = {}
+        """Answered, and not known to be on the log; with its `held_hash`."""
         self._tokens = 0
 
     def __len__(self) -> int:
@@ -85,9 +91,14 @@ class Inbox:
         return self._tokens
 
     @property
+    def listed(self) -> int:
+        """Turns that are held, or whose answers are not stored."""
+        return len(self._held) + len(self._unstored)
+
+    @property
     def hashes(self) -> list[int]:
-        """`held_hash` of every held turn."""
-        return [execution for _, execution in self._held.values()]
+        """`held_hash` of every turn that is listed; as many as a heartbeat takes, those that are held first."""
+        return [*(execution for _, execution in self._held.values()), *self._unstored.values()][:HELD]
 
     def claimed(self, claim: int) -> None:
         """A router has claimed this inbox."""
@@ -106,7 +117,7 @@ class Inbox:
             return Answer(Verdict.DROP, "claim")
         if dispatch.incarnation != self.incarnation:
             return Answer(Verdict.DROP, "incarnation")
-        if dispatch.key in self._held:
+        if dispatch.key in self._held or dispatch.key in self._unstored:
             return Answer(Verdict.DROP, "duplicate")
         if policy_version < 0:
             return Answer(Verdict.REFUSE, "no policy version has been proven yet", Refusal.VERSION)
@@ -121,3 +132,11 @@ class Inbox:
         dispatch, _ = self._held.pop(key)
         self._tokens -= tokens_of(dispatch)
         return dispatch
+
+    def answered(self, key: TurnKey) -> None:
+        """The answer to a turn that is not held is on its way to the log."""
+        self._unstored[key] = held_hash(key)
+
+    def stored(self, key: TurnKey) -> None:
+        """It is there."""
+        self._unstored.pop(key, None)

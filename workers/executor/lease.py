@@ -4,7 +4,8 @@ Keeps true
 - A drain overrides all else until it is deleted. Who is no lender follows nothing else.
 - A grant by hand overrides a leased one until it is deleted.
 - A lease is counted by the clock of its lender from when its grant was read; no other host's is asked. One that was
-  read back from the log, and not seen to come, holds nothing: it has to be renewed first.
+  read back from the log, and not seen to come, begins nothing: it has to be renewed first. It ends nothing either where
+  it renews one that was seen and holds.
 - It lends to one RL job: a grant that names another one parks it here.
 - Without a grant it lends all that it has, unless it is told that it needs one. Once it has followed a lease, that is
   over and not undone when its grant is deleted: it has to be told again.
@@ -15,6 +16,7 @@ Pure; `now` is seconds on any clock of the caller's that never jumps.
 Example, a lease of 30 s
     read back at 0         -> parked: its grant is from before it began to listen
     renewed at 4           -> lends
+    renewed at 20, unseen  -> lends, until 34 as before
     nothing more until 34  -> parked: its grant ran out
     drained at 40, 60 s    -> takes nothing, and may end what runs until 100
     that is deleted at 90  -> as before: its grant ran out
@@ -34,7 +36,7 @@ class Read:
     grant: CapacityGrant
     at: float
     until: float | None
-    """When its lease ends; None for one that was not seen to come."""
+    """When its lease ends; None where none was seen to come."""
 
 
 class Lease:
@@ -61,7 +63,7 @@ class Lease:
         elif grant is None:
             self._read.pop(voice, None)
         else:
-            self._read[voice] = Read(grant, now, now + grant.lease_seconds if seen else None)
+            self._read[voice] = Read(grant, now, _ends(grant, before, now, seen=seen))
         return before is None or grant is None or not _alike(before.grant, grant)
 
     def leave(self, now: float) -> Leave:
@@ -90,6 +92,16 @@ class Lease:
         if grant.lease_seconds and read.until is not None and now >= read.until:
             return Leave(refused=f"its grant ran out: it was not renewed for {grant.lease_seconds:g} s")
         return Leave(kv_bytes=grant.kv_bytes, token_budget=grant.token_budget)
+
+
+def _ends(grant: CapacityGrant, before: Read | None, now: float, *, seen: bool) -> float | None:
+    """When a lease that is read now ends: one that was not seen to come with that which it renews, or sooner."""
+    until = now + grant.lease_seconds
+    if seen:
+        return until
+    if before is None or before.until is None or not _alike(before.grant, grant):
+        return None
+    return min(before.until, until)
 
 
 def _alike(one: CapacityGrant, other: CapacityGrant) -> bool:

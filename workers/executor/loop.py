@@ -3,8 +3,9 @@
 Keeps true
 - The engine ticks, and each of its ticks is a heartbeat: one that hangs is a silent executor, and the router notices.
   One that is gone is told at once.
-- Every turn taken on is answered once, and listed in each heartbeat until then; a turn that cannot be taken is refused
-  with the reason. One that is given up, as when the executor stops, goes back with what was sampled of it.
+- Every turn taken on is answered once; a turn that cannot be taken is refused with the reason. Either is listed in each
+  heartbeat until its answer is on the log. One that is given up, as when the executor stops, goes back with what was
+  sampled of it.
 - No turn is taken on before a version from the log has been applied. A turn is handed to the engine with the version
   that serves; while the engine changes to another one, turns that come wait here, as do those whose context is read
   back from the log.
@@ -134,7 +135,7 @@ class Executor:
         self._answered.clear()
 
     def _go(self) -> None:
-        """It has begun elsewhere: here it ends, so that whoever hears it here lets it go at once."""
+        """It has begun elsewhere, and all that it answered here is stored: whoever hears it here lets it go at once."""
         self._beat(ExecutorState.STOPPING, self._answered)
         swap_seconds = self._beats.swap_seconds
         self._settle()
@@ -253,7 +254,7 @@ class Executor:
     def _open_or_close(self) -> None:
         """Follow what grants and the engine say of taking turns, and of where."""
         before, was_shut = self._gate.reason, self._gate.shut
-        if self._stay.follow(self._gate.cell, held=len(self._inbox)):
+        if self._stay.follow(self._gate.cell, held=self._inbox.listed):
             self._go()
         order = self._gate.follow(self._tick, busy=bool(self._running), leaving=self._stay.leaving)
         self._inbox.token_budget, reason = self._gate.budget_tokens, self._gate.reason
@@ -367,13 +368,21 @@ class Executor:
         self._send(refused(self._start, dispatch, reason, refusal, now=time.time()))
 
     def _send(self, result: TurnResult) -> None:
-        self._answered.append(held_hash(TurnKey(result.trajectory_id, result.turn, result.attempt)))
+        """Answer a turn, which is listed until that is stored."""
+        inbox, key = self._inbox, result.key
+        inbox.answered(key)
+        self._answered.append(held_hash(key))
         self._writer.write(
-            COMPLETED, result, key=result.trajectory_id, partition=result.home, trajectory_id=result.trajectory_id
+            COMPLETED,
+            result,
+            key=key.trajectory_id,
+            partition=result.home,
+            trajectory_id=key.trajectory_id,
+            on_delivery=lambda *_: inbox.stored(key),
         )
 
     def _beat(self, state: ExecutorState, turns: Collection[int] | None = None) -> None:
-        """`turns`: by hash, those that it lists; left out, those that it holds."""
+        """`turns`: by hash, those that it lists; left out, those of its inbox."""
         tick = self._tick
         self._beats.refused = self._receiver.refused_newest or (-1, "")
         metrics.show_held(tick, turns=len(self._inbox), version=self._version)

@@ -4,9 +4,10 @@ Keeps true
 - Who is told of no cell has the inbox that it was told of, or that follows from its name. Who is told of one has that
   inbox if it lies there, else one of the cell's, which follows from its name as well: who starts again finds it.
 - It leaves when that costs least: at once while it holds nothing, else when its engine has changed to another policy
-  version. From then on it takes nothing on, and it goes once all that it held is given back.
-- It begins there before it ends here, as one that starts: under an incarnation of its own. Until that is stored it is
-  here, so a broker that is away only makes it later.
+  version. From then on it takes nothing on, and it goes once all that it held is given back. It holds a turn until the
+  answer is stored.
+- It begins there before it ends here, as one that starts: under an incarnation of its own. Until that is stored, and
+  the answer to what came meanwhile, it is here, so a broker that is away only makes it later.
 - A cell that there is not changes nothing.
 
 Example, told of cell 1 in cell 0
@@ -80,7 +81,7 @@ class Stay:
     def follow(self, told: int | None, *, held: int) -> bool:
         """Go on with leaving; whether it is elsewhere now. `held`: turns that it holds here."""
         if self._begins:
-            if self._mark is None:
+            if self._mark is None or held:
                 return False
             self._arrive()
             return True
