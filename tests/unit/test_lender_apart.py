@@ -1,6 +1,7 @@
 """What is the process's, while a guest steps and after."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_a_guest_whose_building_stands_still_keeps_nothing_back_that_its_host_pr
     with apart.building():
         quiet = parallel_state.suppress_stdout()
         with quiet:
-            assert os.readlink("/proc/self/fd/1") != os.devnull
+            assert Path("/proc/self/fd/1").readlink() != Path(os.devnull)
     assert parallel_state.suppress_stdout is system_utils.suppress_stdout
 
 

@@ -29,7 +29,7 @@ PIECE_ELEMENTS = 1 << 21
 """Packed in about a millisecond, copied in half of one."""
 
 WRITTEN = UnquantizedLinearMethod, UnquantizedEmbeddingMethod
-"""How layers compute of which a version is written as vLLM has them: from their weights as loaded, and packed copies."""
+"""How layers compute whose weights are written as vLLM has them: as they were loaded, and packed copies of these."""
 
 BLOCK_ROWS = 64
 """Rows of a block are a multiple of this, where they are as many: kernels compute so many at once."""
