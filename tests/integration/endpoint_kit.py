@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -26,6 +27,16 @@ from workers.weights.config import WeightsConfig
 MOST_TOKENS = 256
 
 
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Of a server, at one turn."""
+
+    status: int
+    """0 breaks the connection."""
+    tokens: int = 0
+    """After which it comes, in the stream; else it is the answer."""
+
+
 class ScriptedEndpoint:
     """A server in this process; what it does wrong is set from outside, at any time."""
 
@@ -45,7 +56,13 @@ class ScriptedEndpoint:
         self.sees_folders = True
         self.changed: dict[str, Any] = {}
         """Of its model's configuration."""
+        self.instance = "first"
+        self.turns = 0
+        """That it was asked for."""
+        self.faults: dict[int, Fault] = {}
+        """By the number of the turn, from 1 on."""
         self.loaded: list[str] = []
+        self.pauses = 0
         self.answers = asyncio.Event()
         self.answers.set()
         self.says_paused = True
@@ -122,11 +139,13 @@ class ScriptedEndpoint:
             "parallel_config": {"world_size": 1, "data_parallel_size": 1},
             "cache_config": {"block_size": 32, "num_gpu_blocks": 100},
             "device_config": {"device": "cpu"},
+            "instance_id": self.instance,
         }
         return await _json({"vllm_config": config})
 
     async def _pause(self, _: web.Request) -> web.Response:
         self.goes_on.clear()
+        self.pauses += 1
         if not self.says_paused:
             await self.goes_on.wait()
         return await _json({})
@@ -153,8 +172,12 @@ class ScriptedEndpoint:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
         streams, context = asked.get("stream", False), asked["prompt"]
-        response = web.StreamResponse()
+        response, fault = web.StreamResponse(), None
         if streams:
+            self.turns += 1
+            fault = self.faults.get(self.turns)
+            if fault is not None and fault.status and not fault.tokens:
+                return await _json({"error": _error(fault)}, status=fault.status)
             await response.prepare(request)
         tokens: list[int] = []
         places: list[dict[str, float]] = []
@@ -163,6 +186,8 @@ class ScriptedEndpoint:
             await asyncio.sleep(self.token_seconds)
             await self.answers.wait()
             await self.goes_on.wait()
+            if fault is not None and len(tokens) == fault.tokens:
+                return await _ended(request, response, fault)
             token, place = self._draw([*context, *tokens], asked)
             tokens.append(token)
             places.append(place)
@@ -196,6 +221,18 @@ class ScriptedEndpoint:
 
 async def _json(answer: Any, _: web.Request | None = None, status: int = 200) -> web.Response:
     return web.json_response(answer, status=status)
+
+
+def _error(fault: Fault) -> dict[str, Any]:
+    return {"message": f"fault {fault.status}", "type": "Fault", "param": None, "code": fault.status}
+
+
+async def _ended(request: web.Request, response: web.StreamResponse, fault: Fault) -> web.StreamResponse:
+    if fault.status:
+        await response.write(b"data: " + json.dumps({"error": _error(fault)}).encode() + b"\n\ndata: [DONE]\n\n")
+    elif request.transport is not None:
+        request.transport.close()
+    return response
 
 
 def _line(choice: dict[str, Any]) -> bytes:

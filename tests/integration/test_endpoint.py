@@ -12,7 +12,7 @@ from schemas.arrays import unpack_logprobs, unpack_tokens
 from schemas.slack import ExecutorState, WorkerClass
 from schemas.turns import Refusal, TurnOutcome, TurnResult
 from tests.brokers import AnyBroker, any_broker, kafka_first
-from tests.integration.endpoint_kit import MOST_TOKENS, Lending, ScriptedEndpoint, lending
+from tests.integration.endpoint_kit import MOST_TOKENS, Fault, Lending, ScriptedEndpoint, lending
 from tests.integration.executor_kit import Router
 from tests.integration.policies import logprobs_of, new_policy, save_policy
 from tests.waiting import until
@@ -168,6 +168,71 @@ def test_what_a_turn_had_when_its_endpoint_went_comes_back_and_so_does_the_endpo
     whole = router.result("goes-on")
     prove(whole, model, 1)
     assert unpack_tokens(whole.tokens)[: len(tokens)] == tokens and len(unpack_tokens(whole.tokens)) == len(tokens) + 8
+
+
+@any_broker
+def test_trouble_with_a_turn_is_that_turns_and_costs_the_users_no_pause(
+    router: Router, endpoint: ScriptedEndpoint
+) -> None:
+    model, number = new_policy(1, tied=False), 0
+    router.publish(model, 1)
+    router.until(lambda: router.serves(1))
+    incarnation, pauses = router.beats[-1].incarnation, endpoint.pauses
+
+    def run(fault: Fault | None) -> TurnResult:
+        nonlocal number
+        number += 1
+        if fault is not None:
+            endpoint.faults[endpoint.turns + 1] = fault
+        router.until(lambda: router.beats[-1].max_turns > 0)
+        router.dispatch(f"turn-{number}", CONTEXT, max_tokens=20, stop=())
+        return router.result(f"turn-{number}")
+
+    for status in (413, 422, 500):
+        result = run(Fault(status))
+        assert result.refusal is Refusal.ENGINE and f"fault {status}" in result.reason
+        prove(run(None), model, 1)
+    for status in (500, 400, 0):
+        result = run(Fault(status, tokens=3))
+        assert (result.outcome, len(unpack_tokens(result.tokens))) == (TurnOutcome.PREEMPTED, 3)
+        expected = logprobs_of(model, CONTEXT, unpack_tokens(result.tokens)).numpy()
+        assert np.abs(unpack_logprobs(result.logprobs) - expected).max() < 1e-3
+        prove(run(None), model, 1)
+    result = run(Fault(429))
+    assert (result.outcome, result.tokens) == (TurnOutcome.PREEMPTED, b"") and "no room" in result.reason
+    while result.refusal is not Refusal.ROOM:  # it is asked for less, down to nothing
+        number += 1
+        endpoint.faults[endpoint.turns + 1] = Fault(429)
+        router.dispatch(f"turn-{number}", CONTEXT)
+        result = router.result(f"turn-{number}")
+        assert result.outcome is TurnOutcome.PREEMPTED or result.refusal is Refusal.ROOM
+        before = len(router.beats)
+        router.until(lambda: len(router.beats) > before)  # noqa: B023  called within this round
+    router.until(lambda: router.beats[-1].max_turns == 0)
+    assert (router.beats[-1].incarnation, endpoint.pauses, endpoint.loaded) == (incarnation, pauses, ["version-1"])
+
+
+@any_broker
+@pytest.mark.parametrize(
+    ("fault", "instance"),
+    [(Fault(500), "second"), (Fault(0, tokens=3), "second"), (Fault(401), "first")],
+    ids=["fails, another", "breaks off, another", "answers nobody"],
+)
+def test_an_endpoint_that_is_another_or_answers_no_turn_is_begun_anew(
+    router: Router, endpoint: ScriptedEndpoint, fault: Fault, instance: str
+) -> None:
+    """What it serves is not known any more."""
+    model = new_policy(1, tied=False)
+    router.publish(model, 1)
+    router.until(lambda: router.serves(1))
+    gone = router.beats[-1].incarnation
+    endpoint.faults[endpoint.turns + 1], endpoint.instance = fault, instance
+    router.dispatch("last", CONTEXT, max_tokens=20, stop=())
+    result = router.result("last")
+    assert result.outcome is TurnOutcome.PREEMPTED and "away" in result.reason
+    router.until(lambda: router.beats[-1].incarnation != gone and router.serves(1))
+    router.dispatch("first", CONTEXT)
+    prove(router.result("first"), model, 1)
 
 
 @any_broker

@@ -131,3 +131,11 @@ def test_whatever_was_measured_a_step_takes_no_less_than_its_tokens(
     for seconds, others in decoded:
         rates.decoded(seconds, others)
     assert 1e-3 <= rates.decode(running) * max(1, running) <= rates.prefill * (1 + 1e-9) <= 1e12
+
+
+def test_a_turn_that_was_told_all_at_once_makes_nobody_fast() -> None:
+    rates = Rates()
+    for _ in range(50):
+        rates.decoded(0.01, 1)
+    rates.decoded(0.0, 1)
+    assert 80 < rates.decode(1) < 200

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from workers.executor.vllm.types import SwapRefused
 from workers.lender.endpoint import versions as room
@@ -42,13 +43,12 @@ def test_a_version_for_which_the_disk_has_no_room_is_refused_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a broken endpoint it would be begun anew, with all versions fetched again, and again."""
-    save = room.save_file
 
     def full(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
         if file.parent.name.startswith("version"):
             file.write_bytes(b"its beginning")
             raise SafetensorError("Error while serializing: I/O error: No space left on device")
-        save(tensors, file, metadata)
+        save_file(tensors, file, metadata)
 
     monkeypatch.setattr(room, "save_file", full)
     with pytest.raises(SwapRefused, match="No space left"):

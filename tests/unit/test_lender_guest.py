@@ -2,6 +2,8 @@
 
 import logging
 import select
+import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,15 +13,18 @@ from typing import Any
 import pytest
 
 from tests.descriptors import no_descriptor_left
+from tests.waiting import WAIT_SECONDS, until
 from workers.executor.line import Line
 from workers.executor.step_cost import UNKNOWN, StepCost
 from workers.executor.words import NO_LIMIT, REPORTS, Gone, Slack, Tick
 from workers.lender.config import LendConfig
+from workers.lender.feeder import Feeder
 from workers.lender.life import State
 from workers.lender.link import End, knock, listen, welcome
 from workers.lender.pulse import Pulse
 from workers.lender.vllm import building
-from workers.lender.vllm.guest import Guest
+from workers.lender.vllm import guest as room
+from workers.lender.vllm.guest import FREE_SECONDS, Guest
 
 MODEL = Path(__file__).parents[2] / "workers/models/calculator"
 
@@ -29,6 +34,7 @@ QUIET = Slack(0, 0, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})
 
 CONFIG = LendConfig(model_folder="", socket="")
 LOG = logging.getLogger("guest")
+BEAT_SECONDS = 0.05
 
 
 def guest(feeder: Any) -> Guest:
@@ -156,6 +162,73 @@ def test_a_guest_that_nobody_knocks_for_is_kept_until_something_says_stop() -> N
     one._pulse.look(stop=False)
     one.tick(seconds=0.02, tokens=1)
     assert not one.busy and one._life.state is State.PARKED, "nobody is there to build one for"
+
+
+def test_a_guest_that_nobody_knocks_for_parks_also_where_serving_is_never_idle() -> None:
+    """At once where it might compute, after a moment where it might not."""
+    one: Any = guest(SimpleNamespace(link=None, ended=[]))
+    engine, sharing = Kept(), Kept()
+    one._life.state, one._granted = State.LENDING, NO_LIMIT
+    one._engine, one._sharing, one._apart = engine, sharing, SimpleNamespace(stepping=nullcontext)
+    one.beat(held=True)
+    assert one._life.state is State.LENDING, "nothing says stop"
+    one._pulse.look(stop=True)
+    began = time.monotonic()
+    while not engine.closed and time.monotonic() < began + 4 * FREE_SECONDS:
+        one.beat(held=True)
+    assert engine.closed and sharing.closed and not one.busy
+    assert time.monotonic() - began > FREE_SECONDS / 2, "an idle moment would have been better"
+    one.beat(held=True)
+    assert one._life.state is State.PARKED
+
+
+class Built(Kept):
+    """An engine that has just been built."""
+
+    def between_layers(self, _: object) -> None:
+        """Nothing is computed."""
+
+    def abort(self, _: str) -> None:
+        """Nothing is in it."""
+
+
+@pytest.mark.parametrize("priced", [True, False], ids=["lends", "makes its first steps"])
+def test_a_guest_that_nobody_knocks_for_hears_of_a_stop_while_the_loop_sleeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, priced: bool
+) -> None:
+    """And where there is no guest the loop sleeps on."""
+    woken = threading.Semaphore(0)
+    feeder = Feeder(tmp_path / "socket", woken.release, beat_seconds=BEAT_SECONDS, log=LOG)
+    one: Any = guest(feeder)
+    feeder.arm()
+    assert not woken.acquire(timeout=4 * BEAT_SECONDS)
+
+    beside = knock(tmp_path / "socket")
+    assert woken.acquire(timeout=WAIT_SECONDS)
+    one.tick(seconds=0.02, tokens=1)
+    beside.close()
+    until(lambda: feeder.link is None)
+    one.tick(seconds=0.02, tokens=1)
+    engine = Built()
+    monkeypatch.setattr(room, "Sharing", lambda *_: Kept())
+    monkeypatch.setattr(room, "Profile", lambda *_: SimpleNamespace(end=lambda: None))
+    one._cost = SimpleNamespace(known=priced)
+    one._apart = SimpleNamespace(stepping=nullcontext, building=nullcontext)
+    done = SimpleNamespace(go_on=lambda _: True, result=lambda: (engine, None), pieces=1, longest_seconds=0.0)
+    one._life.state, one._building, one._granted = State.WAKING, done, NO_LIMIT
+    one._build(0.02)
+    while woken.acquire(timeout=4 * BEAT_SECONDS):
+        pass
+
+    one._pulse.look(stop=True)
+    feeder.arm()
+    assert woken.acquire(timeout=WAIT_SECONDS) and one.busy
+    one.tick(seconds=0.02, tokens=1)
+    assert engine.closed and one._life.state is State.PARKED
+    while woken.acquire(timeout=4 * BEAT_SECONDS):
+        pass
+    feeder.arm()
+    assert not woken.acquire(timeout=4 * BEAT_SECONDS)
 
 
 def test_the_memory_of_a_guest_that_nobody_knocks_for_goes_back() -> None:

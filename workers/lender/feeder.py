@@ -3,6 +3,7 @@
 Keeps true
 - It sleeps in the kernel while the engine's loop is awake: it takes the interpreter when somebody knocks or leaves,
   and, only while it is armed, at an order or after a heartbeat's time.
+- Heartbeats are due while there is a link, or a guest: one that nobody is linked to is to hear of a stop all the same.
 - Nothing is lost between the two: what is written before it is armed wakes it when it is.
 """
 
@@ -29,6 +30,8 @@ class Feeder:
         self.link: End | None = None
         self.ended: list[End] = []
         """Links that are over, for the engine's loop to close when it no longer uses them."""
+        self.guest_lives = False
+        """As the engine's loop says before it sleeps."""
         self._wake = wake
         self._beat_seconds = beat_seconds
         self._log = log
@@ -49,7 +52,8 @@ class Feeder:
 
     def _run(self) -> None:
         while True:
-            patience = self._beat_seconds if self._armed and self.link is not None else None
+            beats = self._armed and (self.link is not None or self.guest_lives)
+            patience = self._beat_seconds if beats else None
             ready = {key.fileobj for key, _ in self._selector.select(patience)}
             if self._listener in ready:
                 self._welcome()

@@ -18,6 +18,7 @@ from schemas.prompts import Sampling
 from workers.executor.vllm.folder import check_folder
 from workers.executor.vllm.types import EngineBroken, EngineRefusal, EngineStartError, SwapRefused
 from workers.lender.endpoint.proof import ANSWER_TOKENS, TOLERANCES, Probed
+from workers.lender.endpoint.turn import NOT_NOW, BrokenOff, Choice, Piece, TurnLost, trouble
 
 VERSION = "0.32."
 """Of vLLM: what is asked of it is not promised to stay."""
@@ -29,13 +30,16 @@ INFO_SECONDS = 60.0
 """Within which it tells its configuration: the first time vLLM looks its machine over."""
 
 SILENT_SECONDS = 30.0
-"""Between two tokens of a turn: one that is silent for longer hangs."""
+"""Between two tokens of a turn: one that is silent for longer has no room, or hangs."""
 
 LOAD_SECONDS = 600.0
 """For which a load may take: it reads the whole model."""
 
 MOST_LINE_BYTES = 8 << 20
 """Of one piece of an answer."""
+
+MOST_SAID = 300
+"""Characters of what it says that are told on."""
 
 LIKELIEST = 20
 """Tokens at each place of a probe; vLLM's `--max-logprobs` is that unless it was set."""
@@ -87,6 +91,8 @@ class VllmConfig(msgspec.Struct):
     parallel_config: ParallelConfig
     cache_config: CacheConfig
     device_config: DeviceConfig
+    instance_id: str = ""
+    """Another one after each start."""
     lora_config: Any = None
     speculative_config: Any = None
 
@@ -111,37 +117,6 @@ class Models(msgspec.Struct):
     data: list[Model]
 
 
-class Logprobs(msgspec.Struct):
-    """One of each for every token of a choice; tokens are named by TOKEN and their id."""
-
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float] | None] = []
-
-
-class Choice(msgspec.Struct):
-    """What is new of one answer. Token ids are there because they were asked for."""
-
-    logprobs: Logprobs | None = None
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class CachedTokens(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens_details: CachedTokens | None = None
-
-
-class Piece(msgspec.Struct):
-    """Of an answer: what is new in it."""
-
-    choices: list[Choice]
-    usage: Usage | None = None
-
-
 class Endpoint:
     """One server. Every method raises EngineBroken when it is away or broken."""
 
@@ -149,6 +124,8 @@ class Endpoint:
         """`model`: the name under which it serves; empty for its only one. Call it within a running event loop."""
         self.url = url.rstrip("/")
         self.model = model
+        self._found: VllmConfig | None = None
+        """What it was when it was checked."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             read_bufsize=MOST_LINE_BYTES,
@@ -180,6 +157,7 @@ class Endpoint:
         if self.model not in names:
             raise EngineStartError(f"{self.url} serves {', '.join(names)}: set endpoint.model to the policy's name")
         await self._check_tokens()
+        self._found = config
         return config
 
     async def _check_tokens(self) -> None:
@@ -190,6 +168,8 @@ class Endpoint:
                     return
         except EngineRefusal as refusal:
             raise EngineStartError(f"{self.url} answers no turn: {refusal}") from None
+        except TurnLost as lost:
+            raise EngineBroken(str(lost)) from None
         raise EngineStartError(f"{self.url} does not tell the token ids that it draws: turns are never tokenised again")
 
     async def alive(self) -> None:
@@ -198,6 +178,13 @@ class Endpoint:
             await self._post("/collective_rpc", {"method": "check_health"}, ANSWER_SECONDS)
         except SwapRefused as refusal:
             raise EngineBroken(str(refusal)) from None
+
+    async def stays(self) -> None:
+        """It is alive, and still the one that was checked: a turn that broke off may have been its end."""
+        await self.alive()
+        info = await self._get("/server_info?config_format=json")
+        if info is None or self._decoded(info, ServerInfo).vllm_config != self._found:
+            raise EngineBroken(f"{self.url} is another server than it was")
 
     async def histograms(self) -> dict[str, dict[float, float]]:
         """Latencies of all its requests so far, by upper bound in seconds; empty if it exports none."""
@@ -217,21 +204,27 @@ class Endpoint:
     ) -> AsyncIterator[tuple[int, list[int], list[float], str]]:
         """A turn as it is drawn: cached tokens of its context, new tokens, their logprobs, and why it has ended.
 
-        `salt`: KV is found again under the same one only. Raises EngineRefusal for a turn that it does not take.
+        `salt`: KV is found again under the same one only. Raises EngineRefusal for a turn that it does not take, and
+        TurnLost for one that breaks off: of the endpoint `stays` tells more.
         """
         body = {**self._body(context, sampling, salt), "stream": True, "stream_options": {"include_usage": True}}
         silence = aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_SECONDS, sock_read=SILENT_SECONDS)
         try:
             async with self._session.post(f"{self.url}/v1/completions", json=body, timeout=silence) as response:
-                if response.status == 400:
-                    raise EngineRefusal(f"{self.url} does not take the turn: {await _said(response)}")
                 if response.status != 200:
-                    raise EngineBroken(f"{self.url} answers a turn with {response.status}: {await _said(response)}")
+                    raise trouble(self.url, response.status, await _said(response))
                 async for line in response.content:
+                    if line.startswith(b'data: {"error"'):
+                        error = self._decoded(line[6:], BrokenOff).error
+                        said = f"{self.url} broke a turn off: {error.message[:MOST_SAID]}"
+                        raise TurnLost(said, failed=error.code not in NOT_NOW)
                     if line.startswith(b"data: {"):
                         yield self._taken(self._decoded(line[6:], Piece), context)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise EngineBroken(f"{self.url} broke a turn off: {_reason(error)}") from None
+        except (aiohttp.ClientError, TimeoutError) as error:
+            silent = isinstance(error, TimeoutError)
+            raise TurnLost(f"{self.url} broke a turn off: {_reason(error)}", failed=not silent) from None
+        except ValueError as error:
+            raise EngineBroken(f"{self.url} answers a turn with what is none: {_reason(error)}") from None
 
     def _taken(self, piece: Piece, context: Sequence[int]) -> tuple[int, list[int], list[float], str]:
         details = piece.usage.prompt_tokens_details if piece.usage is not None else None
@@ -370,7 +363,7 @@ HEAD = "lm_head.weight"
 
 
 async def _said(response: aiohttp.ClientResponse) -> str:
-    return (await response.text(errors="replace"))[:300]
+    return (await response.text(errors="replace"))[:MOST_SAID]
 
 
 def _reason(error: BaseException) -> str:

@@ -39,7 +39,7 @@ class Window:
     """What was seen since the window before. Latencies still growing stand as they are now."""
 
     ttft: Sequence[float]
-    """Of its own turns."""
+    """Of its own turns; infinity for one that broke off."""
     tpot: Sequence[float]
     full: bool
     """Whether it had as many turns running as it might, at some time."""
@@ -113,8 +113,8 @@ class Rates:
     - Prefill is what each token more of a prompt adds to the time to the first one. The rest of that is the network's,
       the queue's and a step's own, and says nothing about how fast tokens are computed: most prompts are a few tokens.
     - Who decodes for `n` turns at once computes `n` tokens in each step: prefill is no slower than that.
-    - What was measured of decoding is of as many turns as ran then; what is told is of as many as run now, as if each
-      of them added a token to the step.
+    - What was measured of decoding is the mean of seconds a token, of as many turns as ran then: no turn whose tokens
+      came together makes it fast. What is told is of as many as run now, as if each of them added a token to the step.
 
     Example: 30 tokens took 50 ms to the first token, 1030 took 100 ms, and 32 turns decode at 100 tokens/s each
         prefill is 20,000 tokens/s; alone, a turn is told to decode at 1 / (10 - 31 * 0.05 ms) = 118 tokens/s
@@ -131,22 +131,23 @@ class Rates:
         self._first = StepCost(base_seconds=0.05, token_seconds=1e-4)
         for tokens, seconds in self.GUESSED:
             self._first.observe(tokens, seconds)
-        self._decode = 100.0
+        self._decode_seconds = 0.01
+        """Of a token."""
         self._running = 1.0
-        """Turns that ran while `_decode` was measured."""
+        """Turns that ran while that was measured."""
 
     def first_token(self, computed_tokens: int, seconds: float) -> None:
         self._first.observe(max(computed_tokens, 1), max(seconds, 1e-6))
 
     def decoded(self, seconds_per_token: float, running: int) -> None:
         """A turn was, beside `running - 1` others."""
-        self._decode += self.NEWEST * (1.0 / max(seconds_per_token, 1e-6) - self._decode)
+        self._decode_seconds += self.NEWEST * (max(seconds_per_token, 1e-6) - self._decode_seconds)
         self._running += self.NEWEST * (running - self._running)
 
     @property
     def prefill(self) -> float:
-        return max(self._first.prefill_tokens_per_second, self._running * self._decode)
+        return max(self._first.prefill_tokens_per_second, self._running / self._decode_seconds)
 
     def decode(self, running: int) -> float:
         """Of one turn while so many run."""
-        return 1.0 / (1.0 / self._decode + (max(1, running) - self._running) / self.prefill)
+        return 1.0 / (self._decode_seconds + (max(1, running) - self._running) / self.prefill)

@@ -4,6 +4,7 @@ Keeps true
 - To the executor it is an engine like any other: turns in, tokens and logprobs out, versions prepared and served.
 - Reports of how it stands come only from an endpoint that has just answered: one that hangs is a silent executor.
 - A turn that the endpoint breaks off, or that is one too many, is told with all that came of it before.
+- Trouble with one turn is that turn's: only an endpoint that is away by then, or another, is begun anew.
 - No turn of its own is at the endpoint while a version is loaded; the version is told as served once it is proven.
   One that is not is followed by the weights before it, which are proven too, or nothing is lent any more.
 
@@ -15,7 +16,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import msgspec
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
 from schemas.errors import RecordError
-from schemas.prompts import LEAST_TEMPERATURE, Sampling
+from schemas.prompts import LEAST_TEMPERATURE
 from schemas.turns import VersionSpan
 from workers.executor.config import ExecutorConfig
 from workers.executor.line import Line
@@ -49,6 +51,7 @@ from workers.executor.words import (
 from workers.lender.endpoint.api import TPOT, TTFT, Endpoint
 from workers.lender.endpoint.config import EndpointConfig
 from workers.lender.endpoint.pace import Pace, Rates, Window, late
+from workers.lender.endpoint.turn import Turn, TurnLost
 from workers.lender.endpoint.versions import Versions
 
 WINDOW_SECONDS = 1.0
@@ -59,28 +62,6 @@ DEVICE = "request-level"
 
 KEEPS_LATENCY = "the endpoint keeps its latency"
 """Why turns go back that are too many."""
-
-
-@dataclass(slots=True, eq=False)
-class Turn:
-    """A turn, waiting here or at the endpoint. Times are unix seconds."""
-
-    name: str
-    context: list[int]
-    sampling: Sampling
-    version: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    cached_tokens: int = 0
-    sent_at: float = 0.0
-    first_token_at: float = 0.0
-    last_token_at: float = 0.0
-    counted: int = 0
-    """Tokens that the window before has seen."""
-    counted_at: float = 0.0
-    share_before: float = 0.0
-    """What the running sum of seconds a turn was when it was sent."""
-    task: "asyncio.Task[None] | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +104,8 @@ class Player:
         """Since the window before."""
         self._ttft: list[float] = []
         """Since the window before."""
+        self._fails = False
+        """Whether the endpoint failed at the turn that ended last."""
         self._share, self._shared_at = 0.0, time.monotonic()
         """Running sum of seconds a turn."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -229,16 +212,29 @@ class Player:
                 turn.cached_tokens = max(cached, turn.cached_tokens)
                 ended = reason or ended
             if ended not in ("stop", "length"):
-                raise EngineBroken(f"{self._api.url} broke a turn off: {ended or 'it fell silent'}")
+                raise TurnLost(f"{self._api.url} broke a turn off: {ended or 'it fell silent'}", failed=True)
             if ended == "stop" and not set(turn.tokens[-1:]) & set(sampling.stop_token_ids):
                 raise EngineRefusal(f"{self._api.url} ended it at a token that nobody asked for")
+        except TurnLost as lost:
+            await self._api.stays()
+            self._lose(turn, lost)
         except EngineRefusal as refusal:
             self._forget(turn)
             self._reports.say(Refused(turn.name, str(refusal)))
         else:
+            self._fails = False
             self._forget(turn)
             self._reports.say(self._told(turn, ended))
         self._send()
+
+    def _lose(self, turn: Turn, lost: TurnLost) -> None:
+        """What came of it goes back. One that the endpoint failed at before anything came is refused: it may again."""
+        if not lost.failed or self._fails:  # it has no room, or fails at every turn
+            self._ttft.append(inf)
+        self._fails = lost.failed
+        self._forget(turn)
+        refused = lost.failed and not turn.tokens
+        self._reports.say(Refused(turn.name, str(lost)) if refused else self._told(turn, ABORTED, str(lost)))
 
     def _hear(self, turn: Turn, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         if not tokens:
@@ -250,7 +246,7 @@ class Player:
         turn.last_token_at = time.time()
         if not turn.tokens:
             turn.first_token_at = turn.counted_at = turn.last_token_at
-            turn.counted = len(tokens)
+            turn.counted = turn.first_tokens = len(tokens)
             self._ttft.append(turn.first_token_at - turn.sent_at)
         turn.tokens += tokens
         turn.logprobs += logprobs
@@ -270,8 +266,8 @@ class Player:
             return
         if turn.first_token_at:
             self._rates.first_token(len(turn.context) - turn.cached_tokens, turn.first_token_at - turn.sent_at)
-        if len(turn.tokens) > 1:
-            self._rates.decoded((turn.last_token_at - turn.first_token_at) / (len(turn.tokens) - 1), running)
+        if later := len(turn.tokens) - turn.first_tokens:
+            self._rates.decoded((turn.last_token_at - turn.first_token_at) / later, running)
 
     def _told(self, turn: Turn, finish_reason: str, reason: str = "") -> Done:
         spans = (VersionSpan(0, len(turn.tokens), turn.version),) if turn.tokens else ()

@@ -5,8 +5,8 @@ Keeps true
 - A tick is one bounded piece: of building the guest, of preparing a version, or a step of the engine. A guest whose
   steps have no price yet makes some before it is there (`profile`).
 - Between two ticks the process is as the host left it, and between two layers of a step while it is `aside`.
-- A guest is built once somebody has knocked and said so, and parked when it is not wanted any more (`life`). Who knocks
-  later gets the same engine, empty, at the version that it has.
+- A guest is built once somebody has knocked and said so, and parked when it is not wanted any more (`life`), whoever is
+  there. Who knocks later gets the same engine, empty, at the version that it has.
 - Serving's next step has the KV memory that it may take, whatever the guest holds (`sharing`).
 """
 
@@ -61,6 +61,7 @@ class Guest:
         has several.
         """
         self._config = config
+        self._feeder = feeder
         self._caller = Caller(feeder)
         self._pulse = pulse
         self._cost = cost
@@ -100,8 +101,7 @@ class Guest:
     @property
     def _left_alone(self) -> bool:
         """Whether nobody is there for whom a guest would be kept that something says is to stop."""
-        lives = self._life.state in (State.LENDING, State.PARKING)
-        return self._host is None and lives and not self._wanted
+        return self._host is None and self._engine is not None and not self._wanted
 
     @property
     def _wanted(self) -> bool:
@@ -149,10 +149,7 @@ class Guest:
             if self._host is not None:
                 self._host.beat(held=held)
                 self._granted = self._host.granted
-                if not self._wanted:
-                    self._follow()
-                if self._life.state is State.PARKING:
-                    self._park(held=held)
+            self._let_park(held=held)
         except Exception as error:  # noqa: BLE001  as above
             self.drop(error)
         finally:
@@ -160,9 +157,7 @@ class Guest:
 
     def _live(self, seconds: float, tokens: int) -> None:
         if self._host is None:
-            if self._left_alone:
-                self._follow()
-                self._park(held=False)
+            self._let_park(held=False)
             return
         self._follow()
         host: EngineHost | Parked | None = self._host
@@ -274,6 +269,13 @@ class Guest:
             return "its guest was dropped, and is built again"
         return self._pulse.stop or NOT_WOKEN
 
+    def _let_park(self, *, held: bool) -> None:
+        """Where it is not wanted."""
+        if not self._wanted:
+            self._follow()
+        if self._life.state is State.PARKING:
+            self._park(held=held)
+
     def _park(self, *, held: bool) -> None:
         """One turn back, or, once none is left, all of its memory."""
         assert self._engine is not None and self._apart is not None
@@ -351,6 +353,7 @@ class Guest:
                 return
         building, self._building = self._building, None
         self._engine, pool = building.result()
+        self._feeder.guest_lives = True
         self._engine.between_layers(self._between_layers)
         self._sharing = Sharing(self._serving, self._engine, pool, self._config)
         self._profile = Profile(self._engine, self._cost)
@@ -389,5 +392,6 @@ class Guest:
     def _let_go(self) -> None:
         """Of the engine; all KV memory is serving's again."""
         sharing, self._engine, self._sharing, self._profile = self._sharing, None, None, None
+        self._feeder.guest_lives = False
         if sharing is not None:
             sharing.close()

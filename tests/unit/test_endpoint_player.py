@@ -1,0 +1,185 @@
+"""A turn at an endpoint: what the rates learn of it, and what becomes of it where the endpoint is in trouble."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from schemas.arrays import pack_tokens, unpack_tokens
+from schemas.prompts import Sampling
+from workers.executor.config import ExecutorConfig
+from workers.executor.line import Line
+from workers.executor.vllm.types import EngineBroken, EngineRefusal
+from workers.executor.wires import Wires
+from workers.executor.words import ABORTED, REPORTS, Done, Refused, Take
+from workers.lender.endpoint import player as room
+from workers.lender.endpoint.api import Endpoint
+from workers.lender.endpoint.config import EndpointConfig
+from workers.lender.endpoint.pace import Rates
+from workers.lender.endpoint.player import Cache, Player
+from workers.lender.endpoint.turn import NOT_NOW, OF_ALL, TurnLost, trouble
+
+SAMPLING = Sampling(max_tokens=8)
+CONFIG = ExecutorConfig(model_folder=Path(), name="lender", max_turns=8, max_model_len=256)
+
+
+class Scripted:
+    """An endpoint: pieces of tokens, and how each turn ends."""
+
+    url = "http://endpoint"
+
+    def __init__(self, *ends: Exception | str, pieces: tuple[int, ...] = (1, 1)) -> None:
+        self.ends = list(ends)
+        self.pieces = pieces
+        self.looks = 0
+        self.there = True
+
+    async def turn(self, context: object, sampling: Sampling, *, salt: str) -> Any:
+        end = self.ends.pop(0)
+        for size in self.pieces:
+            await asyncio.sleep(0)
+            yield 0, [5] * size, [-1.0] * size, ""
+        if isinstance(end, Exception):
+            raise end
+        yield 0, [], [], end
+
+    async def stays(self) -> None:
+        self.looks += 1
+        if not self.there:
+            raise EngineBroken("another")
+
+
+def played(api: Any, check: Callable[[Player], None] = lambda _: None) -> list[Done | Refused]:
+    """What is told of one turn after another; `check` sees the player after them."""
+
+    async def play(wires: Wires) -> None:
+        versions: Any = SimpleNamespace(version=1, salt="")
+        endpoint = EndpointConfig(url=api.url)
+        player = Player(api, versions, wires, CONFIG, endpoint, vocabulary=48, kv=Cache(1 << 20, 64))
+        for number in range(len(api.ends)):
+            player._obey(Take(f"turn-{number}", pack_tokens([1, 2]), SAMPLING, 1))
+            player._send()
+            await asyncio.gather(*player._tasks, return_exceptions=True)
+        await asyncio.sleep(0)
+        check(player)
+        if player._broken.done():
+            player._broken.exception()
+
+    with closing(Wires.new()) as wires:
+        asyncio.run(play(wires))
+        return [REPORTS.decode(message) for message in Line(wires.reports).read()]
+
+
+def sampled(answer: Done | Refused) -> int:
+    assert isinstance(answer, Done)
+    return len(unpack_tokens(answer.tokens))
+
+
+def test_of_tokens_that_came_together_nothing_is_learned_of_decoding() -> None:
+    """vLLM merges what its client has not read yet, and `--stream-interval` has it send several at a time."""
+
+    def unmoved(player: Player) -> None:
+        assert player._rates.decode(1) == pytest.approx(100.0)
+
+    [answer] = played(Scripted("length", pieces=(8,)), unmoved)
+    assert isinstance(answer, Done) and answer.finish_reason == "length"
+
+
+def test_what_came_with_the_first_token_is_no_time_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    learned: list[float] = []
+    monkeypatch.setattr(Rates, "decoded", lambda _, seconds, __: learned.append(seconds))
+    clock = iter(range(100))
+    monkeypatch.setattr(room, "time", SimpleNamespace(time=lambda: float(next(clock)), monotonic=lambda: 0.0))
+    played(Scripted("length", pieces=(4, 4)))
+    assert learned == [1 / 4], "one second for the four that followed"
+
+
+def test_what_came_of_a_turn_goes_back_and_one_of_which_nothing_came_is_refused_unless_there_was_no_room() -> None:
+    failed, no_room = TurnLost("error", failed=True), TurnLost("full", failed=False)
+    [begun] = played(Scripted(failed))
+    assert isinstance(begun, Done) and (begun.finish_reason, begun.reason, sampled(begun)) == (ABORTED, "error", 2)
+    [silent] = played(Scripted("abort"))
+    assert isinstance(silent, Done) and "abort" in silent.reason and sampled(silent) == 2
+    [nothing] = played(Scripted(failed, pieces=()))
+    assert isinstance(nothing, Refused) and nothing.reason == "error"
+    [full] = played(Scripted(no_room, pieces=()))
+    assert isinstance(full, Done) and (full.finish_reason, sampled(full)) == (ABORTED, 0)
+    [unfit] = played(Scripted(EngineRefusal("too long"), pieces=()))
+    assert isinstance(unfit, Refused) and unfit.reason == "too long"
+
+
+def test_a_turn_that_breaks_off_ends_the_endpoint_only_where_it_is_another_by_then() -> None:
+    def goes_on(player: Player) -> None:
+        assert not player._broken.done()
+
+    def is_over(player: Player) -> None:
+        assert isinstance(player._broken.exception(), EngineBroken) and list(player._running) == ["turn-0"]
+
+    api = Scripted(TurnLost("error", failed=True), "length")
+    assert [type(answer) for answer in played(api, goes_on)] == [Done, Done] and api.looks == 1
+    api = Scripted(TurnLost("error", failed=True))
+    api.there = False
+    assert played(api, is_over) == [], "who plays gives it back, with all others"
+
+
+@pytest.mark.parametrize(
+    ("ends", "late"),
+    [
+        (["failed"], 0),
+        (["failed", "length", "failed"], 0),
+        (["failed", "failed"], 1),
+        (["failed", "no room"], 1),
+        (["no room"], 1),
+        (["refused", "refused"], 0),
+    ],
+)
+def test_no_room_is_late_and_so_is_an_endpoint_that_fails_at_every_turn(ends: list[str], late: int) -> None:
+    """Else it would draw turns the faster the faster it fails."""
+    troubles = {
+        "failed": TurnLost("error", failed=True),
+        "no room": TurnLost("full", failed=False),
+        "refused": EngineRefusal("unfit"),
+    }
+
+    def counts(player: Player) -> None:
+        window = player._window(others_late=False)
+        assert sum(seconds == float("inf") for seconds in window.ttft) == late
+
+    played(Scripted(*(troubles.get(end, end) for end in ends)), counts)
+
+
+@pytest.mark.parametrize("status", [200, 204, 302, *OF_ALL, 400, 409, 413, 422, *NOT_NOW, 500, 501, 502])
+def test_a_status_is_a_turns_own_trouble_unless_every_turn_would_meet_it(status: int) -> None:
+    error = trouble("http://endpoint", status, "why")
+    if status < 400 or status in OF_ALL:
+        assert isinstance(error, EngineBroken)
+    elif status in NOT_NOW or status >= 500:
+        assert isinstance(error, TurnLost) and error.failed is (status not in NOT_NOW)
+    else:
+        assert isinstance(error, EngineRefusal)
+    assert "why" in str(error)
+
+
+@pytest.mark.parametrize(("error", "failed"), [(aiohttp.SocketTimeoutError(), False), (aiohttp.ClientError(), True)])
+def test_a_turn_that_stays_silent_has_no_room_and_one_whose_connection_ends_has_failed(
+    error: Exception, failed: bool
+) -> None:
+    async def ask() -> None:
+        api = Endpoint("http://endpoint", "policy")
+        await api.aclose()
+
+        def post(*_: object, **__: object) -> None:
+            raise error
+
+        api._session = SimpleNamespace(post=post)  # type: ignore[assignment]
+        async for _ in api.turn([1], SAMPLING, salt=""):
+            pass
+
+    with pytest.raises(TurnLost) as lost:
+        asyncio.run(ask())
+    assert lost.value.failed is failed
