@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from workers.executor.vllm.types import EngineBroken
 from workers.executor.words import Report, Seen
 from workers.lender.idleness import BOUNDS, Idleness
-from workers.lender.observed import Observed, in_words, observe
+from workers.lender.observed import Observed, observe, told
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 500.0)), max_size=60))
@@ -44,7 +44,7 @@ def test_what_was_seen_is_exported_and_told_in_words() -> None:
     metrics = {sample.name: sample.value for metric in observed.collect() for sample in metric.samples}
     assert metrics["rose_lender_idle_seconds_total"] == 4.0
     assert metrics["rose_lender_idle_stretch_seconds_count"] == 2.0
-    words = in_words(observed.seen, 250)
+    words = told(observed.seen, 250)
     assert (words["idle"], words["serving_kv_most"], words["stretch_p50"]) == ("40.0%", "25.0%", "<= 0.01 s")
 
 

@@ -6,7 +6,6 @@ Keeps true: a link that is over is closed once it is left, and never while it is
 import socket
 from contextlib import suppress
 
-from schemas.errors import in_words as in_words  # the guest has it from here
 from workers.executor.line import Line
 from workers.executor.wires import Wires
 from workers.executor.words import Gone, Outbox

@@ -91,12 +91,12 @@ def _observe(link: EngineLink, stop: Event) -> None:
                 SERVING_REQUESTS.labels("waiting").set(report.waiting)
         if OBSERVED.seen is not None and time.monotonic() >= logs_at:
             logs_at = time.monotonic() + LOG_SECONDS
-            log.info("could be lent", **in_words(OBSERVED.seen, most))
+            log.info("could be lent", **told(OBSERVED.seen, most))
             most = 0
         link.wait(WAIT_SECONDS)
 
 
-def in_words(seen: Seen, kv_bytes_most: int) -> dict[str, str]:
+def told(seen: Seen, kv_bytes_most: int) -> dict[str, str]:
     """For a line of the log."""
     told = {
         "observed": f"{seen.seconds:.0f} s",

@@ -16,13 +16,14 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from logging import Logger
 
+from schemas.errors import in_words
 from workers.executor.host import EngineHost
 from workers.executor.line import Line
 from workers.executor.step_cost import StepCost
 from workers.executor.vllm.engine import Engine
 from workers.executor.want import Want, Work
 from workers.executor.words import NO_LIMIT, Gone, Slack
-from workers.lender.caller import Caller, in_words
+from workers.lender.caller import Caller
 from workers.lender.config import LendConfig
 from workers.lender.feeder import Feeder
 from workers.lender.life import Act, Life, State
