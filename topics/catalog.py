@@ -131,7 +131,7 @@ OUTCOMES = Topic("rose.samples.outcomes.v1", SampleOutcome, "trajectory_id", Spr
 GROUPS = Topic("rose.groups.opened.v1", Group, "group_id", Spread.HOME, _COMPACTED)
 PROGRESS = Topic("rose.trajectories.progress.v1", TrajectoryProgress, "trajectory_id", Spread.HOME, _COMPACTED)
 SNAPSHOTS = Topic("rose.env.snapshots.v1", EnvSnapshot, "trajectory_id", Spread.HOME, _COMPACTED)
-MANIFESTS = Topic("rose.weights.manifests.v1", WeightManifest, "model/run/version[/file]", Spread.ONE, _COMPACTED)
+MANIFESTS = Topic("rose.weights.manifests.v1", WeightManifest, "model/run/version", Spread.ONE, _COMPACTED)
 CHUNKS = Topic("rose.weights.chunks.v1", WeightChunk, "tensor", Spread.CHUNKS, _UNTIL_DELETED)
 
 RECORD_TOPICS: tuple[Topic, ...] = (
