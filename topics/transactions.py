@@ -45,12 +45,11 @@ def until_taken(call: Callable[[float], object]) -> None:
     """
     deadline = time.monotonic() + TRANSACTION_SECONDS
     while True:
-        left = deadline - time.monotonic()
         try:
-            call(left)
+            call(deadline - time.monotonic())
         except KafkaException as error:
             told: KafkaError = error.args[0]
-            if not told.retriable() or left <= AGAIN_SECONDS:
+            if not told.retriable() or time.monotonic() + AGAIN_SECONDS >= deadline:
                 raise
         else:
             return

@@ -234,10 +234,12 @@ class Reign:
         """Once a dispatch is lost: a router that was stopped amid its own claim may have finished it since."""
         self._reclaimed = self.router.counters.lost
         self._hold()
-        self._write_claims([place for place in self._places[DISPATCHED] if place[1] not in self._unclaimed])
+        slots = {slot for _, slot in self._places[DISPATCHED]} - self._unclaimed
+        self._write_claims([(DISPATCHED, slot) for slot in slots])
         until = time.monotonic() + CLAIM_SECONDS
-        while self._unclaimed and (left := until - time.monotonic()) > 0:
+        while slots & self._unclaimed and (left := until - time.monotonic()) > 0:
             self._writer.poll(left)
+        self.router.shut(self._unclaimed)  # what is sent there now lies behind the claim, under an older one
         self._hold()
 
     def _write_claims(self, inboxes: Sequence[Place]) -> None:

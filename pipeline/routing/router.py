@@ -19,7 +19,7 @@ result has not been read yet.
 Pure: `now` is seconds on the router's own clock, which the dispatches say as well; no other clock is compared with it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
@@ -191,6 +191,13 @@ class Router:
         if self.waiting.heap:
             decisions += self._drain(now)
         return decisions
+
+    def shut(self, slots: Collection[int]) -> None:
+        """Send nothing to these inboxes before their executors are heard again."""
+        for executor in self.liveness.executors.values():
+            if executor.beat is not None and executor.beat.slot in slots:
+                executor.rejected = True
+                self.placement.close(executor.worker)
 
     def tick(self, now: float) -> list[Decision]:
         """Time has passed. Cheap when there is nothing to look for yet."""

@@ -367,11 +367,11 @@ import sys
 import workers.executor.vllm.alone
 from pathlib import Path
 from workers.executor.vllm.engine import Engine, EngineConfig
-Engine(EngineConfig(model_folder=Path(sys.argv[1])))
+Engine(EngineConfig(model_folder=Path(sys.argv[1]))).hold_spare()
 """
 
 
-def test_a_policy_that_no_version_can_be_written_into_makes_no_engine(tmp_path: Path) -> None:
+def test_a_policy_that_no_version_can_be_written_into_serves_no_run(tmp_path: Path) -> None:
     """vLLM lays experts out anew under their old names and shapes: a version would be read as what it is not.
 
     In a process of its own: where another engine was made before, vLLM has no group for experts.

@@ -225,7 +225,8 @@ def test_offsets_go_to_the_next_coordinator_when_theirs_has_moved(
     def sleep(seconds: float) -> None:
         clock.now += seconds
 
-    def send(_places: object, _member: object, _seconds: float) -> None:
+    def send(_places: object, _member: object, seconds: float) -> None:
+        assert 0 < seconds <= 60
         if left:
             raise KafkaException(left.pop(0))
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from schemas.arrays import pack_tokens, unpack_tokens
@@ -18,7 +19,7 @@ from workers.executor.vllm.types import EngineBroken, EngineRefusal
 from workers.executor.wires import Wires
 from workers.executor.words import ABORTED, REPORTS, Done, Refused, Take
 from workers.lender.endpoint import player as room
-from workers.lender.endpoint.api import Endpoint
+from workers.lender.endpoint.api import Endpoint, VllmConfig
 from workers.lender.endpoint.config import EndpointConfig
 from workers.lender.endpoint.pace import Rates
 from workers.lender.endpoint.player import Cache, Player
@@ -105,6 +106,8 @@ def test_what_came_of_a_turn_goes_back_and_one_of_which_nothing_came_is_refused_
     assert isinstance(begun, Done) and (begun.finish_reason, begun.reason, sampled(begun)) == (ABORTED, "error", 2)
     [silent] = played(Scripted("abort"))
     assert isinstance(silent, Done) and "abort" in silent.reason and sampled(silent) == 2
+    [paused] = played(Scripted("abort", pieces=()))
+    assert isinstance(paused, Done), "whoever pauses the server has its requests end so"
     [nothing] = played(Scripted(failed, pieces=()))
     assert isinstance(nothing, Refused) and nothing.reason == "error"
     [full] = played(Scripted(no_room, pieces=()))
@@ -183,3 +186,19 @@ def test_a_turn_that_stays_silent_has_no_room_and_one_whose_connection_ends_has_
     with pytest.raises(TurnLost) as lost:
         asyncio.run(ask())
     assert lost.value.failed is failed
+
+
+@pytest.mark.parametrize(("processes", "another"), [(1, True), (2, False)])
+def test_of_several_api_processes_each_has_an_id_of_its_own(processes: int, another: bool) -> None:
+    def config(instance: str) -> VllmConfig:
+        said = {
+            "model_config": {"model": "m", "dtype": "torch.float32", "max_model_len": 8, "max_logprobs": 20},
+            "parallel_config": {"world_size": 1, "data_parallel_size": 1, "_api_process_count": processes},
+            "cache_config": {"block_size": 32},
+            "device_config": {"device": "cpu"},
+            "instance_id": instance,
+        }
+        said["model_config"]["logprobs_mode"] = "processed_logprobs"  # type: ignore[index]
+        return msgspec.convert(said, VllmConfig)
+
+    assert (config("one").lasting != config("other").lasting) is another

@@ -201,6 +201,16 @@ def test_who_refused_while_it_was_closed_is_asked_again_once_it_opens() -> None:
     assert "g:1" in world.held
 
 
+def test_an_inbox_that_is_shut_is_sent_nothing_before_its_executor_is_heard_again() -> None:
+    world = World()
+    world.beat(0)
+    world.router.shut({0})
+    world.ask(request("g:0"))
+    assert not world.held
+    world.beat(0)
+    assert "g:0" in world.held
+
+
 def test_an_executor_that_is_full_of_what_the_router_does_not_know_is_not_asked_time_and_again() -> None:
     router = Router(CONFIG)
     unknown = packed([dispatched(request("other:0"))])

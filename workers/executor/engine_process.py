@@ -86,6 +86,7 @@ def run_engine(config: ExecutorConfig, wires: Wires) -> None:
             step_tokens=config.step_tokens,
         )
     )
+    engine.hold_spare()
     reports = Outbox(Line(wires.reports))
     host = EngineHost(engine, wires, reports, StepCost(**UNKNOWN), tick_seconds=config.heartbeat_seconds)
     bell = select.poll()

@@ -3,9 +3,9 @@
 Keeps true
 - The engine ticks, and each of its ticks is a heartbeat: one that hangs is a silent executor, and the router notices.
   One that is gone is told at once.
-- Every turn taken on is answered once; a turn that cannot be taken is refused with the reason. Either is listed in each
-  heartbeat until its answer is on the log. One that is given up, as when the executor stops, goes back with what was
-  sampled of it.
+- Every turn taken on is answered once, and listed in each heartbeat until the answer is on the log; a turn that cannot
+  be taken is refused with the reason. One that is given up, as when the executor stops, goes back with what was sampled
+  of it.
 - No turn is taken on before a version from the log has been applied. A turn is handed to the engine with the version
   that serves; while the engine changes to another one, turns that come wait here, as do those whose context is read
   back from the log.
@@ -197,10 +197,10 @@ class Executor:
         if answer.verdict is Verdict.DROP:
             metrics.TURNS.labels(f"dropped_{answer.reason}").inc()
         elif answer.verdict is Verdict.REFUSE:
-            self._refuse(dispatch, answer.reason, answer.refusal)
+            self._refuse(dispatch, answer.reason, answer.refusal, listed=False)
         elif self._gate.reason:
             self._inbox.release(dispatch.key)
-            self._refuse(dispatch, self._gate.reason, Refusal.ROOM)
+            self._refuse(dispatch, self._gate.reason, Refusal.ROOM, listed=False)
         elif self._versions.changing:
             self._deferred.append(dispatch)
         else:
@@ -361,16 +361,18 @@ class Executor:
         reason = (done.reason or self._gate.reason or PARKED) if given_up else ""
         self._send(ended(self._start, dispatch, done, outcome, reason, received_at=running.received_at))
 
-    def _refuse(self, dispatch: TurnDispatch, reason: str, refusal: Refusal | None) -> None:
+    def _refuse(self, dispatch: TurnDispatch, reason: str, refusal: Refusal | None, *, listed: bool = True) -> None:
+        """`listed`: whether it was; else what is listed goes on saying what there is room for."""
         request = dispatch.request
         metrics.TURNS.labels("refused").inc()
         self._log.info("refused", trajectory=request.trajectory_id, turn=request.turn, reason=reason)
-        self._send(refused(self._start, dispatch, reason, refusal, now=time.time()))
+        self._send(refused(self._start, dispatch, reason, refusal, now=time.time()), listed=listed)
 
-    def _send(self, result: TurnResult) -> None:
-        """Answer a turn, which is listed until that is stored."""
+    def _send(self, result: TurnResult, *, listed: bool = True) -> None:
+        """Answer a turn. One that is listed is until that is stored."""
         inbox, key = self._inbox, result.key
-        inbox.answered(key)
+        if listed:
+            inbox.answered(key)
         self._answered.append(held_hash(key))
         self._writer.write(
             COMPLETED,

@@ -45,7 +45,7 @@ class Place(Protocol):
         ...
 
     def fit(self, core: EngineCore, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
-        """Make the model that was started ROSE's; who replaces its weights. Raises EngineStartError."""
+        """Make the model that was started ROSE's; who replaces its weights."""
         ...
 
     def between_layers(self, core: EngineCore, call: Callable[[], None]) -> None:

@@ -97,9 +97,7 @@ class PolicyWeights:
     """The weights of one model runner, which may be one rank's share of a model."""
 
     def __init__(self, worker: Any, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """`worker` is vLLM's, `shapes` those of the folder's tensors. Raises EngineStartError."""
-        if current_platform.is_cpu():
-            refuse_unwritten(worker.get_model())
+        """`worker` is vLLM's, `shapes` those of the folder's tensors."""
         self._worker = worker
         self._folder = folder
         self._shapes = shapes
@@ -112,8 +110,9 @@ class PolicyWeights:
         return checking(tensors, self._shapes, self._dtype)
 
     def hold_spare(self) -> None:
-        """Take the memory that `preparing` takes when it is first asked for."""
+        """Take the memory that `preparing` takes when it is first asked for. Raises EngineStartError."""
         if self._spare is None and current_platform.is_cpu():
+            refuse_unwritten(self._worker.get_model())
             self._spare = spare_of(self._worker.get_model())
 
     def preparing(self, version: dict[str, Tensor]) -> Iterator[None]:

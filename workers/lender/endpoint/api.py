@@ -73,6 +73,7 @@ class ModelConfig(msgspec.Struct):
 class ParallelConfig(msgspec.Struct):
     world_size: int
     data_parallel_size: int
+    api_processes: int = msgspec.field(default=1, name="_api_process_count")
 
 
 class CacheConfig(msgspec.Struct):
@@ -92,9 +93,15 @@ class VllmConfig(msgspec.Struct):
     cache_config: CacheConfig
     device_config: DeviceConfig
     instance_id: str = ""
-    """Another one after each start."""
+    """Another one after each start, and in each of several API processes."""
     lora_config: Any = None
     speculative_config: Any = None
+
+    @property
+    def lasting(self) -> "VllmConfig":
+        """What is the same for as long as the server is."""
+        alone = self.parallel_config.api_processes == 1
+        return self if alone else msgspec.structs.replace(self, instance_id="")
 
     @property
     def dtype(self) -> str:
@@ -157,7 +164,7 @@ class Endpoint:
         if self.model not in names:
             raise EngineStartError(f"{self.url} serves {', '.join(names)}: set endpoint.model to the policy's name")
         await self._check_tokens()
-        self._found = config
+        self._found = config.lasting
         return config
 
     async def _check_tokens(self) -> None:
@@ -182,8 +189,8 @@ class Endpoint:
     async def stays(self) -> None:
         """It is alive, and still the one that was checked: a turn that broke off may have been its end."""
         await self.alive()
-        info = await self._get("/server_info?config_format=json")
-        if info is None or self._decoded(info, ServerInfo).vllm_config != self._found:
+        info = await self._get("/server_info?config_format=json", INFO_SECONDS)
+        if info is None or self._decoded(info, ServerInfo).vllm_config.lasting != self._found:
             raise EngineBroken(f"{self.url} is another server than it was")
 
     async def histograms(self) -> dict[str, dict[float, float]]:

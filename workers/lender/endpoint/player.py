@@ -212,7 +212,8 @@ class Player:
                 turn.cached_tokens = max(cached, turn.cached_tokens)
                 ended = reason or ended
             if ended not in ("stop", "length"):
-                raise TurnLost(f"{self._api.url} broke a turn off: {ended or 'it fell silent'}", failed=True)
+                said = f"{self._api.url} broke a turn off: {ended or 'it fell silent'}"
+                raise TurnLost(said, failed=ended != "abort")  # as who pauses the server has it
             if ended == "stop" and not set(turn.tokens[-1:]) & set(sampling.stop_token_ids):
                 raise EngineRefusal(f"{self._api.url} ended it at a token that nobody asked for")
         except TurnLost as lost:
