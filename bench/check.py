@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from pipeline.command.options import can_be_written
+
 
 @dataclass(frozen=True)
 class Check:
@@ -62,8 +64,7 @@ def options(about: str | None) -> argparse.ArgumentParser:
 
 
 def _writable(file: str) -> str:
-    path = Path(file)
-    if file != "-" and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+    if file != "-" and not can_be_written(Path(file)):
         raise argparse.ArgumentTypeError(f"{file} cannot be written: name a file in a folder that is there")
     return file
 

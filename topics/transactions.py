@@ -14,7 +14,7 @@ TRANSACTION_SECONDS = 60.0
 """How long beginning, committing or aborting a transaction may take before it is an error."""
 
 AGAIN_SECONDS = 0.2
-"""Before a call is made again that was for another broker; librdkafka asks after 0.05 s which one that is."""
+"""Before a call is made again that was refused for the moment."""
 
 
 def in_turns(call: Callable[[float], object]) -> Callable[[float], bool]:
@@ -39,9 +39,10 @@ def in_turns(call: Callable[[float], object]) -> Callable[[float], bool]:
 
 
 def until_taken(call: Callable[[float], object]) -> None:
-    """Make a call that cannot go on where it was, again while its broker is no longer or not yet the one to take it.
+    """Make a call that cannot be gone on with, again while it is refused for the moment: librdkafka has no producer id
+    then, or has not heard yet what its coordinator can do.
 
-    `call` takes the seconds after which it fails for good. Raises KafkaException.
+    `call` takes the seconds that it has. Raises KafkaException.
     """
     deadline = time.monotonic() + TRANSACTION_SECONDS
     while True:

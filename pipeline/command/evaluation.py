@@ -1,13 +1,12 @@
 """`rose evaluate`: held-out success of a model folder."""
 
-import os
 import sys
 from pathlib import Path
 
 import msgspec
 
 from pipeline.command.config import Config, load
-from pipeline.command.options import Common
+from pipeline.command.options import Common, can_be_written
 from schemas.errors import RoseError, UsageError
 from schemas.prompts import Sampling
 from workers.evaluate import Evaluation, evaluate_policy
@@ -16,8 +15,10 @@ from workers.executor.vllm.types import EngineConfig
 
 def evaluate_folder(common: Common, model: Path | None, output: Path | None) -> None:
     """Print the success on the held-out tasks, and write it to `output` if given. Raises UsageError, NotWritten."""
-    if output is not None:
-        refuse_unwritable(output)
+    if output is not None and not can_be_written(output):
+        raise UsageError(
+            f"--json {output} cannot be written: name a file, in a folder that is there and may be written"
+        )
     config = load(common)
     sys.path[:0] = [str(folder) for folder in config.settings.environment.import_paths]
     evaluation = held_out(config, model or config.settings.model.folder)
@@ -30,17 +31,6 @@ def evaluate_folder(common: Common, model: Path | None, output: Path | None) -> 
             output.write_bytes(msgspec.json.encode(evaluation))
         except OSError as error:
             raise NotWritten(f"{output} cannot be written ({error.strerror}): the figures are above") from None
-
-
-def refuse_unwritable(file: Path) -> None:
-    """Before anything is played. Raises UsageError."""
-    try:
-        place = file if file.exists() else file.parent
-        writable = file.parent.is_dir() and not file.is_dir() and os.access(place, os.W_OK)
-    except OSError:  # a name that no file can have
-        writable = False
-    if not writable:
-        raise UsageError(f"--json {file} cannot be written: name a file, in a folder that is there and may be written")
 
 
 def held_out(config: Config, model_folder: Path) -> Evaluation:

@@ -4,6 +4,7 @@ Keeps true: importing this costs nothing but typer.
 """
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import wraps
@@ -88,3 +89,12 @@ def with_common(command: Callable[..., None]) -> Callable[..., None]:
     )
     described.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *options]}
     return called
+
+
+def can_be_written(file: Path) -> bool:
+    """Whether an option may name this file to be written: asked before what is to be in it is computed."""
+    try:
+        place = file if file.exists() else file.parent
+        return file.parent.is_dir() and not file.is_dir() and os.access(place, os.W_OK)
+    except OSError:  # a name that no file can have
+        return False

@@ -1,6 +1,6 @@
 """The sections of the configuration that belong to no role. Every field is documented here and nowhere else."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -113,10 +113,10 @@ class MetricsSection:
     """Port of an executor's metrics; the one of the name executor-N has this plus N."""
 
     def __post_init__(self) -> None:
-        for name in ("port", "router", "control", "trainer", "environment", "executor"):
-            port = getattr(self, name)
-            if not 0 <= port <= HIGHEST_PORT:
-                raise UsageError(f"metrics.{name} ({port}) is a port, 1 to {HIGHEST_PORT}, or 0: off")
+        for each in fields(self):
+            port = getattr(self, each.name)
+            if isinstance(port, int) and not 0 <= port <= HIGHEST_PORT:
+                raise UsageError(f"metrics.{each.name} ({port}) must be a port, 1 to {HIGHEST_PORT}, or 0: off")
 
     def port_of(self, first: int, number: int) -> int:
         """Of the process with this number, of a kind whose first has the port `first`."""

@@ -176,7 +176,7 @@ def test_bad_settings_are_bad_usage(tmp_path: Path) -> None:
         (("evaluate", "--json", "missing/figures.json"), "missing/figures.json cannot be written: name a file"),
         (("keys", "."), "is a folder"),
         (("health", "a..b:9464"), "no HOST:PORT"),
-        (("config", "--set", "metrics.port=70000"), "metrics.port (70000) is a port"),
+        (("config", "--set", "metrics.port=70000"), "metrics.port (70000) must be a port"),
     ],
 )
 def test_what_is_said_wrong_is_one_line(arguments: tuple[str, ...], words: str) -> None:

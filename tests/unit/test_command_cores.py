@@ -112,7 +112,7 @@ def test_an_executor_of_this_machine_has_a_port_by_its_number_and_one_named_othe
 @pytest.mark.parametrize("name", ["port", "router", "control", "trainer", "environment", "executor"])
 def test_what_is_no_port_is_refused_in_a_sentence(name: str) -> None:
     for port in (-1, 65536):
-        with pytest.raises(UsageError, match=rf"metrics\.{name} \({port}\) is a port"):
+        with pytest.raises(UsageError, match=rf"metrics\.{name} \({port}\) must be a port"):
             load(Common(settings=[f"metrics.{name}={port}"]))
     for port in (0, 65535):
         assert getattr(load(Common(settings=[f"metrics.{name}={port}"])).settings.metrics, name) == port

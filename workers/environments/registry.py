@@ -7,7 +7,7 @@ trajectory starts; nothing is imported until its name is asked for.
 import importlib
 from collections.abc import Callable
 
-from schemas.errors import UsageError
+from schemas.errors import UsageError, in_words
 from workers.environments.protocol import Environment
 
 BUILT_IN = {
@@ -33,7 +33,7 @@ def load_environment(name: str) -> Callable[[], Environment]:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything while it is imported
         raise UnknownEnvironment(
-            f"environment {name!r}: cannot import {module_name} ({type(error).__name__}: {error}); {_choices()}"
+            f"environment {name!r}: cannot import {module_name} ({in_words(error)}); {_choices()}"
         ) from error
     factory = getattr(module, attribute, None)
     if factory is None:

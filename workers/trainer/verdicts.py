@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import unpack_logprobs, unpack_tokens
-from schemas.errors import RecordError
+from schemas.errors import RecordError, said_by
 from schemas.prompts import unpriced
 from schemas.samples import Outcome, Sample, SampleOutcome
 from workers.trainer.groups import CompleteGroup
@@ -97,7 +97,7 @@ def judge(
 
 def failed(group: JudgedGroup, error: Exception) -> JudgedGroup:
     """The group as it is settled when to train on it raised this."""
-    message = " ".join(str(error).split())[:REASON_CHARACTERS].encode(errors="replace").decode()
+    message = " ".join(said_by(error).split())[:REASON_CHARACTERS]
     verdict = Verdict(Outcome.INFRA_FAILED, f"to train on its group raised {type(error).__name__}: {message}")
     verdicts = tuple(verdict if one.outcome is Outcome.TRAINED else one for one in group.verdicts)
     return JudgedGroup(group.group_id, group.samples, verdicts)

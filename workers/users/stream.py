@@ -14,6 +14,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from schemas.errors import in_words
+
 PREFIX, DONE = b"data: ", b"[DONE]"
 JSON = {"Content-Type": "application/json"}
 
@@ -119,7 +121,7 @@ async def ask(
                 if line.startswith(PREFIX) and not line.startswith(DONE, len(PREFIX)):
                     _take(answer, _decoder.decode(line[len(PREFIX) :]), on_tokens)
     except (TimeoutError, aiohttp.ClientError, msgspec.DecodeError) as error:
-        answer.error = f"{type(error).__name__}: {error}"
+        answer.error = in_words(error)
     if not answer.error and answer.tokens != body["max_tokens"]:
         answer.error = f"{answer.tokens} of {body['max_tokens']} tokens came"
     return answer

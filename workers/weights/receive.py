@@ -21,7 +21,7 @@ from confluent_kafka import OFFSET_BEGINNING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from torch import Tensor
 
-from schemas.errors import RoseError
+from schemas.errors import RoseError, in_words
 from schemas.weights import ChunkRef, WeightChunk, WeightManifest
 from topics.metrics import export, withdraw
 from topics.reader import Reader
@@ -309,7 +309,7 @@ class WeightReceiver:
                 Exception
             ) as error:  # whatever it is, it would be so again: the versions beside this one must be tried
                 log.exception("a version cannot be read", version=placed.manifest.version)
-                failure = placed, VersionRefused(Refusal.UNREADABLE, f"{type(error).__name__}: {error}")
+                failure = placed, VersionRefused(Refusal.UNREADABLE, in_words(error))
                 break
             taken = placed, manifest
         if taken is not None and (self._lineage.held is None or taken[0].order > self._lineage.held):
