@@ -11,6 +11,7 @@ import threading
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from pipeline.command.processes import stop_on_signals
+from pipeline.command.roles import look_past_imports
 from pipeline.routing.config import RouterConfig
 from pipeline.routing.loop import IDLE_SECONDS, READ_LIMIT
 from pipeline.routing.main import run_router
@@ -50,6 +51,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = BusSettings(**json.loads(arguments.settings))
     stop = stop_on_signals()
+    look_past_imports()
     if arguments.program == "router":
         run_router(settings, RouterConfig(), stop, f"router-{arguments.number}")
     else:

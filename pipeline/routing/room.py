@@ -12,8 +12,9 @@ from pipeline.routing.peers import CLOSED, Seat
 NEVER = 2**62
 """More room than anybody asks for."""
 
-FEW = 64
-"""Seats with room that a shortage lasts with; with more of them the index is cheaper."""
+FEW = 8
+"""Seats with room that a shortage lasts with. With more of them the index is cheaper, also where it finds nobody: a
+search of it costs what some five looks at single seats do."""
 
 
 @dataclass(slots=True)

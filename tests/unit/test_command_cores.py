@@ -1,6 +1,7 @@
 """The command's cores: prompt files, restarts, tasks, and the live view."""
 
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -257,3 +258,12 @@ def test_a_refused_prompt_is_asked_for_no_more_until_a_mended_one_opens_its_grou
     for state, refused in ((GroupState.REFUSED, 3), (GroupState.OPEN, 0), (GroupState.SETTLED, 0)):
         view.take(Group(group_id="g", group_size=3, state=state, offset=0, changed_at=0.0), 0.0)
         assert view.refused == refused
+
+
+def test_a_roles_collector_looks_past_what_was_there_when_it_began() -> None:
+    program = (
+        "import gc; from pipeline.command.roles import look_past_imports; look_past_imports();"
+        "print(len(gc.get_objects()))"
+    )
+    looked_at = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert int(looked_at) < 100, "tens of thousands were imported"
