@@ -223,8 +223,8 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
             raise ValueError(f"what was asked is no {TurnRequest.SCHEMA}: {error}") from error
 
     def knowing(self, request: TurnRequest) -> "TurnDispatch":
-        """Itself, with what was read of the bytes in `asked` by whoever sends them on, so that it is not read again; its
-        home is where it lay.
+        """Itself, with what was read of the bytes in `asked` by whoever sends them on: it is not read again. Its home
+        is where it lay.
         """
         self.__dict__["request"] = request
         return self
