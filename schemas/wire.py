@@ -3,15 +3,18 @@
 Keeps true
 - The wire is plain MessagePack: any implementation reads it.
 - Nothing is decoded unchecked: types, lengths and ranges are those of the record, and a breach is a RecordError.
-- Nothing is encoded that would not decode: what a reader would refuse, its writer is told.
+- Nothing is encoded that would not decode: what a reader would refuse, its writer is told. Of a dispatch it is believed
+  what its writer knows of the request's bytes (`TurnDispatch.knowing`).
 - The header `rose-schema` names the record; bytes under another name are refused.
 - Only a Prompt may also come as JSON, told by its first byte: MessagePack maps never begin with `{`.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
+import msgpack
 import msgspec
 
 from schemas.capacity import CapacityGrant
@@ -60,6 +63,9 @@ _loose: dict[type[Record], Callable[[Any], object]] = {
 }
 """Where a record holds values of any type."""
 
+_unpack = partial(msgpack.unpackb, strict_map_key=False, object_pairs_hook=lambda pairs: [*chain.from_iterable(pairs)])
+"""A map as the list of its keys and values: those too that come under one key, of which msgspec leaves the last."""
+
 _decoders: dict[type[Record], msgspec.msgpack.Decoder[Any]] = {
     record: msgspec.msgpack.Decoder(record) for record in RECORDS
 }
@@ -87,7 +93,8 @@ def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
         else:
             decoded = _decoders[record].decode(wire)
         if record is TurnRequest and wire != _encoder.encode(decoded):
-            _check_levels(record, msgspec.msgpack.decode(wire))  # it goes on as it came, with what is not known of it
+            msgspec.msgpack.decode(wire)  # it goes on as it came, with what is not known of it
+            _check_levels(record, _unpack(wire))
         _check_within(decoded)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise RecordError(f"not a {record.SCHEMA}: {error}") from error

@@ -94,7 +94,8 @@ def with_common(command: Callable[..., None]) -> Callable[..., None]:
 def can_be_written(file: Path) -> bool:
     """Whether an option may name this file to be written: asked before what is to be in it is computed."""
     try:
+        file = file.resolve()  # a link's own folder says nothing
         place = file if file.exists() else file.parent
         return file.parent.is_dir() and not file.is_dir() and os.access(place, os.W_OK)
-    except OSError:  # a name that no file can have
+    except (OSError, RuntimeError):  # a name that no file can have; links that lead round
         return False

@@ -12,9 +12,9 @@ from pipeline.routing.peers import CLOSED, Seat
 NEVER = 2**62
 """More room than anybody asks for."""
 
-FEW = 8
-"""Seats with room that a shortage lasts with. With more of them the index is cheaper, also where it finds nobody: a
-search of it costs what some five looks at single seats do."""
+FEW = 4
+"""Seats with room that a shortage lasts with. With more of them the index is cheaper: a search of it costs what some
+five looks at single seats do, unless much of the fleet has nearly as much room as is needed."""
 
 
 @dataclass(slots=True)

@@ -319,6 +319,23 @@ def test_a_request_that_is_taken_in_can_be_dispatched_whatever_a_newer_writer_ad
     assert decode(TurnDispatch, encode(dispatch)).request == REQUEST
 
 
+@pytest.mark.parametrize("within", [False, True], ids=["of the request", "of what it holds"])
+@pytest.mark.parametrize("levels", [NESTED - 1, 900])
+def test_what_is_under_a_key_that_comes_again_counts(levels: int, within: bool) -> None:
+    """A reader keeps the last value of a key: what the ones before it hold was not seen, and ended every router."""
+    fields = msgspec.msgpack.decode(encode(REQUEST))
+    known = b"".join(msgspec.msgpack.encode(each) for pair in fields.items() for each in pair)
+    twice = b"\xa1x" + msgspec.msgpack.encode(nested(levels - 1 - within)) + b"\xa1x\x01"
+    said = b"\xa1y\x82" + twice if within else twice
+    wire = b"\xde" + (len(fields) + 2 - within).to_bytes(2, "big") + known + said
+    assert msgspec.msgpack.decode(wire, type=TurnRequest) == REQUEST
+    if levels > NESTED:
+        with pytest.raises(RecordError, match="within one another"):
+            decode(TurnRequest, wire)
+    else:
+        assert decode(TurnRequest, wire) == REQUEST
+
+
 ODD = {
     "a map as a key": b"\xa1z\x82\x80\xc0\xc0\xc0",
     "text": b"\xa1z\xa4\xff\xff\xff\xff",

@@ -15,12 +15,16 @@ from workers.evaluate import Evaluation
 FOUND = Evaluation(tasks=4, solved=3, turns=8, seconds=1.0)
 
 
-@pytest.mark.parametrize("name", ["none/figures.json", "file/figures.json", "folder", ".", "x" * 300])
+@pytest.mark.parametrize(
+    "name", ["none/figures.json", "file/figures.json", "folder", ".", "x" * 300, "astray", "round"]
+)
 def test_what_cannot_be_written_is_refused_before_a_task_is_played(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
+    (tmp_path / "astray").symlink_to(tmp_path / "none" / "figures.json")
+    (tmp_path / "round").symlink_to(tmp_path / "round")
     monkeypatch.setattr(evaluation, "held_out", lambda *_: pytest.fail("played"))
     with pytest.raises(UsageError, match="cannot be written: name a file") as refused:
         evaluate_folder(Common(), None, tmp_path / name)
