@@ -113,7 +113,7 @@ class TurnRequest(Record, frozen=True, kw_only=True):
             return f"{len(self.appended)} bytes are appended to a context that has {self.context_tokens} tokens then"
         if self.anchors and appended != self.context_tokens:
             return f"an anchor of {self.context_tokens} tokens carries {appended}"
-        if len(self.chain) > 1 and any(later <= earlier for earlier, later in pairwise(self.chain)):
+        if any(later <= earlier for earlier, later in pairwise(self.chain)):
             return "its chain goes back"
         return ""
 
@@ -221,13 +221,6 @@ class TurnDispatch(Record, frozen=True, kw_only=True, dict=True):
             return _request.decode(self.asked)
         except msgspec.MsgspecError as error:
             raise ValueError(f"what was asked is no {TurnRequest.SCHEMA}: {error}") from error
-
-    def knowing(self, request: TurnRequest) -> "TurnDispatch":
-        """Itself, with what was read of the bytes in `asked` by whoever sends them on: it is not read again. Its home
-        is where it lay.
-        """
-        self.__dict__["request"] = request
-        return self
 
     @property
     def key(self) -> TurnKey:

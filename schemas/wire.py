@@ -3,8 +3,7 @@
 Keeps true
 - The wire is plain MessagePack: any implementation reads it.
 - Nothing is decoded unchecked: types, lengths and ranges are those of the record, and a breach is a RecordError.
-- Nothing is encoded that would not decode: what a reader would refuse, its writer is told. Of a dispatch it is believed
-  what its writer knows of the request's bytes (`TurnDispatch.knowing`).
+- Nothing is encoded that would not decode: what a reader would refuse, its writer is told.
 - The header `rose-schema` names the record; bytes under another name are refused.
 - Only a Prompt may also come as JSON, told by its first byte: MessagePack maps never begin with `{`.
 """

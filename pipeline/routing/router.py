@@ -118,7 +118,7 @@ class Router:
             ask = self._ask(turn)
             choice = self.placement.choose(ask, now)
             if choice is not None:
-                return [self._dispatch(turn, ask, choice, now).knowing(asked.request)]
+                return [self._dispatch(turn, ask, choice, now)]
         self.waiting.push(turn)
         return self._drain(now)
 

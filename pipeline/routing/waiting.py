@@ -20,7 +20,7 @@ from schemas.wire import encode
 
 
 class Asked(NamedTuple):
-    """A request, the bytes that it was decoded from, and its offset in its home."""
+    """A request, its bytes as they came, and its offset in its home."""
 
     request: TurnRequest
     wire: bytes
