@@ -133,7 +133,7 @@ def _begun(
 
 def look_past_imports() -> None:
     """Have the garbage collector leave out what is there by now. It stays, and to look through all of it takes some
-    15 ms at once of a router, and 100 ms of an executor.
+    25 ms at once of a router, and 100 ms of an executor.
     """
     gc.collect()
     gc.freeze()
