@@ -1,16 +1,13 @@
 """Peers: executors that are alike and as crowded, so that they differ in nothing but how long a turn would wait there;
-and which of them has the least.
+and which of them has the least. All groups of them: `index`.
 
 Keeps true
 - Of two peers the one with the lesser wait is the cheaper for every turn. So a search looks at the first of each group
   of peers, not at every executor.
 - A seat stands in one group by one entry, whose key is never above what the seat would wait. A search mends the first
   entry of a heap until it is exact. So a key has to be lowered at once, and may be raised when it comes up.
-- A seat stands in no group whose turns are too big for it to be found: `most` of its group is never below its room.
-- A search looks at groups with seats alone, by their price of a token of context, and ends where the context costs too
-  much by itself, with what its new tokens cost anywhere at least.
-- A group that has no seat any more holds nothing of those that it had, and groups are no more than a few times as many
-  as have seats: so it costs nothing that executors come, go, or tell of other rates each time.
+- A seat stands in no group whose turns are too big for it to be found: `most` of its group is never below its room, and
+  no more is `roomiest`, so that a search passes over groups whose seats are all too full for its turn.
 
 A wait has a part that is as long at any time, the seat's `load`, and the prefills before it, which end at `free_at`.
 While they last `free_at + load` stays in order among the seats whose prefill is `busy`, and `load` among the `idle`.
@@ -21,8 +18,7 @@ Example, at 10 s
     at 12 s w2 comes up among the busy                                            -> moved to the idle, and is the first
 """
 
-import math
-from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
@@ -39,7 +35,7 @@ CLOSED = -1
 """Room of an executor that may be sent nothing."""
 
 FEWEST = 64
-"""Entries that a heap may have before those that mean nothing are dropped."""
+"""Entries that a heap may have before those that mean nothing are dropped; so it is with groups."""
 
 Entry = tuple[float, int, "Seat"]
 """What the seat would wait at least (of the busy: until when), its number, and itself."""
@@ -132,7 +128,10 @@ class Peers:
     """Room of the smallest that belongs here."""
     most: int
     """Room of the biggest."""
-    index: "Index"
+    enter: Callable[[Seat], None]
+    """Have a seat stand where it belongs now, which is not here."""
+    roomiest: int = CLOSED
+    """What no seat that stands here has more room than; exact after a search that has looked at all of them."""
     seats: int = 0
     """That stand here."""
     most_entries: int = FEWEST
@@ -154,7 +153,7 @@ class Peers:
                 heappop(idle)
             elif seat.room < self.least and seat.room < need:
                 heappop(idle)
-                self.index.enter(seat)
+                self.enter(seat)
             elif seat.free_at > now:
                 heappop(idle)
                 seat.entry, seat.is_busy = (seat.free_at + seat.load, number, seat), True
@@ -177,7 +176,7 @@ class Peers:
                 heappop(busy)
             elif seat.room < self.least and seat.room < need:
                 heappop(busy)
-                self.index.enter(seat)
+                self.enter(seat)
             elif seat.free_at <= now:
                 heappop(busy)
                 seat.entry, seat.is_busy = (seat.load, number, seat), False
@@ -196,38 +195,76 @@ class Peers:
 
     def _deep(self, need: int, now: float, search: int, limit: float) -> Seat | None:
         """As `first`, where the first of a heap is of no use: down the heaps as far as keys allow."""
-        best, least = None, limit
-        for heap, since in ((self.idle, 0.0), (self.busy, now)):
+        best, least, roomiest = None, limit, CLOSED
+        for heap, since, slack in ((self.idle, 0.0, 0.0), (self.busy, now, SLACK_SECONDS)):
             places = [0]
             while places:
                 place = places.pop()
-                if place >= len(heap) or heap[place][0] - since > least + SLACK_SECONDS:
+                if place >= len(heap):
+                    continue
+                if heap[place][0] - since >= least + slack:
+                    roomiest = self.roomiest  # it does not look at what is below
                     continue
                 entry = heap[place]
                 seat = entry[2]
-                if seat.entry is entry and seat.search != search and seat.room >= need:
-                    wait = seat.wait(now)
-                    if wait < least:
-                        best, least = seat, wait
+                if seat.entry is entry:
+                    roomiest = max(roomiest, seat.room)
+                    if seat.search != search and seat.room >= need:
+                        wait = seat.wait(now)
+                        if wait < least:
+                            best, least = seat, wait
                 places += (2 * place + 1, 2 * place + 2)
+        self.roomiest = roomiest
         return best
 
     def within(self, base: float, most: float, need: int, now: float, many: int) -> list[Seat]:
-        """Those with room where what costs `base` seconds costs `most` with the wait; no more than `many` are named."""
+        """Those with room where what costs `base` seconds costs `most` with the wait; no more than `many` are named.
+
+        What comes up is mended, so that what has changed since is looked at once and not by every search.
+        """
         found: list[Seat] = []
-        limit = most - base + SLACK_SECONDS
-        for heap, since in ((self.idle, 0.0), (self.busy, now)):
-            places = [0]
-            while places and len(found) < many:
-                place = places.pop()
-                if place >= len(heap) or heap[place][0] - since > limit:
-                    continue
-                entry = heap[place]
-                seat = entry[2]
-                if seat.entry is entry and seat.room >= need and base + seat.wait(now) <= most:
-                    found.append(seat)
-                places += (2 * place + 1, 2 * place + 2)
+        looked_at: list[Entry] = []
+        while len(found) < many and (entry := self._pop(now, most - base + SLACK_SECONDS)) is not None:
+            looked_at.append(entry)
+            seat = entry[2]
+            if seat.room >= need and base + seat.wait(now) <= most:
+                found.append(seat)
+        for entry in looked_at:
+            heappush(self.busy if entry[2].is_busy else self.idle, entry)
         return found
+
+    def _pop(self, now: float, limit: float) -> Entry | None:
+        """Take off a heap the next exact entry of a seat that waits for no longer than `limit`."""
+        idle, busy = self.idle, self.busy
+        while idle and idle[0][0] <= limit:
+            entry = heappop(idle)
+            key, number, seat = entry
+            if seat.entry is not entry:
+                continue
+            if seat.free_at > now:
+                seat.entry, seat.is_busy = (seat.free_at + seat.load, number, seat), True
+                heappush(busy, seat.entry)
+            elif seat.load > key:
+                seat.entry = (seat.load, number, seat)
+                heappush(idle, seat.entry)
+            else:
+                return entry
+        while busy and busy[0][0] - now <= limit:
+            entry = heappop(busy)
+            key, number, seat = entry
+            if seat.entry is not entry:
+                continue
+            if seat.free_at <= now:
+                seat.entry, seat.is_busy = (seat.load, number, seat), False
+                if seat.load <= limit:
+                    return seat.entry
+                heappush(idle, seat.entry)
+            elif seat.free_at + seat.load > key:
+                seat.entry = (seat.free_at + seat.load, number, seat)
+                heappush(busy, seat.entry)
+            else:
+                return entry
+        return None
 
     def tidy(self) -> None:
         """Drop the entries that mean nothing."""
@@ -235,141 +272,3 @@ class Peers:
             heap[:] = [entry for entry in heap if entry[2].entry is entry]
             heapify(heap)
         self.most_entries = max(FEWEST, 2 * len(self.idle), 2 * len(self.busy))
-
-
-@dataclass(slots=True)
-class Found:
-    """What a search has found: the cheapest seat, the next to it, and their costs."""
-
-    best: Seat | None = None
-    lowest: float = math.inf
-    passed: Seat | None = None
-    second: float = math.inf
-
-    def take(self, seat: Seat, cost: float) -> None:
-        """Look at one more."""
-        if cost < self.lowest:
-            self.passed, self.second = self.best, self.lowest
-            self.best, self.lowest = seat, cost
-        elif cost < self.second:
-            self.passed, self.second = seat, cost
-
-
-class Index:
-    """All seats that may be sent turns, in groups of peers."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        """Of the newest search."""
-        self._numbers = 0
-        self._groups: list[tuple[float, int, Peers]] = []
-        """Those with seats, by price and number. Another list whenever that changes: a search may be looking at it."""
-        self._least_decode = 0.0
-        """Of theirs."""
-        self._known: dict[tuple[Kind, float, int], Peers] = {}
-        self._most_known = FEWEST
-        """That there may be before those without a seat are forgotten: at least twice those that have one."""
-
-    def enter(self, seat: Seat) -> None:
-        """Let it stand where it belongs, and nowhere if it has no room."""
-        self.leave(seat)
-        if seat.room < 0:
-            return
-        size = (seat.room.bit_length() + 1) // 2
-        peers = self._known.get((seat.kind, seat.crowd, size))
-        if peers is None:
-            peers = self._add(seat, size)
-        seat.peers = peers
-        peers.seats += 1
-        if peers.seats == 1:
-            groups = self._groups.copy()
-            insort(groups, (peers.price, peers.number, peers))
-            self._least_decode = min(self._least_decode, peers.decode) if self._groups else peers.decode
-            self._groups = groups
-        self._push(seat, peers)
-
-    def leave(self, seat: Seat) -> None:
-        """Let it stand nowhere."""
-        peers, seat.peers, seat.entry = seat.peers, None, None
-        if peers is None:
-            return
-        peers.seats -= 1
-        if not peers.seats:
-            peers.idle.clear()
-            peers.busy.clear()
-            groups = self._groups.copy()
-            del groups[bisect_left(groups, (peers.price, peers.number))]
-            self._groups = groups
-            if peers.decode <= self._least_decode:
-                self._least_decode = min((other.decode for _, _, other in groups), default=0.0)
-
-    def mend(self, seat: Seat) -> None:
-        """Its wait or its room has changed: see to it that it is still found."""
-        peers, entry = seat.peers, seat.entry
-        if peers is None or entry is None or seat.room > peers.most:
-            self.enter(seat)
-        elif (seat.free_at + seat.load if seat.is_busy else seat.load) < entry[0]:
-            self._push(seat, peers)
-
-    def search(self, ask: Ask, now: float, number: int, found: Found) -> None:
-        """Add the two cheapest without a cached prefix to what was found, of those not looked at by this search."""
-        self.now = now
-        need, context, new, seeded = ask.room_tokens, ask.context_tokens, ask.new_tokens, ask.seeded
-        second, home, least = found.second, None, new * self._least_decode
-        for price, _, peers in self._groups:
-            if context * price + least >= second:
-                break
-            limit = second - context * price - new * peers.decode
-            idle, busy = peers.idle, peers.busy
-            if (
-                ((idle and idle[0][0] < limit) or (busy and busy[0][0] - now < limit + SLACK_SECONDS))
-                and peers.most >= need
-                and (peers.seeded or not seeded)
-            ):
-                seat = peers.first(need, now, number, limit)
-                if seat is not None:
-                    found.take(seat, context * price + new * peers.decode + seat.wait(now))
-                    second = found.second
-                    if found.best is seat:
-                        home = peers
-        if home is None or found.best is None:
-            return
-        found.best.search = number
-        base = context * home.price + new * home.decode
-        seat = home.first(need, now, number, second - base)
-        if seat is not None:
-            found.take(seat, base + seat.wait(now))
-
-    def within(self, ask: Ask, now: float, most: float, many: int) -> list[Seat]:
-        """Those where the turn costs `most` seconds at most without a cached prefix; no more than `many` are named."""
-        found: list[Seat] = []
-        need, context, new = ask.room_tokens, ask.context_tokens, ask.new_tokens
-        for price, _, peers in self._groups:
-            if peers.most < need or (ask.seeded and not peers.seeded):
-                continue
-            base = context * price + new * peers.decode
-            limit, idle, busy = most - base + SLACK_SECONDS, peers.idle, peers.busy
-            if (idle and idle[0][0] <= limit) or (busy and busy[0][0] - now <= limit):
-                found += peers.within(base, most, need, now, many - len(found))
-        return found
-
-    def _add(self, seat: Seat, size: int) -> Peers:
-        if len(self._known) >= self._most_known:
-            self._known = {key: peers for key, peers in self._known.items() if peers.seats}
-            self._most_known = max(FEWEST, 2 * len(self._known))
-        self._numbers += 1
-        least, most = 4**size // 4, 4**size - 1
-        peers = Peers(self._numbers, seat.price, seat.decode, seat.kind.seeded, least, most, self)
-        self._known[seat.kind, seat.crowd, size] = peers
-        return peers
-
-    def _push(self, seat: Seat, peers: Peers) -> None:
-        if seat.free_at > self.now:
-            heap, seat.is_busy = peers.busy, True
-            seat.entry = (seat.free_at + seat.load, seat.number, seat)
-        else:
-            heap, seat.is_busy = peers.idle, False
-            seat.entry = (seat.load, seat.number, seat)
-        heappush(heap, seat.entry)
-        if len(heap) > peers.most_entries:
-            peers.tidy()

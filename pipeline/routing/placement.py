@@ -7,10 +7,9 @@ Keeps true
   as short as one choice at a time can.
 - Only open executors are chosen, never one whose room (turns, tokens) the turn would overfill, and for a turn with a
   seed only such as take seeds.
-- The answer is that of a scan over all executors; the index of `peers` only makes it cheap.
-- Costs within TIE_SECONDS are equal; among equals the rendezvous hash of the turn's key decides, whatever the order
-  in which the executors were met. Of more than MANY equals it decides between those whose own hashes are next to the
-  key's, on a ring: so it never has to look at a fleet that is idle as a whole.
+- The answer is that of a scan over all executors; the `index` only makes it cheap.
+- Costs within TIE_SECONDS are equal; among equals the turn's key decides (`ring`), whatever the order in which the
+  executors were met.
 
 Rates are those that heartbeats taught (`pace`). Prefills are run one after another, and `wait` is for those that were
 sent before: each pushes the moment at which the executor's prefill is free, and that moment comes nearer by itself as
@@ -33,14 +32,14 @@ Example: 32 tokens of context and 4 new ones, where a token takes 0.1 ms, and a 
     with none cached, beside 16 like it  32 * 0.1 * (1 + 0.5 + 16) + 4 * (3.0 + 1.6) + 32 * 0.1     = 78 ms
 """
 
-import hashlib
-from bisect import bisect, insort
 from typing import NamedTuple
 
 import msgspec
 
+from pipeline.routing.index import Found, Index
 from pipeline.routing.pace import crowd_of, learned, step_rate
-from pipeline.routing.peers import CLOSED, Ask, Found, Index, Kind, Seat
+from pipeline.routing.peers import CLOSED, Ask, Kind, Seat
+from pipeline.routing.ring import Ring, compared, name_hash
 from pipeline.routing.room import NEVER, Largest, Shortage
 from schemas.slack import SlackHeartbeat
 from schemas.turns import PlacementCost
@@ -68,12 +67,6 @@ AGAIN_WEIGHT = 1 / 32
 
 AGAIN_KEPT = 0.999
 """Of that cost, from heartbeat to heartbeat: half of it after 700, so who is shunned for it is tried again."""
-
-MANY = 32
-"""Equals that are all compared."""
-
-WINDOW = 4
-"""Of more equals, those that are."""
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
@@ -108,8 +101,7 @@ class Placement:
 
     def __init__(self) -> None:
         self.seats: dict[str, Seat] = {}
-        self._ring: list[tuple[int, int, Seat]] = []
-        """By the hash of their names."""
+        self._ring = Ring()
         self._index = Index()
         self._numbers = self._searches = 0
         self._largest = Largest(), Largest()
@@ -151,7 +143,7 @@ class Placement:
         if seat is not None:
             self.close(worker)
             del self.seats[worker]
-            self._ring.remove((seat.hash, seat.number, seat))
+            self._ring.remove(seat)
             self._index.leave(seat)
 
     def take(self, choice: Choice, ask: Ask, now: float) -> None:
@@ -249,9 +241,9 @@ class Placement:
         self._numbers += 1
         prefill = learned(beat.hardware.prefill_tokens_per_second, None)
         kind = Kind(prefill, learned(step_rate(beat), None), beat.frozen, beat.seeded)
-        seat = self.seats[beat.worker] = Seat(self._numbers, _hash(beat.worker), beat, kind)
+        seat = self.seats[beat.worker] = Seat(self._numbers, name_hash(beat.worker), beat, kind)
         _reprice(seat)
-        insort(self._ring, (seat.hash, seat.number, seat))
+        self._ring.add(seat)
         return seat
 
     @staticmethod
@@ -326,30 +318,19 @@ class Placement:
         return cost - _cached(seat, ask) * seat.price
 
     def _settle(self, ask: Ask, now: float, found: Found) -> None:
-        """Decide between equals by the hash of the turn's key."""
+        """Decide between equals by the turn's key."""
         most = found.lowest + TIE_SECONDS
-        equals = {seat.number: seat for seat in self._index.within(ask, now, most, MANY + 1)}
+        named = self._index.within(ask, now, most, compared(len(self._ring)) + 1)
+        equals = {seat.number: seat for seat in named}
         for worker, _ in ask.cached:
             holder = self.seats.get(worker)
             if holder is not None and self._is_equal(holder, ask, now, most):
                 equals[holder.number] = holder
-        key = _hash(ask.tie_key)
-        window = self._window(key, ask, now, most) if len(equals) > MANY else list(equals.values())
-        best = max(window, key=lambda seat: rendezvous(seat.hash, key))
+        best = self._ring.first(
+            name_hash(ask.tie_key), equals.values(), lambda seat: self._is_equal(seat, ask, now, most)
+        )
         if best is not found.best:
             found.passed, found.second, found.best = found.best, found.lowest, best
-
-    def _window(self, key: int, ask: Ask, now: float, most: float) -> list[Seat]:
-        """The equals next to the key on the ring."""
-        window: list[Seat] = []
-        begin = bisect(self._ring, (key,))
-        for place in range(begin - len(self._ring), begin):
-            seat = self._ring[place][2]
-            if self._is_equal(seat, ask, now, most):
-                window.append(seat)
-                if len(window) == WINDOW:
-                    break
-        return window
 
     def _is_equal(self, seat: Seat, ask: Ask, now: float, most: float) -> bool:
         fits = seat.room >= ask.room_tokens and (seat.beat.seeded or not ask.seeded)
@@ -391,13 +372,3 @@ def _reprice(seat: Seat) -> None:
     seat.price = kind.prefill.seconds * (1 + crowd + _displacement(kind))
     seat.decode = kind.step.seconds + crowd * kind.prefill.seconds
     seat.entry = None
-
-
-def _hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-
-
-def rendezvous(worker: int, key: int) -> int:
-    """The weight of a worker's hash under this key; the highest wins (highest random weight hashing)."""
-    mixed = (worker ^ key) * 0x9E3779B97F4A7C15 & 2**64 - 1
-    return (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & 2**64 - 1

@@ -3,7 +3,11 @@
 import gc
 import hashlib
 import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from random import Random
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,12 +22,11 @@ from pipeline.routing.placement import (
     DISPLACEMENT,
     FROZEN_DISPLACEMENT,
     LEFT,
-    MANY,
     STALENESS_SECONDS,
     TIE_SECONDS,
-    WINDOW,
     Placement,
 )
+from pipeline.routing.ring import LEAST_COMPARED, WINDOW, compared
 from schemas.slack import HELD, Hardware, SlackHeartbeat, Tenant
 from schemas.turns import PlacementCost
 from tests.unit.routing_world import heartbeat
@@ -73,7 +76,7 @@ class Scan:
         if lowest == math.inf:
             return None
         equals = [worker for worker, cost in costs.items() if cost <= lowest + TIE_SECONDS]
-        if len(equals) > MANY:
+        if len(equals) > compared(len(self.offers)):
             round_from_key = sorted(equals, key=lambda worker: (digest(worker) - digest(ask.tie_key)) & MASK)
             equals = round_from_key[:WINDOW]
         return max(equals, key=lambda worker: weight(worker, ask.tie_key))
@@ -195,7 +198,7 @@ def test_the_index_chooses_as_a_scan_over_all_executors_does(
 @settings(max_examples=15, print_blob=True, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
-    st.integers(MANY, 4 * MANY),
+    st.integers(LEAST_COMPARED, 4 * LEAST_COMPARED),
     st.sampled_from([1, 2, 8]),
     st.sampled_from([3_000, 10_000, 10**6]),
 )
@@ -303,6 +306,64 @@ def test_nothing_is_kept_of_executors_that_come_and_go_unseen_by_any_search() ->
             placement.release(beat.worker, 1, 1.0)
         placement.remove(beat.worker)
     assert seats_alive() - before <= 2 * FEWEST, "of 500"
+
+
+@pytest.mark.parametrize("context", [(20, 20), (1_000, 2_000)], ids=["of one length", "of many"])
+@pytest.mark.parametrize("fill", [0.0, 0.9, 1.0], ids=["idle", "nearly full", "as full as can be"])
+def test_sixteen_times_the_executors_take_a_few_times_the_steps_of_a_choice(
+    fill: float, context: tuple[int, int]
+) -> None:
+    """Also where most executors are nearly too full, or many cost the same."""
+    small, large = (steps_of_a_choice(workers, fill, context) for workers in (100, 1_600))
+    assert large < 4 * small
+
+
+def steps_of_a_choice(workers: int, fill: float, context: tuple[int, int]) -> float:
+    """Lines of code that run for a choice, on average, in a fleet which holds so much of what it can."""
+    random, placement, held, now = Random(1), Placement(), [], 1.0
+
+    def ask(number: int) -> Ask:
+        tokens = random.randint(*context)
+        holders = ((f"w{random.randrange(workers)}", tokens - 1),) if number % 2 else ()
+        return Ask(tokens, random.uniform(5, 50), tokens + 50, f"group-{number // 8}", holders)
+
+    def take(number: int) -> None:
+        wanted = ask(number)
+        choice = placement.choose(wanted, now)
+        if choice is not None:
+            placement.take(choice, wanted, now)
+            held.append((choice.worker, wanted.room_tokens, wanted.new_tokens))
+
+    for worker in range(workers):
+        beat = heartbeat(worker, max_turns=64, token_budget=random.randint(8_000, 12_000), hardware=hardware(random, 4))
+        placement.offer(beat, open=True, lag_versions=0)
+    for number in range(int(fill * workers * 9_000 / (sum(context) / 2 + 50))):
+        now += 0.01 / workers
+        take(number)
+    with counting() as lines:
+        for number in range(300):
+            now += 0.01 / workers
+            take(number)
+            for _ in range(min(len(held), random.randint(0, 2))):
+                placement.release(*held.pop(random.randrange(len(held))))
+    return lines[0] / 300
+
+
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """What it gives holds the number of lines of Python that have run within it."""
+    lines = [0]
+
+    def trace(_: FrameType, event: str, __: object) -> Any:
+        lines[0] += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
 
 
 def seats_alive() -> int:
