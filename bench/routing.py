@@ -81,8 +81,11 @@ FLEET = {"even": (1.0, 1.0, 4), "compute-rich": (1.0, 0.5, 2), "bandwidth-rich":
 """By kind: times the seconds of a step, times those of a token, and how many there are."""
 
 
-def fleet(machine: Machine, cache: float = 1.0) -> list[Machine]:
-    """Ten executors of four kinds; `cache`: times the blocks of KV."""
+ALIKE = {"even": (1.0, 1.0, 10)}
+
+
+def fleet(machine: Machine, cache: float = 1.0, *, alike: bool = False) -> list[Machine]:
+    """Ten executors, of four kinds or `alike`; `cache`: times the blocks of KV."""
     return [
         Machine(
             **{
@@ -93,7 +96,7 @@ def fleet(machine: Machine, cache: float = 1.0) -> list[Machine]:
                 "token_seconds": machine.token_seconds * token,
             }
         )
-        for kind, (base, token, many) in FLEET.items()
+        for kind, (base, token, many) in (ALIKE if alike else FLEET).items()
         for _ in range(many)
     ]
 
@@ -368,15 +371,29 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=DEMO_GROUPS, help="of the demo's tasks")
     parser.add_argument("--busy", type=float, default=BUSY, help="the share of the time that the fleet would need")
     parser.add_argument("--cache", type=float, default=1.0, help="times the KV of the executors that run the trace")
+    parser.add_argument("--alike", action="store_true", help="executors of one kind, not of four")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals, of the scripted player and of draws")
     arguments = parser.parse_args()
     busy = arguments.busy
-    workloads = [demo(fleet(DEMO_MACHINE), groups=arguments.groups, seed=arguments.seed, busy=busy)]
+    alike = arguments.alike
+    workloads = [demo(fleet(DEMO_MACHINE, alike=alike), groups=arguments.groups, seed=arguments.seed, busy=busy)]
     if arguments.trace:
         workloads.append(
-            mooncake(arguments.trace, fleet(LARGE_MACHINE, arguments.cache), busy=busy, requests=arguments.requests)
+            mooncake(
+                arguments.trace,
+                fleet(LARGE_MACHINE, arguments.cache, alike=alike),
+                busy=busy,
+                requests=arguments.requests,
+            )
         )
-    result: dict[str, Any] = {"seed": arguments.seed, "busy": busy, "emulated": True, "checks": [], "workloads": {}}
+    result: dict[str, Any] = {
+        "seed": arguments.seed,
+        "busy": busy,
+        "alike": alike,
+        "emulated": True,
+        "checks": [],
+        "workloads": {},
+    }
     met = True
     for workload in workloads:
         found = measure(workload, arguments.seed)
