@@ -10,7 +10,6 @@ Keeps true
 import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from heapq import heappush
 
 from pipeline.routing.peers import CLOSED, FEWEST, SLACK_SECONDS, Ask, Kind, Peers, Seat
 
@@ -153,6 +152,4 @@ class Index:
         else:
             heap, seat.is_busy = peers.idle, False
             seat.entry = (seat.load, seat.number, seat)
-        heappush(heap, seat.entry)
-        if len(heap) > peers.most_entries:
-            peers.tidy()
+        peers.push(heap, seat.entry)

@@ -156,8 +156,7 @@ class Peers:
                 self.enter(seat)
             elif seat.free_at > now:
                 heappop(idle)
-                seat.entry, seat.is_busy = (seat.free_at + seat.load, number, seat), True
-                heappush(busy, seat.entry)
+                self._move(seat, busy, (seat.free_at + seat.load, number, seat))
             elif seat.load > key:
                 seat.entry = (seat.load, number, seat)
                 heapreplace(idle, seat.entry)
@@ -179,8 +178,7 @@ class Peers:
                 self.enter(seat)
             elif seat.free_at <= now:
                 heappop(busy)
-                seat.entry, seat.is_busy = (seat.load, number, seat), False
-                heappush(idle, seat.entry)
+                self._move(seat, idle, (seat.load, number, seat))
                 if seat.load < least and seat.search != search and seat.room >= need:
                     best, least = seat, seat.load
                     until = now + least + SLACK_SECONDS
@@ -241,9 +239,10 @@ class Peers:
             key, number, seat = entry
             if seat.entry is not entry:
                 continue
-            if seat.free_at > now:
-                seat.entry, seat.is_busy = (seat.free_at + seat.load, number, seat), True
-                heappush(busy, seat.entry)
+            if seat.room < self.least:
+                self.enter(seat)
+            elif seat.free_at > now:
+                self._move(seat, busy, (seat.free_at + seat.load, number, seat))
             elif seat.load > key:
                 seat.entry = (seat.load, number, seat)
                 heappush(idle, seat.entry)
@@ -254,17 +253,30 @@ class Peers:
             key, number, seat = entry
             if seat.entry is not entry:
                 continue
-            if seat.free_at <= now:
+            if seat.room < self.least:
+                self.enter(seat)
+            elif seat.free_at <= now:
                 seat.entry, seat.is_busy = (seat.load, number, seat), False
                 if seat.load <= limit:
                     return seat.entry
-                heappush(idle, seat.entry)
+                self._move(seat, idle, seat.entry)
             elif seat.free_at + seat.load > key:
                 seat.entry = (seat.free_at + seat.load, number, seat)
                 heappush(busy, seat.entry)
             else:
                 return entry
         return None
+
+    def _move(self, seat: Seat, heap: list[Entry], entry: Entry) -> None:
+        """From one heap to the other, by this entry."""
+        seat.entry, seat.is_busy = entry, heap is self.busy
+        self.push(heap, entry)
+
+    def push(self, heap: list[Entry], entry: Entry) -> None:
+        """Add an entry, and drop those that mean nothing where they have become many."""
+        heappush(heap, entry)
+        if len(heap) > self.most_entries:
+            self.tidy()
 
     def tidy(self) -> None:
         """Drop the entries that mean nothing."""

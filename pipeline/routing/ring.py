@@ -1,8 +1,10 @@
 """Which of many that cost the same: by hashes of their names and of the turn's key, so that it stays with one choice.
 
 Keeps true
-- The answer is a function of who is equal and of the key: in which order executors came is of no account.
-- A change of one executor moves no more than the keys that it takes or leaves.
+- The answer is a function of who is equal, of the key, and of how large the fleet is, in steps of four times: in which
+  order executors came is of no account.
+- Where one executor comes or goes most keys stay: of a few equals all but those that it takes or leaves, of many those
+  that are not next to it. They all move where a fleet grows or shrinks past such a step.
 - A fleet that is idle as a whole is never looked through. Of more than `compared` equals those decide whose hashes are
   next to the key's, on a ring.
 """
@@ -22,10 +24,12 @@ WINDOW = 4
 
 
 def compared(executors: int) -> int:
-    """Equals that are all compared in a fleet of so many. To compare one costs about what it costs to pass one on the
-    ring; and where M of N are equal, WINDOW * N / M are passed: so it grows with the root of N.
+    """Equals that are all compared in a fleet of so many: a power of two, so that it seldom changes.
+
+    To compare one costs about what it costs to pass one on the ring; and where M of N are equal, WINDOW * N / M are
+    passed: so it grows with the root of N.
     """
-    return max(LEAST_COMPARED, isqrt(2 * WINDOW * executors))
+    return max(LEAST_COMPARED, 1 << isqrt(WINDOW * executors).bit_length())
 
 
 class Ring:

@@ -308,8 +308,57 @@ def test_nothing_is_kept_of_executors_that_come_and_go_unseen_by_any_search() ->
     assert seats_alive() - before <= 2 * FEWEST, "of 500"
 
 
-@pytest.mark.parametrize("context", [(20, 20), (1_000, 2_000)], ids=["of one length", "of many"])
-@pytest.mark.parametrize("fill", [0.0, 0.9, 1.0], ids=["idle", "nearly full", "as full as can be"])
+def test_who_has_room_again_is_found_again() -> None:
+    """A search that has looked at all of a group knows how much room there is at most; until there is more."""
+    placement, ask = Placement(), Ask(1950, 5.0, 2000, "group-0")
+    slow = Hardware(prefill_tokens_per_second=500.0, decode_tokens_per_second=50.0)
+
+    def offers(worker: int, token_budget: int, **other: Any) -> None:
+        beat = heartbeat(worker, max_turns=64, token_budget=token_budget, **other)
+        placement.offer(beat, open=True, lag_versions=0)
+
+    def chosen() -> str | None:
+        choice = placement.choose(ask, 1.0)
+        return None if choice is None else choice.worker
+
+    offers(0, 2040)
+    offers(1, 1100)
+    offers(2, 9000, hardware=slow)
+    placement.hold("w0", 0, 1.0)
+    placement.hold("w1", 0, 1.0)
+    assert chosen() == "w0"
+    offers(0, 1100)
+    assert chosen() == "w2"
+    offers(0, 2040)
+    assert chosen() == "w0"
+
+
+def test_a_group_holds_no_more_than_it_may_of_what_means_nothing() -> None:
+    """Also where a seat time and again becomes idle beside another, and then leaves the group."""
+    placement, now = Placement(), 100.0
+    even = Hardware(prefill_tokens_per_second=1_000.0, decode_tokens_per_second=100.0)
+    for worker in range(3):
+        beat = heartbeat(worker, max_turns=64, token_budget=10**6, hardware=even)
+        placement.offer(beat, open=True, lag_versions=0)
+    placement.hold("w0", 10, 1.0)
+    for _ in range(200):
+        ask = Ask(2_000, 10_000.0, 2_010, "long", (("w1", 1_999),))
+        choice = placement.choose(ask, now)
+        assert choice is not None and choice.worker == "w1"
+        placement.take(choice, ask, now)
+        now += 10.0
+        placement.choose(Ask(10, 1.0, 20, "short"), now)
+        placement.release("w1", ask.room_tokens, ask.new_tokens)
+    groups = {seat.peers for seat in placement.seats.values()}
+    assert max(len(heap) for group in groups if group for heap in (group.idle, group.busy)) <= FEWEST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fill", "context"),
+    [(0.0, (20, 20)), (0.0, (1_000, 2_000)), (0.9, (1_000, 2_000)), (1.0, (1_000, 2_000))],
+    ids=["idle, turns of one length", "idle, of many", "nearly full, of many", "as full as can be, of many"],
+)
 def test_sixteen_times_the_executors_take_a_few_times_the_steps_of_a_choice(
     fill: float, context: tuple[int, int]
 ) -> None:
