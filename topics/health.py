@@ -23,7 +23,7 @@ HUNG_SECONDS = 120.0
 """Silence of a loop that turns over many times a second: twice what its longest call to the broker may take."""
 
 START_SECONDS = 1800.0
-"""Before its first word: a large engine loads and compiles for minutes."""
+"""Before its first word, and of a word while its engine loads: a large one loads and compiles for minutes."""
 
 
 class Word(NamedTuple):

@@ -1,11 +1,13 @@
 """An executor whose engine the test plays: what it does when a grant, a guest or a server says that it may not run."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -18,17 +20,23 @@ from schemas.errors import UsageError
 from schemas.slack import ExecutorState
 from schemas.turns import Refusal, TurnOutcome, held_hash
 from tests.brokers import AnyBroker, kafka_first
+from tests.integration.executor_kit import SLOT
 from tests.integration.played_engine import NAME, TICK, running
 from tests.waiting import until
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, HEARTBEATS, Partitions, Topic
 from topics.fetch import Fetch
+from topics.health import HEALTH, START_SECONDS, Standing, standing
 from topics.records import Envelope
 from topics.settings import BusSettings
 from topics.writer import Writer
+from workers.executor.config import ExecutorConfig
 from workers.executor.gate import FREELY, Leave
 from workers.executor.grants import Grants
 from workers.executor.lease import Lease
+from workers.executor.link import EngineLink
+from workers.executor.main import run_executor
+from workers.executor.wires import Wires
 from workers.executor.words import GiveUp, Lent, NotTaken, Park, Prepare, Take, Wake
 from workers.weights.trust import run_id
 
@@ -59,6 +67,22 @@ def drains(settings: BusSettings) -> Iterator[Grants]:
     grants.known(threading.Event())
     yield grants
     grants.stop()
+
+
+def test_an_executor_is_alive_for_as_long_as_an_engine_may_take_to_load(settings: BusSettings) -> None:
+    """It has not passed for one that hangs, and been started again, time after time."""
+    wires, stop, life = Wires.new(), threading.Event(), os.pidfd_open(os.getpid())
+    config = ExecutorConfig(model_folder=Path(), name=NAME, slot=SLOT)
+    executor = threading.Thread(target=run_executor, args=(settings, config, EngineLink(wires, life), {}, stop))
+    executor.start()
+    try:
+        until(lambda: "loads" in HEALTH.standing.sentence)
+        word = HEALTH._word
+        assert standing(word, word.at + START_SECONDS - 1) == Standing(True, False, word.said)
+    finally:
+        stop.set()
+        executor.join()
+        os.close(life)
 
 
 def exported(name: str) -> float | None:

@@ -14,7 +14,7 @@ import structlog
 from schemas.capacity import CapacityGrant, Voice, spoken_in
 from topics.catalog import GRANTS
 from topics.following import Following
-from topics.health import HEALTH
+from topics.health import HEALTH, START_SECONDS
 from topics.records import Envelope
 from topics.settings import BusSettings
 from workers.executor.gate import Leave
@@ -39,7 +39,8 @@ class Grants:
         while not self._following.known.wait(LOOK_SECONDS) and not stop.is_set():
             if self._following.failure is not None:
                 raise self._following.failure
-            HEALTH.says("waits for its grants: the broker has not told them yet", ready=False)
+            waits = "waits for its grants: the broker has not told them yet"
+            HEALTH.says(waits, ready=False, lasts_seconds=START_SECONDS)
 
     def leave(self) -> Leave:
         """What it may do now."""

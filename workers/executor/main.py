@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from threading import Event
 
 from schemas.slack import WorkerClass
+from topics.health import HEALTH, START_SECONDS
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
 from workers.executor.lease import Lease
@@ -46,6 +47,7 @@ def run_executor(
     grants = Grants(settings, name, lease)
     try:
         grants.known(stop)
+        HEALTH.says("waits for its engine, which loads", ready=False, lasts_seconds=START_SECONDS)
         tick = link.first_tick(stop)
         if tick is not None:
             gate = Gate(grants.leave, lends=lease.lends)
