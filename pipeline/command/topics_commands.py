@@ -65,7 +65,7 @@ def topics_acl(
         typer.Option(
             "--role",
             metavar="ROLE",
-            help="environment, router, executor, lender, trainer, producer, view, operator or admin.",
+            help="environment, router, control, executor (so is a lender), trainer, producer, view, operator or admin.",
         ),
     ],
     principal: Annotated[

@@ -1,6 +1,8 @@
 """The chart: what it renders is what Kubernetes takes, what the roles understand, and what was seen in review."""
 
 import copy
+import os
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ OF_OTHERS = {
     "KafkaTopic": ("kafka.strimzi.io/v1", {"topicName", "partitions", "replicas", "config"}),
     "ScaledObject": (
         "keda.sh/v1alpha1",
-        {"scaleTargetRef", "minReplicaCount", "maxReplicaCount", "cooldownPeriod", "triggers"},
+        {"scaleTargetRef", "minReplicaCount", "maxReplicaCount", "advanced", "triggers"},
     ),
     "PodMonitor": ("monitoring.coreos.com/v1", {"selector", "podMetricsEndpoints"}),
 }
@@ -93,6 +95,46 @@ def test_every_command_line_and_every_setting_is_one_that_rose_knows(name: str, 
             assert (config.settings.executor.name, config.settings.executor.slot) == (POD, None)
         if one["name"] == "server":
             assert outlives_its_container(config.run_folder, one)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_where_clients_sign_in_all_do_and_who_must_have_keys_has_them(name: str) -> None:
+    found = [one for one in containers(resources(rendered(values_of(name)))) if one["name"] != "rose"]
+    sign_in = [one for one in found if "--command-config" in one["args"]]
+    assert sign_in in ([], found)
+    for one in sign_in:
+        if one["name"] in ("executor", "trainer", "server"):
+            assert {"ROSE_WEIGHTS__TRUSTED_KEY", "ROSE_WEIGHTS__SIGNING_KEY"} & {each["name"] for each in one["env"]}
+
+
+def test_a_large_number_reaches_the_client_with_all_its_digits() -> None:
+    """librdkafka reads 1.048576e+06 as 1."""
+    properties = {"socket.receive.buffer.bytes": 1048576, "client.rack": "a", "enable.sparse.connections": True}
+    found = containers(resources(rendered(changed(values_of("minimal"), "kafka.properties", properties))))
+    said = {word for one in found for word in one["args"] if "=" in word}
+    assert said >= {"socket.receive.buffer.bytes=1048576", "client.rack=a", "enable.sparse.connections=true"}
+
+
+def test_a_lender_that_goes_stops_lending_first_and_its_next_life_lends(tmp_path: Path) -> None:
+    server = of_kind("StatefulSet", values_of("lenders"), "lender")["spec"]["template"]["spec"]["containers"][0]
+    folder = tmp_path / "runs" / RELEASE
+    (stop, begin) = (
+        [
+            word.replace("/tmp/runs", f"{tmp_path}/runs").replace("sleep 10", "sleep 0")
+            for word in server["lifecycle"][moment]["exec"]["command"]
+        ]
+        for moment in ("preStop", "postStart")
+    )
+    variables = {"ROSE_EXECUTOR__NAME": POD, "PATH": os.environ["PATH"]}
+    subprocess.run(begin, env=variables, check=True)
+    subprocess.run(stop, env=variables, check=True)
+    assert (folder / f"{POD}.stop").exists()
+    subprocess.run(begin, env=variables, check=True)
+    assert not (folder / f"{POD}.stop").exists()
+    (folder / f"{POD}.stop").write_text("its guest hung\n")
+    subprocess.run(stop, env=variables, check=True)
+    subprocess.run(begin, env=variables, check=True)
+    assert (folder / f"{POD}.stop").read_text() == "its guest hung\n"
 
 
 def said_by(variable: Resource) -> str:

@@ -1,6 +1,7 @@
 """What a role may do, and how that is written for those who allow it."""
 
 import argparse
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 from confluent_kafka import KafkaError
+from typer.main import get_group
 
+from pipeline.command.topics_commands import topics as commands
 from schemas.errors import UsageError
 from topics.access import CLUSTER_NAME, PRODUCER, ROLES, Acl, Operation, Resource, Role, acls, kafka_acls, strimzi_user
 from topics.catalog import MANIFESTS, OUTCOMES, PROMPTS
@@ -125,3 +128,9 @@ def test_versions_are_signed_where_clients_sign_in(
         refuse_unsigned(settings, None, "signing_key")
     with pytest.raises(UsageError, match=r"set weights\.trusted_key"):
         WeightReceiver(settings, trust_of(settings, "policy", WeightsConfig()), shapes={})
+
+
+def test_the_help_of_the_command_names_every_role_and_no_other() -> None:
+    (option,) = (each for each in get_group(commands).commands["acl"].params if each.name == "role")
+    words = set(re.findall(r"[a-z]+", option.help or ""))
+    assert words - {"or", "so", "is", "a", "lender"} == set(ROLES)

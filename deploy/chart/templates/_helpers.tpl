@@ -43,11 +43,16 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end }}
 {{- end }}
 
+{{/* A setting as it is written: a number has all its digits, also where Go would write it with an exponent. */}}
+{{- define "rose.setting" -}}
+{{ if kindIs "string" . }}{{ . }}{{ else }}{{ toJson . }}{{ end }}
+{{- end }}
+
 {{/* What tells any command where the broker is. */}}
 {{- define "rose.broker-arguments" -}}
 {{- range $name, $value := .root.Values.kafka.properties }}
 - -X
-- {{ printf "%s=%v" $name $value | quote }}
+- {{ printf "%s=%s" $name (include "rose.setting" $value) | quote }}
 {{- end }}
 {{- if .secret }}
 - --command-config
