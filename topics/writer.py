@@ -5,6 +5,8 @@ Keeps true
 - Nothing is written that its readers would refuse.
 - The next owner of a transactional id fences the last, and what it commits is seen. The embedded broker hides what an
   id commits after an abort: there every owner writes under a new one, and ends what the last left open.
+- What `transact` makes again was undone by an abort that its broker has acknowledged: nothing of it is on the log. The
+  embedded broker would hide what comes after an abort, so there it is not made again.
 - A commit ends, or is given up: see `topics/hung.py`. So is the client of a writer that was closed: librdkafka ends a
   client only once all its brokers' threads have, and its owner does not wait for that.
 - A dead letter is the message as it came; its key is its place, so that the same one twice counts once. Of one that no
@@ -19,6 +21,7 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
+import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
 from prometheus_client import Counter
 
@@ -33,7 +36,7 @@ from topics.hung import PATIENCE, PATIENT_SECONDS, HungCall, Patience, Wait, unl
 from topics.reader import Reader
 from topics.records import Envelope, Place, Raw, Spoiled
 from topics.settings import BusSettings
-from topics.transactions import in_turns, until_taken
+from topics.transactions import TRANSACTION_SECONDS, in_turns, until_taken
 
 STALL_SECONDS = 60.0
 """A flush gives up when nothing at all was stored for so long. A slow link is none: it takes what it takes."""
@@ -67,6 +70,9 @@ OWNERS: Place = (PROMPTS, 0)
 
 ORIGIN_HEADERS = ("exception", "topic", "partition", "offset", "key")
 """What a dead letter says beside the headers that it came with: why, and where it lay under which key."""
+
+
+log = structlog.get_logger("writer")
 
 
 class Writer:
@@ -222,6 +228,39 @@ class Writer:
     def abort(self) -> None:
         abort = in_turns(self._producer.abort_transaction)
         self._guarded("aborting a transaction", until_done, abort, self._wait(TO_ITS_END))
+
+    def transact(
+        self, write: Callable[[], None], offsets: Mapping[Place, int] | None = None, reader: Reader | None = None
+    ) -> None:
+        """Begin, `write`, and commit with the `reader`'s next `offsets`; all of it again where a broker has undone it.
+
+        One does so whose leaders or coordinators move amid it. Raises BusError for what is no such trouble, or lasts
+        longer than TRANSACTION_SECONDS.
+        """
+        deadline = time.monotonic() + TRANSACTION_SECONDS
+        while True:
+            try:
+                self.begin()
+                write()
+                self.commit(offsets, reader)
+            except BusError as error:
+                if time.monotonic() > deadline or not self._undoes(error):
+                    raise
+                log.warning("a transaction is made again", reason=str(error))
+            else:
+                return
+
+    def _undoes(self, error: BusError) -> bool:
+        """Whether the transaction that failed so is certainly not on the log, and this writer may make it again."""
+        if error.fenced or error.lasting or self._settings.embedded or not self._wanted():
+            return False
+        try:
+            self.abort()
+        except BusError:  # it may be on the log, a call of it is still under way, or another owner has come
+            return False
+        self._producer.poll(0)
+        self._failure = None  # that what was aborted was not stored
+        return True
 
     def annul(self, places: Iterable[Place], reader: Reader) -> None:
         """Abort a transaction that would commit the `reader`'s offsets of these, and with it all that is open there of

@@ -339,20 +339,21 @@ class SampleStream:
             return
         log.warning("no sample", partition=item.partition, offset=item.offset, reason=reason)
         with self._lock:
-            self._writer.begin()
-            self._writer.dead_letter(item, reason)
-            self._writer.commit()
+            self._writer.transact(lambda: self._writer.dead_letter(item, reason))
 
     def _commit(self, settlement: Settlement, manifest: "SignedManifest | None") -> None:
         offsets: dict[Place, int] = {(SAMPLES, part): at for part, at in settlement.resume.offsets.items()}
-        with self._lock:
-            self._writer.begin()
+        offsets[OUTCOMES_PLACE] = settlement.resume.outcomes_from
+
+        def write() -> None:
             for outcome in settlement.outcomes:
                 name = outcome.trajectory_id
                 self._writer.write(OUTCOMES, outcome, key=name, trajectory_id=name, on_delivery=self._stored)
             if manifest is not None:
                 manifest.write(self._writer)
-            self._writer.commit(offsets | {OUTCOMES_PLACE: settlement.resume.outcomes_from}, self._reader)
+
+        with self._lock:
+            self._writer.transact(write, offsets, self._reader)
         self._committed = dict(settlement.resume.offsets)
         self._committed_groups.extend({outcome.group_id for outcome in settlement.outcomes})
 
