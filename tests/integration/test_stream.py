@@ -16,6 +16,7 @@ from schemas.homes import home_of
 from schemas.samples import Outcome, SampleOutcome
 from tests.brokers import AnyBroker, any_broker
 from tests.integration.trainer_kit import GROUP_SIZE, group_name, make_samples, write_prompts, write_samples
+from tests.waiting import until
 from topics.admin import create_topics, reach
 from topics.catalog import GROUPS, OUTCOMES, SAMPLES, Partitions
 from topics.errors import BusError
@@ -322,6 +323,7 @@ def test_a_log_that_ends_before_the_place_to_read_from_is_refused(broker: AnyBro
     admin = reach(settings)
     for deleted in admin.delete_topics([settings.topic(SAMPLES)]).values():
         deleted.result()
+    until(lambda: settings.topic(SAMPLES) not in admin.list_topics(timeout=10).topics)  # nodes hear of it by and by
     create_topics(settings, Partitions(home=HOMES, slots=1, samples=2, chunks=1))
     if settings.embedded:
         with pytest.raises(WrongLog, match="which ends at 0"):

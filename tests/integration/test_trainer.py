@@ -178,7 +178,7 @@ def test_a_run_that_is_complete_is_not_trained_again(settings: BusSettings, mode
     run_trainer(settings, config, Event())
     assert result_of(settings) == before
     last = HEALTH._word  # a large policy takes minutes to be exported: nobody is to start it again meanwhile
-    assert standing(last, last.at + config.hung_seconds).alive and "exported" in last.said
+    assert standing(last, last.at + config.hung_seconds - 1).alive and "exported" in last.said
 
 
 def test_samples_that_come_twice_are_trained_once(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
