@@ -244,7 +244,8 @@ def test_the_patch_makes_a_lender_of_a_vllm_deployment_and_leaves_its_flags_as_t
     assert command == "lend" and given["flags"] == ["--port", "8000", "--max-num-seqs", "256"]
     config = configured(line, {each["name"]: said_by(each) for each in one["env"]}, "", tmp_path)
     assert (config.settings.executor.name, config.settings.executor.slot) == (POD, None)
-    assert outlives_its_container(config.run_folder, one), "the stop file is there, when a guest has hung"
+    stop_file = config.settings.lender.stop_file
+    assert stop_file and outlives_its_container(stop_file.parent, one), "it is there, when a guest has hung"
 
 
 def of_kind(kind: str, values: Values, role: str = "") -> Resource:
