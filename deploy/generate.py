@@ -192,7 +192,7 @@ def values_schema() -> Schema:
             minReplicas=at_least(1),
             maxReplicas=at_least(1),
             waitingTurnsPerExecutor=at_least(1),
-            cooldownSeconds=at_least(0),
+            cooldownSeconds={**at_least(0), "maximum": 3600},
         ),
     )
     resources = closed(requests=ANYTHING, limits=ANYTHING, claims=ANYTHINGS)

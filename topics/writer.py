@@ -36,7 +36,7 @@ from topics.hung import PATIENCE, PATIENT_SECONDS, HungCall, Patience, Wait, unl
 from topics.reader import Reader
 from topics.records import Envelope, Place, Raw, Spoiled
 from topics.settings import BusSettings
-from topics.transactions import TRANSACTION_SECONDS, in_turns, until_taken
+from topics.transactions import AGAIN_SECONDS, TRANSACTION_SECONDS, in_turns, until_taken
 
 STALL_SECONDS = 60.0
 """A flush gives up when nothing at all was stored for so long. A slow link is none: it takes what it takes."""
@@ -51,6 +51,17 @@ CLOSE_SECONDS = 1.0
 """How long a writer that is closed waits for the reports of what it gives up; they are there at once."""
 
 CLOSE_LOOK_SECONDS = 0.01
+
+LONGEST_PAUSE_SECONDS = 5.0
+"""Before a transaction is made again: the first pause is AGAIN_SECONDS, each twice the one before."""
+
+NEVER_TAKEN = (
+    KafkaError.MSG_SIZE_TOO_LARGE,
+    KafkaError.RECORD_LIST_TOO_LARGE,
+    KafkaError.INVALID_RECORD,
+    KafkaError.POLICY_VIOLATION,
+)
+"""What a broker says of a record that it will refuse again."""
 
 FREE_LOOK_SECONDS = 0.1
 
@@ -237,26 +248,31 @@ class Writer:
         One does so whose leaders or coordinators move amid it. Raises BusError for what is no such trouble, or lasts
         longer than TRANSACTION_SECONDS.
         """
-        deadline = time.monotonic() + TRANSACTION_SECONDS
+        deadline, pause = time.monotonic() + TRANSACTION_SECONDS, AGAIN_SECONDS
         while True:
             try:
                 self.begin()
                 write()
                 self.commit(offsets, reader)
             except BusError as error:
-                if time.monotonic() > deadline or not self._undoes(error):
+                if time.monotonic() + pause > deadline or not self._undoes(error):
                     raise
-                log.warning("a transaction is made again", reason=str(error))
+                log.warning("a transaction is made again", reason=str(error), seconds=pause)
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             else:
                 return
 
     def _undoes(self, error: BusError) -> bool:
         """Whether the transaction that failed so is certainly not on the log, and this writer may make it again."""
-        if error.fenced or error.lasting or self._settings.embedded or not self._wanted():
+        unknown = error.code == KafkaError._TIMED_OUT  # what became of it, and whether a call of it is still under way
+        if error.fenced or error.lasting or error.code in NEVER_TAKEN or unknown:
+            return False
+        if self._settings.embedded or not self._wanted():
             return False
         try:
             self.abort()
-        except BusError:  # it may be on the log, a call of it is still under way, or another owner has come
+        except BusError:  # it may be on the log, or another owner has come
             return False
         self._producer.poll(0)
         self._failure = None  # that what was aborted was not stored

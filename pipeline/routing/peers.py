@@ -222,7 +222,7 @@ class Peers:
         """
         found: list[Seat] = []
         looked_at: list[Entry] = []
-        while len(found) < many and (entry := self._pop(now, most - base + SLACK_SECONDS)) is not None:
+        while len(found) < many and (entry := self._pop(need, now, most - base + SLACK_SECONDS)) is not None:
             looked_at.append(entry)
             seat = entry[2]
             if seat.room >= need and base + seat.wait(now) <= most:
@@ -231,15 +231,18 @@ class Peers:
             heappush(self.busy if entry[2].is_busy else self.idle, entry)
         return found
 
-    def _pop(self, now: float, limit: float) -> Entry | None:
-        """Take off a heap the next exact entry of a seat that waits for no longer than `limit`."""
+    def _pop(self, need: int, now: float, limit: float) -> Entry | None:
+        """Take off a heap the next exact entry of a seat that waits for no longer than `limit`.
+
+        Who got too full both for `need` and to stand here goes where it belongs: there nobody looks for it now.
+        """
         idle, busy = self.idle, self.busy
         while idle and idle[0][0] <= limit:
             entry = heappop(idle)
             key, number, seat = entry
             if seat.entry is not entry:
                 continue
-            if seat.room < self.least:
+            if seat.room < self.least and seat.room < need:
                 self.enter(seat)
             elif seat.free_at > now:
                 self._move(seat, busy, (seat.free_at + seat.load, number, seat))
@@ -253,7 +256,7 @@ class Peers:
             key, number, seat = entry
             if seat.entry is not entry:
                 continue
-            if seat.room < self.least:
+            if seat.room < self.least and seat.room < need:
                 self.enter(seat)
             elif seat.free_at <= now:
                 seat.entry, seat.is_busy = (seat.load, number, seat), False

@@ -117,15 +117,14 @@ def test_a_large_number_reaches_the_client_with_all_its_digits() -> None:
 
 def test_a_lender_that_goes_stops_lending_first_and_its_next_life_lends(tmp_path: Path) -> None:
     server = of_kind("StatefulSet", values_of("lenders"), "lender")["spec"]["template"]["spec"]["containers"][0]
-    folder = tmp_path / "runs" / RELEASE
+    (said,) = (each["value"] for each in server["env"] if each["name"] == "ROSE_LENDER__STOP_FILE")
+    assert said == "/tmp/runs/$(ROSE_EXECUTOR__NAME).stop"
+    folder = tmp_path / "runs"
     (stop, begin) = (
-        [
-            word.replace("/tmp/runs", f"{tmp_path}/runs").replace("sleep 10", "sleep 0")
-            for word in server["lifecycle"][moment]["exec"]["command"]
-        ]
+        [word.replace("sleep 10", "sleep 0") for word in server["lifecycle"][moment]["exec"]["command"]]
         for moment in ("preStop", "postStart")
     )
-    variables = {"ROSE_EXECUTOR__NAME": POD, "PATH": os.environ["PATH"]}
+    variables = {"ROSE_LENDER__STOP_FILE": str(folder / f"{POD}.stop"), "PATH": os.environ["PATH"]}
     subprocess.run(begin, env=variables, check=True)
     subprocess.run(stop, env=variables, check=True)
     assert (folder / f"{POD}.stop").exists()
@@ -328,6 +327,9 @@ def changed(values: Values, path: str, value: Any) -> Values:
         ("environment.replicas", 9, "config.topics.home_partitions: 8"),
         ("autoscaling.enabled", True, "autoscaling.prometheus"),
         ("lenders.replicas", 1, "lenders.image"),
+        ("lenders.drainSeconds", 111, "lenders.gracePeriodSeconds"),
+        ("networkPolicy.kafkaPorts", [], "kafkaPorts"),
+        ("autoscaling.cooldownSeconds", 3601, "cooldownSeconds"),
         ("kafka.properties", {"sasl.password": "hidden"}, "sasl.password"),
         ("lenders.flags", ["--api-key", "hidden"], "lenders/flags"),
     ],

@@ -333,6 +333,22 @@ def test_who_has_room_again_is_found_again() -> None:
     assert chosen() == "w0"
 
 
+def test_equals_whose_room_has_shrunk_beyond_their_group_are_still_equals() -> None:
+    """By what they say, and by what they hold."""
+    said, held, fresh = Placement(), Placement(), Placement()
+    for worker in range(4):
+        for placement, before, after in ((said, 2_048, 2_000), (held, 4_000, 4_000), (fresh, 2_000, 2_000)):
+            for budget in (before, after):
+                beat = heartbeat(worker, max_turns=64, token_budget=budget)
+                placement.offer(beat, open=True, lag_versions=0)
+        for tokens in (300, 300, 300, 300, 300, 600):
+            held.hold(f"w{worker}", tokens, 1.0)
+    for number in range(50):
+        ask = Ask(100, 5.0, 150, f"group-{number}")
+        chosen = [placement.choose(ask, 1.0) for placement in (said, held, fresh)]
+        assert len({choice.worker for choice in chosen if choice is not None}) == 1 and all(chosen)
+
+
 def test_a_group_holds_no_more_than_it_may_of_what_means_nothing() -> None:
     """Also where a seat time and again becomes idle beside another, and then leaves the group."""
     placement, now = Placement(), 100.0
