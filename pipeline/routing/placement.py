@@ -322,6 +322,8 @@ class Placement:
         most = found.lowest + TIE_SECONDS
         named = self._index.within(ask, now, most, compared(len(self._ring)) + 1)
         equals = {seat.number: seat for seat in named}
+        if found.best is not None:  # whatever else is found, the cheapest is one of them
+            equals[found.best.number] = found.best
         for worker, _ in ask.cached:
             holder = self.seats.get(worker)
             if holder is not None and self._is_equal(holder, ask, now, most):

@@ -10,6 +10,7 @@ from random import Random
 from types import FrameType
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -223,6 +224,7 @@ def test_so_it_does_in_a_fleet_with_many_equals_as_it_fills_and_empties(
             placement.release(left, *scan.release(left))
         if random.random() < 0.3:
             beat, is_open, _ = scan.offers[f"w{random.randrange(workers)}"]
+            beat = msgspec.structs.replace(beat, token_budget=budget * random.choice([2, 3, 3, 4, 4, 4]) // 4)
             placement.offer(beat, open=is_open, lag_versions=0)
             scan.offer(beat, is_open, 0)
 
