@@ -21,7 +21,6 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
-import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
 from prometheus_client import Counter
 
@@ -36,7 +35,7 @@ from topics.hung import PATIENCE, PATIENT_SECONDS, HungCall, Patience, Wait, unl
 from topics.reader import Reader
 from topics.records import Envelope, Place, Raw, Spoiled
 from topics.settings import BusSettings
-from topics.transactions import AGAIN_SECONDS, TRANSACTION_SECONDS, in_turns, until_taken
+from topics.transactions import NEVER_TAKEN, in_turns, until_kept, until_taken
 
 STALL_SECONDS = 60.0
 """A flush gives up when nothing at all was stored for so long. A slow link is none: it takes what it takes."""
@@ -51,17 +50,6 @@ CLOSE_SECONDS = 1.0
 """How long a writer that is closed waits for the reports of what it gives up; they are there at once."""
 
 CLOSE_LOOK_SECONDS = 0.01
-
-LONGEST_PAUSE_SECONDS = 5.0
-"""Before a transaction is made again: the first pause is AGAIN_SECONDS, each twice the one before."""
-
-NEVER_TAKEN = (
-    KafkaError.MSG_SIZE_TOO_LARGE,
-    KafkaError.RECORD_LIST_TOO_LARGE,
-    KafkaError.INVALID_RECORD,
-    KafkaError.POLICY_VIOLATION,
-)
-"""What a broker says of a record that it will refuse again."""
 
 FREE_LOOK_SECONDS = 0.1
 
@@ -81,9 +69,6 @@ OWNERS: Place = (PROMPTS, 0)
 
 ORIGIN_HEADERS = ("exception", "topic", "partition", "offset", "key")
 """What a dead letter says beside the headers that it came with: why, and where it lay under which key."""
-
-
-log = structlog.get_logger("writer")
 
 
 class Writer:
@@ -248,20 +233,13 @@ class Writer:
         One does so whose leaders or coordinators move amid it. Raises BusError for what is no such trouble, or lasts
         longer than TRANSACTION_SECONDS.
         """
-        deadline, pause = time.monotonic() + TRANSACTION_SECONDS, AGAIN_SECONDS
-        while True:
-            try:
-                self.begin()
-                write()
-                self.commit(offsets, reader)
-            except BusError as error:
-                if time.monotonic() + pause > deadline or not self._undoes(error):
-                    raise
-                log.warning("a transaction is made again", reason=str(error), seconds=pause)
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-            else:
-                return
+
+        def transaction() -> None:
+            self.begin()
+            write()
+            self.commit(offsets, reader)
+
+        until_kept(transaction, self._undoes)
 
     def _undoes(self, error: BusError) -> bool:
         """Whether the transaction that failed so is certainly not on the log, and this writer may make it again."""
@@ -274,8 +252,7 @@ class Writer:
             self.abort()
         except BusError:  # it may be on the log, or another owner has come
             return False
-        self._producer.poll(0)
-        self._failure = None  # that what was aborted was not stored
+        self._failure = None  # that what was aborted was not stored, as all reports of it have said by now
         return True
 
     def annul(self, places: Iterable[Place], reader: Reader) -> None:

@@ -64,7 +64,7 @@ class Index:
             insort(groups, (peers.price, peers.number, peers))
             self._least_decode = min(self._least_decode, peers.decode) if self._groups else peers.decode
             self._groups = groups
-        self._push(seat, peers)
+        peers.add(seat, self.now)
 
     def leave(self, seat: Seat) -> None:
         """Let it stand nowhere."""
@@ -90,8 +90,9 @@ class Index:
         else:
             if seat.room > peers.roomiest:
                 peers.roomiest = seat.room
+            # Its key, without a call: this runs several times a turn.
             if (seat.free_at + seat.load if seat.is_busy else seat.load) < entry[0]:
-                self._push(seat, peers)
+                peers.add(seat, self.now)
 
     def search(self, ask: Ask, now: float, number: int, found: Found) -> None:
         """Add the two cheapest without a cached prefix to what was found, of those not looked at by this search."""
@@ -144,12 +145,3 @@ class Index:
         peers = Peers(self._numbers, seat.price, seat.decode, seat.kind.seeded, least, most, self.enter)
         self._known[seat.kind, seat.crowd, size] = peers
         return peers
-
-    def _push(self, seat: Seat, peers: Peers) -> None:
-        if seat.free_at > self.now:
-            heap, seat.is_busy = peers.busy, True
-            seat.entry = (seat.free_at + seat.load, seat.number, seat)
-        else:
-            heap, seat.is_busy = peers.idle, False
-            seat.entry = (seat.load, seat.number, seat)
-        peers.push(heap, seat.entry)

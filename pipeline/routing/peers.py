@@ -109,6 +109,11 @@ class Seat:
     search: int = 0
     """The newest that has looked at it by itself."""
 
+    @property
+    def key(self) -> float:
+        """Of an entry, among the busy or the idle, that is exact."""
+        return self.free_at + self.load if self.is_busy else self.load
+
     def wait(self, now: float) -> float:
         """Seconds that a turn would wait, and what it risks there whatever its length."""
         return self.load if self.free_at <= now else self.load + (self.free_at - now)
@@ -156,7 +161,7 @@ class Peers:
                 self.enter(seat)
             elif seat.free_at > now:
                 heappop(idle)
-                self._move(seat, busy, (seat.free_at + seat.load, number, seat))
+                self.add(seat, now)
             elif seat.load > key:
                 seat.entry = (seat.load, number, seat)
                 heapreplace(idle, seat.entry)
@@ -178,7 +183,7 @@ class Peers:
                 self.enter(seat)
             elif seat.free_at <= now:
                 heappop(busy)
-                self._move(seat, idle, (seat.load, number, seat))
+                self.add(seat, now)
                 if seat.load < least and seat.search != search and seat.room >= need:
                     best, least = seat, seat.load
                     until = now + least + SLACK_SECONDS
@@ -236,48 +241,29 @@ class Peers:
 
         Who got too full both for `need` and to stand here goes where it belongs: there nobody looks for it now.
         """
-        idle, busy = self.idle, self.busy
-        while idle and idle[0][0] <= limit:
-            entry = heappop(idle)
-            key, number, seat = entry
+        while True:
+            if self.idle and self.idle[0][0] <= limit:
+                entry = heappop(self.idle)
+            elif self.busy and self.busy[0][0] - now <= limit:
+                entry = heappop(self.busy)
+            else:
+                return None
+            key, _, seat = entry
             if seat.entry is not entry:
                 continue
             if seat.room < self.least and seat.room < need:
                 self.enter(seat)
-            elif seat.free_at > now:
-                self._move(seat, busy, (seat.free_at + seat.load, number, seat))
-            elif seat.load > key:
-                seat.entry = (seat.load, number, seat)
-                heappush(idle, seat.entry)
-            else:
+            elif (seat.free_at > now) is seat.is_busy and key >= seat.key:
                 return entry
-        while busy and busy[0][0] - now <= limit:
-            entry = heappop(busy)
-            key, number, seat = entry
-            if seat.entry is not entry:
-                continue
-            if seat.room < self.least and seat.room < need:
-                self.enter(seat)
-            elif seat.free_at <= now:
-                seat.entry, seat.is_busy = (seat.load, number, seat), False
-                if seat.load <= limit:
-                    return seat.entry
-                self._move(seat, idle, seat.entry)
-            elif seat.free_at + seat.load > key:
-                seat.entry = (seat.free_at + seat.load, number, seat)
-                heappush(busy, seat.entry)
             else:
-                return entry
-        return None
+                self.add(seat, now)
 
-    def _move(self, seat: Seat, heap: list[Entry], entry: Entry) -> None:
-        """From one heap to the other, by this entry."""
-        seat.entry, seat.is_busy = entry, heap is self.busy
-        self.push(heap, entry)
-
-    def push(self, heap: list[Entry], entry: Entry) -> None:
-        """Add an entry, and drop those that mean nothing where they have become many."""
-        heappush(heap, entry)
+    def add(self, seat: Seat, now: float) -> None:
+        """Have it found by what it would wait at `now`. What means nothing is dropped where it has become much."""
+        seat.is_busy = seat.free_at > now
+        seat.entry = (seat.key, seat.number, seat)
+        heap = self.busy if seat.is_busy else self.idle
+        heappush(heap, seat.entry)
         if len(heap) > self.most_entries:
             self.tidy()
 

@@ -319,11 +319,10 @@ class Placement:
 
     def _settle(self, ask: Ask, now: float, found: Found) -> None:
         """Decide between equals by the turn's key."""
-        most = found.lowest + TIE_SECONDS
+        most, cheapest = found.lowest + TIE_SECONDS, found.best
+        assert cheapest is not None
         named = self._index.within(ask, now, most, compared(len(self._ring)) + 1)
-        equals = {seat.number: seat for seat in named}
-        if found.best is not None:  # whatever else is found, the cheapest is one of them
-            equals[found.best.number] = found.best
+        equals = {seat.number: seat for seat in (cheapest, *named)}
         for worker, _ in ask.cached:
             holder = self.seats.get(worker)
             if holder is not None and self._is_equal(holder, ask, now, most):
@@ -331,8 +330,8 @@ class Placement:
         best = self._ring.first(
             name_hash(ask.tie_key), equals.values(), lambda seat: self._is_equal(seat, ask, now, most)
         )
-        if best is not found.best:
-            found.passed, found.second, found.best = found.best, found.lowest, best
+        if best is not cheapest:
+            found.passed, found.second, found.best = cheapest, found.lowest, best
 
     def _is_equal(self, seat: Seat, ask: Ask, now: float, most: float) -> bool:
         fits = seat.room >= ask.room_tokens and (seat.beat.seeded or not ask.seeded)

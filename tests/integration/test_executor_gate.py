@@ -69,6 +69,20 @@ def drains(settings: BusSettings) -> Iterator[Grants]:
     grants.stop()
 
 
+def exported(name: str) -> float | None:
+    return REGISTRY.get_sample_value(name)
+
+
+def common_of(settings: BusSettings) -> Common:
+    """The options that reach this broker."""
+    embedded = f"broker.embedded={str(settings.embedded).lower()}"
+    return Common(bootstrap_server=settings.bootstrap, namespace=settings.namespace, settings=[embedded])
+
+
+def grant(settings: BusSettings, *, lend: bool, worker: str = NAME, token_budget: int = 0) -> None:
+    send_grant(common_of(settings), worker, lend=lend, kv_bytes=0, token_budget=token_budget, reason="night")
+
+
 def test_an_executor_is_alive_for_as_long_as_an_engine_may_take_to_load(settings: BusSettings) -> None:
     """It has not passed for one that hangs, and been started again, time after time."""
     wires, stop, life = Wires.new(), threading.Event(), os.pidfd_open(os.getpid())
@@ -83,20 +97,6 @@ def test_an_executor_is_alive_for_as_long_as_an_engine_may_take_to_load(settings
         stop.set()
         executor.join()
         os.close(life)
-
-
-def exported(name: str) -> float | None:
-    return REGISTRY.get_sample_value(name)
-
-
-def common_of(settings: BusSettings) -> Common:
-    """The options that reach this broker."""
-    embedded = f"broker.embedded={str(settings.embedded).lower()}"
-    return Common(bootstrap_server=settings.bootstrap, namespace=settings.namespace, settings=[embedded])
-
-
-def grant(settings: BusSettings, *, lend: bool, worker: str = NAME, token_budget: int = 0) -> None:
-    send_grant(common_of(settings), worker, lend=lend, kv_bytes=0, token_budget=token_budget, reason="night")
 
 
 def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings: BusSettings, grants: Grants) -> None:
