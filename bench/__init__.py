@@ -1,1 +1,1 @@
-"""The benchmarks that the README's figures come from."""
+"""The benchmarks that `docs/figures.md` comes from."""
