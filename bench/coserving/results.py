@@ -138,11 +138,14 @@ def checks(arms: Sequence[Arm], found: Mapping[str, Standing]) -> list[Check]:
 
 
 def _known(promise: Promise, standing: Standing, found: Mapping[str, Standing]) -> bool:
-    """Whether this run measured what the promise is about; serving may have nothing in its prefix cache, for one."""
+    """Whether this run measured what the promise is about; serving may have nothing in its prefix cache, or no
+    guest have run alone.
+    """
     if {promise.over, promise.below, promise.above} - {""} - set(found):
         return False
-    ratio = standing.ratios.get(promise.figure.removesuffix("_ratio"))
-    return not promise.figure.endswith("_ratio") or (ratio is not None and not math.isnan(ratio.value))
+    if promise.figure.endswith("_ratio") and not standing.ratios:
+        return False
+    return not math.isnan(standing.value(promise.figure))
 
 
 def _enough(arms: Sequence[Arm], found: Mapping[str, Standing]) -> Check:

@@ -158,6 +158,15 @@ def test_the_longest_piece_of_a_guest_is_that_of_all_windows() -> None:
     assert found.value == pytest.approx(500) and not found.met
 
 
+def test_what_was_not_measured_is_not_a_promise_broken() -> None:
+    arms = [arm for arm in ARMS if arm.name in ("alone", "guest", "strict")]
+    windows = [window("alone", 0, 0.04), window("strict", 0, 0.04, guests=5), window("guest", 0, 0.04, guests=9)]
+    without = standings(arms, windows[:2], BUDGETS)
+    assert math.isnan(without["strict"].harvest)
+    assert "harvest" not in [check.name for check in checks(arms, without)]
+    assert "harvest" in [check.name for check in checks(arms, standings(arms, windows, BUDGETS))]
+
+
 def test_a_failed_request_is_in_no_latency() -> None:
     some = window("alone", 0, 0.04)
     broken = Window(
