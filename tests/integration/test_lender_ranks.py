@@ -217,7 +217,10 @@ def test_serving_sees_nothing_of_the_guest_in_its_workers(server: Server, beside
 
 def test_no_guest_binds_the_memory_of_a_rank_again(server: Server, beside: Beside) -> None:
     """Linux waits there for a thread on each CPU: a guest was built for up to two minutes, beside ranks that spin."""
-    assert server.log.read_text().count("NUMA binding") == RANKS
+    bound = server.log.read_text().count("NUMA binding")
+    if not bound:
+        pytest.skip("serving binds no memory on this machine, so a guest that did would not be seen")
+    assert bound == RANKS
 
 
 def test_the_servers_log_holds_no_error_of_its_own(server: Server, beside: Beside) -> None:
