@@ -20,6 +20,8 @@ from workers.users.stream import Answer
 COMPARED = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "gap_p99_ms", "prefix_hit_rate")
 """Figures whose ratio over alone is given."""
 
+HARVEST = "harvest"
+
 ENOUGH_REQUESTS = 2000
 """Of each arm, in all its windows together: fewer say little about one in a hundred."""
 
@@ -56,14 +58,16 @@ class Standing:
 
     def value(self, figure: str) -> float:
         """A figure's median, `harvest`, with `_ratio` behind it the figure over alone's, or with `_worst` that of the
-        window in which it was highest.
+        window in which it was highest. NaN where it was not measured.
         """
-        if figure == "harvest":
+        if figure == HARVEST:
             return self.harvest
         if figure.endswith("_worst"):
             return self.summaries[figure.removesuffix("_worst")].high
         compared = figure.removesuffix("_ratio")
-        return self.summaries[figure].median if compared == figure else self.ratios[compared].value
+        if compared == figure:
+            return self.summaries[figure].median
+        return self.ratios[compared].value if compared in self.ratios else math.nan
 
 
 def standings(arms: Sequence[Arm], windows: Sequence[Window], budgets: Budgets) -> dict[str, Standing]:
@@ -126,26 +130,33 @@ def _harvest(arm: Arm, medians: Mapping[str, Mapping[str, Summary]]) -> float:
 
 
 def checks(arms: Sequence[Arm], found: Mapping[str, Standing]) -> list[Check]:
-    """Whether enough was asked of each arm, and every promise of those that were measured."""
+    """Whether enough was asked of each arm, and every promise of those that were measured. A figure that is missing
+    though the run asked for it is a promise that was not kept: its value is NaN.
+    """
+    names = {arm.name for arm in arms}
     kept = [
         _check(promise, found[arm.name], found)
         for arm in arms
         if arm.name in found
         for promise in arm.promises
-        if _known(promise, found[arm.name], found)
+        if _needs(promise, arm) <= names and not _nothing_to_lose(promise, found)
     ]
     return [_enough(arms, found), *kept]
 
 
-def _known(promise: Promise, standing: Standing, found: Mapping[str, Standing]) -> bool:
-    """Whether this run measured what the promise is about; serving may have nothing in its prefix cache, or no
-    guest have run alone.
-    """
-    if {promise.over, promise.below, promise.above} - {""} - set(found):
-        return False
-    if promise.figure.endswith("_ratio") and not standing.ratios:
-        return False
-    return not math.isnan(standing.value(promise.figure))
+def _needs(promise: Promise, arm: Arm) -> set[str]:
+    """The other arms without which a run says nothing of this."""
+    needs = {promise.over, promise.below, promise.above}
+    if promise.figure.endswith("_ratio"):
+        needs |= {ALONE}
+    if promise.figure == HARVEST:
+        needs |= {ALONE, arm.guests_alone}
+    return needs - {""}
+
+
+def _nothing_to_lose(promise: Promise, found: Mapping[str, Standing]) -> bool:
+    """Whether this is about prefixes in a cache in which serving alone found none."""
+    return promise.figure == "prefix_hit_rate_ratio" and ALONE in found and not found[ALONE].value("prefix_hit_rate")
 
 
 def _enough(arms: Sequence[Arm], found: Mapping[str, Standing]) -> Check:
@@ -169,13 +180,17 @@ def _check(promise: Promise, standing: Standing, found: Mapping[str, Standing]) 
         details |= {"resolution": round(known.resolution, 4), "margin": "resolved" if known.resolved else "unresolved"}
     value = standing.value(promise.figure)
     if promise.over:
-        value /= found[promise.over].value(promise.over_figure or promise.figure)
+        value = ratio(value, _value(found, promise.over, promise.over_figure or promise.figure), math.nan).value
     if promise.above:
-        value -= found[promise.above].value(promise.figure)
+        value -= _value(found, promise.above, promise.figure)
     if promise.below:
-        value = found[promise.below].value(promise.figure) - value
+        value = _value(found, promise.below, promise.figure) - value
     value = round(value, 4)
     return Check(promise.check, value, "", promise.bound, promise.direction, promise.against, details)
+
+
+def _value(found: Mapping[str, Standing], arm: str, figure: str) -> float:
+    return found[arm].value(figure) if arm in found else math.nan
 
 
 def worst(windows: Sequence[Window]) -> list[dict[str, float | str]]:

@@ -2,7 +2,7 @@
 
 import math
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.check import Check
 from bench.coserve import in_rotation, run_rounds
 from bench.coserving.arms import ALONE, ARMS, Arm, Promise
 from bench.coserving.clients import Rolled
@@ -158,13 +159,35 @@ def test_the_longest_piece_of_a_guest_is_that_of_all_windows() -> None:
     assert found.value == pytest.approx(500) and not found.met
 
 
-def test_what_was_not_measured_is_not_a_promise_broken() -> None:
-    arms = [arm for arm in ARMS if arm.name in ("alone", "guest", "strict")]
-    windows = [window("alone", 0, 0.04), window("strict", 0, 0.04, guests=5), window("guest", 0, 0.04, guests=9)]
-    without = standings(arms, windows[:2], BUDGETS)
-    assert math.isnan(without["strict"].harvest)
-    assert "harvest" not in [check.name for check in checks(arms, without)]
-    assert "harvest" in [check.name for check in checks(arms, standings(arms, windows, BUDGETS))]
+def promised(names: Sequence[str], windows: Sequence[Window]) -> dict[str, Check]:
+    arms = [arm for arm in ARMS if arm.name in names]
+    return {check.name: check for check in checks(arms, standings(arms, windows, BUDGETS))}
+
+
+def test_what_a_run_was_not_asked_for_is_no_promise_broken() -> None:
+    alone, strict = window("alone", 0, 0.04), window("strict", 0, 0.04, guests=5)
+    assert "harvest" not in promised(["alone", "strict"], [alone, strict])
+    assert "ttft" not in promised(["strict"], [strict])
+    guest = window("guest", 0, 0.04, guests=9)
+    assert not math.isnan(promised(["alone", "guest", "strict"], [alone, guest, strict])["harvest"].value)
+
+
+def test_what_a_run_was_asked_for_and_does_not_show_is_a_promise_broken() -> None:
+    alone, strict, slo = (window(name, 0, 0.04, guests=5) for name in ("alone", "strict", "slo"))
+    guest = window("guest", 0, 0.04, guests=9, thrown="late")
+    assert not promised(["alone", "guest", "strict"], [alone, guest, strict])["harvest"].met
+    assert not promised(["alone", "strict"], [window("alone", 0, 0.04, thrown="late"), strict])["ttft"].met
+    never_ran = window("strict", 0, 0.04, guests=0)
+    never_ran.rolled.longest_seconds = []
+    assert not promised(["alone", "strict"], [alone, never_ran])["yield"].met
+    assert not promised(["alone", "strict", "slo"], [alone, never_ran, slo])["slo_harvest"].met
+
+
+def test_serving_that_finds_no_prefix_has_none_to_lose() -> None:
+    alone, strict = (window(name, 0, 0.04, guests=5) for name in ("alone", "strict"))
+    assert "prefix_hits" in promised(["alone", "strict"], [alone, strict])
+    found_none = replace(alone, answers=[msgspec.structs.replace(each, cached_tokens=0) for each in alone.answers])
+    assert "prefix_hits" not in promised(["alone", "strict"], [found_none, strict])
 
 
 def test_a_failed_request_is_in_no_latency() -> None:
