@@ -375,6 +375,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of arrivals, of the scripted player and of draws")
     arguments = parser.parse_args()
     busy = arguments.busy
+    if not 0 < busy < 1:
+        parser.error(f"--busy is a share between 0 and 1, such as {BUSY}")
     alike = arguments.alike
     workloads = [demo(fleet(DEMO_MACHINE, alike=alike), groups=arguments.groups, seed=arguments.seed, busy=busy)]
     if arguments.trace:

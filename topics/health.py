@@ -5,7 +5,7 @@ Keeps true
   no reason to start a process again.
 - A loop says when it turned over, how it is, and how long it may be silent. Silent for longer it hangs, whatever it
   said.
-- Who only waits for its turn is ready: one router serves and any others wait, and a rollout may go on.
+- Who only waits for its turn is ready: routers share the cells and any more wait, and a rollout may go on.
 
 Example
     says "serves" at 0, for 120 s     -> alive and ready until 120

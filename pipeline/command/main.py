@@ -169,7 +169,7 @@ def users(
 def router(
     common: Common,
     number: Annotated[
-        int, typer.Option("--number", metavar="N", help="Which router this is: one serves, any others wait.")
+        int, typer.Option("--number", metavar="N", help="Which router this is: they share the cells, any more wait.")
     ] = 0,
 ) -> None:
     """The router: places every turn on an executor."""

@@ -45,7 +45,8 @@ class TopicsSection:
     """Partitions of weight chunks."""
     cells: int = 1
     """Parts into which homes, inboxes and executors fall, each with a routing core of its own. Routers share them: more
-    routers than cells are spares. One core decides for thousands of executors; each cell needs some of its own."""
+    routers than cells are spares. A core is at its best with some hundreds of executors; each cell needs some of its
+    own."""
     replication_factor: int = 1
     """Copies of every partition; 3 on a cluster that must survive the loss of a broker."""
 
