@@ -73,7 +73,8 @@ all places: the second to last is what it says of one that the others have left 
 class BusError(RoseError):
     """The broker refused what a client did.
 
-    `fenced`: a newer instance has taken this one's place. `lasting`: only a person can mend it.
+    `fenced`: a newer instance has taken this one's place. `lasting`: only a person can mend it. `unknown`: it may have
+    been done all the same.
     """
 
     def __init__(self, doing: str, error: KafkaError, *rights: str) -> None:
@@ -85,6 +86,7 @@ class BusError(RoseError):
         super().__init__(f"{doing} failed: {said}")
         self.code = error.code()
         self.lasting = error.code() in LASTING
+        self.unknown = error.code() == KafkaError._TIMED_OUT
         self.fenced = error.code() in (
             KafkaError._FENCED,
             KafkaError.INVALID_PRODUCER_EPOCH,

@@ -243,9 +243,8 @@ class Writer:
 
     def _undoes(self, error: BusError) -> bool:
         """Whether the transaction that failed so is certainly not on the log, and this writer may make it again."""
-        unknown = error.code == KafkaError._TIMED_OUT  # what became of it, and whether a call of it is still under way
-        if error.fenced or error.lasting or error.code in NEVER_TAKEN or unknown:
-            return False
+        if error.fenced or error.lasting or error.code in NEVER_TAKEN or error.unknown:
+            return False  # if unknown, a call of it may still be under way as well
         if self._settings.embedded or not self._wanted():
             return False
         try:

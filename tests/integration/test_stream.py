@@ -1,7 +1,7 @@
 """`SampleStream` over a real broker: the whole contract of any trainer, whatever kills it."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from threading import Event
@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from confluent_kafka import KafkaError
 
 from pipeline.accounting.audit import audit_log
 from schemas.environments import Group, GroupState
@@ -23,7 +24,7 @@ from topics.errors import BusError
 from topics.letters import read_letters
 from topics.log import read_topics
 from topics.reader import Reader
-from topics.records import Raw
+from topics.records import Place, Raw
 from topics.retention import delete_before
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -390,6 +391,12 @@ class SlowCoordinator:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._producer, name)
 
+    def __len__(self) -> int:
+        return len(self._producer)
+
+    def answer(self) -> None:
+        self._enough.set()
+
     def send_offsets_to_transaction(self, *arguments: Any) -> None:
         self._enough.wait()
         self._producer.send_offsets_to_transaction(*arguments)
@@ -407,9 +414,65 @@ def test_a_slow_coordinator_does_not_end_a_trainer_that_would_not_be_more_patien
 ) -> None:
     write_samples(settings, make_samples(groups=[0]))
     with SampleStream(settings, "policy", total_groups=1) as stream:
-        slow = SlowCoordinator(stream._writer._producer)
+        first = stream._writer
+        slow = SlowCoordinator(first._producer)
         monkeypatch.setattr("topics.writer.reach", slow.reach)
-        monkeypatch.setattr(stream._writer, "_producer", slow)
+        monkeypatch.setattr(first, "_producer", slow)
         stream.settle(outcomes_of(stream.take(1)))
-        monkeypatch.setattr(stream._writer, "_producer", slow._producer)
+        slow.answer()  # to a writer that has a successor by now, on Apache Kafka
+        monkeypatch.setattr(first, "_producer", slow._producer)
     assert on_log(settings) == everyone([0])
+
+
+def give_up(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch, *, committed: bool, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Have the writer's next commit be given up, when all of the transaction is on the broker, or its end as well."""
+    commit = writer.commit
+
+    def hang(offsets: Mapping[Place, int], reader: Reader) -> None:
+        if committed:
+            commit(offsets, reader)
+        else:
+            writer.flush()
+        meanwhile()
+        raise BusError("committing offsets (it has not returned)", KafkaError(KafkaError._TIMED_OUT))
+
+    monkeypatch.setattr(writer, "commit", hang)
+
+
+@any_broker
+@pytest.mark.parametrize("committed", [False, True])
+def test_of_a_settlement_that_was_given_up_the_log_tells_whether_it_is_made_again(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch, committed: bool
+) -> None:
+    write_samples(settings, make_samples(groups=range(3)))
+    with SampleStream(settings, "policy") as stream:
+        stream.settle(outcomes_of(stream.take(1)))
+        give_up(stream._writer, monkeypatch, committed=committed)
+        second = outcomes_of(stream.take(1))
+        if settings.embedded:
+            with pytest.raises(BusError):
+                stream.settle(second)
+            return
+        stream.settle(second)
+        stream.settle(outcomes_of(stream.take(1)))
+    assert on_log(settings) == everyone(range(3))
+    with SampleStream(settings, "policy", total_groups=3) as stream:
+        assert stream.take(1) == ()
+
+
+def test_a_settlement_that_was_given_up_is_not_made_again_once_another_trainer_has_settled(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_samples(settings, make_samples(groups=range(2)))
+
+    def another() -> None:
+        with SampleStream(settings, "policy") as stream:
+            stream.settle(outcomes_of(stream.take(2)))
+
+    with SampleStream(settings, "policy") as stream:
+        give_up(stream._writer, monkeypatch, committed=False, meanwhile=another)
+        with pytest.raises(BusError):
+            stream.settle(outcomes_of(stream.take(1)))
+    assert on_log(settings) == everyone(range(2))

@@ -24,7 +24,7 @@ Example (any trainer)
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event, Lock
 from types import TracebackType
@@ -36,8 +36,9 @@ from schemas.environments import Group, GroupState
 from schemas.errors import RoseError, UsageError
 from schemas.samples import Sample, SampleOutcome
 from topics.catalog import GROUPS, OUTCOMES, SAMPLES, TRAINER_NAMES
+from topics.errors import BusError
 from topics.health import HEALTH
-from topics.hung import PATIENT_SECONDS, Patience
+from topics.hung import PATIENCE, PATIENT_SECONDS, Patience
 from topics.letters import buried
 from topics.log import await_decided, read_back
 from topics.metrics import export
@@ -123,15 +124,11 @@ class SampleStream:
         self._total = total_groups
         self._publishing = False
         self._lock = Lock()
+        self._on_log: Mapping[Place, int | None] = {}
+        """Where the log says that this trainer stands."""
         self._committed_groups: deque[str] = deque()
         """As whichever thread committed them says: the assembly belongs to the stream's."""
-        self._writer = Writer(
-            settings,
-            client_id,
-            transactional_id=f"{TRAINER_NAMES}{model_id}",
-            patience=Patience(PATIENT_SECONDS),  # whoever gives up ends, and would begin as impatient as before
-            wanted=lambda: not self._stop.is_set(),
-        )
+        self._writer = self._fencing()
         self._reader = Reader(
             settings, client_id, group=f"{TRAINER_NAMES}{model_id}", ends=True, meanwhile=self.unless_stopped
         )
@@ -246,6 +243,7 @@ class SampleStream:
         committed = committed_offsets(self._reader, self._writer, [*places, OUTCOMES_PLACE])
         await_decided(self._settings, [OUTCOMES_PLACE], client_id=self._client_id, meanwhile=self.unless_stopped)
         forgotten = None in committed.values()  # the broker drops the offsets of who was away for a week
+        self._on_log = committed
         self.fresh = all(offset is None for offset in committed.values())
         known_from = 0 if self._total or forgotten else committed[OUTCOMES_PLACE] or 0
         low, self._outcomes_end = self._reader.watermarks(OUTCOMES_PLACE)
@@ -353,9 +351,45 @@ class SampleStream:
                 manifest.write(self._writer)
 
         with self._lock:
-            self._writer.transact(write, offsets, self._reader)
+            self._put_on_log(write, offsets)
         self._committed = dict(settlement.resume.offsets)
         self._committed_groups.extend({outcome.group_id for outcome in settlement.outcomes})
+
+    def _put_on_log(self, write: Callable[[], None], offsets: dict[Place, int]) -> None:
+        """In one transaction. Raises BusError.
+
+        What became of one that was given up is told by the log, as soon as another writer has ended what the first left
+        open: it is there, or is made again, unless another trainer has settled anything since.
+        """
+        trouble: BusError | None = None
+        try:
+            self._writer.transact(write, offsets, self._reader)
+        except BusError as error:
+            trouble = error
+        if trouble is not None:
+            tells = offsets != self._on_log and not self._settings.embedded  # there all after an abort is hidden
+            if not (trouble.unknown and tells) or self._stop.is_set():
+                raise trouble
+            log.warning("a settlement was given up", reason=str(trouble))
+            self._writer.close()
+            self._writer = self._fencing()
+            on_log = self._reader.committed(list(offsets))
+            if on_log == self._on_log:
+                self._writer.transact(write, offsets, self._reader)
+            elif on_log != offsets:
+                raise trouble
+        self._on_log = {**offsets}
+
+    def _fencing(self) -> Writer:
+        """A writer that ends what the model's last one left open. Raises BusError."""
+        whole = Patience(PATIENT_SECONDS)  # who gives up there ends, and would begin as impatient as before
+        return Writer(
+            self._settings,
+            self._client_id,
+            transactional_id=f"{TRAINER_NAMES}{self.model_id}",
+            patience=whole if self._settings.embedded else PATIENCE,
+            wanted=lambda: not self._stop.is_set(),
+        )
 
     def _stored(self, _partition: int, offset: int) -> None:
         self._outcomes_end = max(self._outcomes_end, offset + 1)
