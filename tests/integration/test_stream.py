@@ -462,17 +462,38 @@ def test_of_a_settlement_that_was_given_up_the_log_tells_whether_it_is_made_agai
         assert stream.take(1) == ()
 
 
+@pytest.mark.parametrize(("settles", "after_reading"), [([0, 1, 2], True), ([1], True), ([2], True), ([1], False)])
 def test_a_settlement_that_was_given_up_is_not_made_again_once_another_trainer_has_settled(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch, settles: list[int], after_reading: bool
+) -> None:
+    """Whatever that did to the place to read on from: with the first group left open it stays as it was."""
+    write_samples(settings, make_samples(groups=range(3)))
+
+    def another() -> None:
+        with SampleStream(settings, "policy") as stream:
+            groups = stream.take(3) if after_reading else taken
+            stream.settle(outcomes_of(group for group in groups if group.group_id in names))
+
+    names = [group_name(number) for number in settles]
+    with SampleStream(settings, "policy") as stream:
+        taken = stream.take(3)
+        give_up(stream._writer, monkeypatch, committed=False, meanwhile=another)
+        with pytest.raises(BusError):
+            stream.settle(outcomes_of(group for group in taken if group.group_id != group_name(0)))
+    assert on_log(settings) == everyone(settles)
+
+
+def test_a_settlement_is_not_taken_for_there_that_another_trainer_has_made_of_the_same_group(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_samples(settings, make_samples(groups=range(2)))
 
     def another() -> None:
         with SampleStream(settings, "policy") as stream:
-            stream.settle(outcomes_of(stream.take(2)))
+            stream.settle([msgspec.structs.replace(one, step=7) for one in outcomes_of(stream.take(1))])
 
     with SampleStream(settings, "policy") as stream:
         give_up(stream._writer, monkeypatch, committed=False, meanwhile=another)
         with pytest.raises(BusError):
             stream.settle(outcomes_of(stream.take(1)))
-    assert on_log(settings) == everyone(range(2))
+    assert on_log(settings) == everyone([0])

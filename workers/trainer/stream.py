@@ -8,7 +8,8 @@ Keeps true
   one: it needs no checkpoint, and reads back what is live, not what was. Whatever was committed last: each sample
   before that place has an outcome, and the outcomes of what lies at or after it, and of what the last settlement named,
   lie at or after the place in the outcomes (`groups.py`).
-- One stream a model: a newer one fences the older, which then cannot settle anything.
+- One stream a model: a newer one fences the older, which then cannot settle anything, unless the newer has not either
+  when the older finds out what became of a transaction that hung: then the newer is fenced.
 - What is no sample, or one that nobody asked for, is a dead letter once.
 - No sample is deleted before every trainer that the broker remembers has settled it, of whatever model.
 
@@ -94,8 +95,8 @@ class Settlement:
     def commit(self, manifest: "SignedManifest | None" = None) -> None:
         """Put it on the log, with the manifest of the version that was made of it. On any thread, in any order.
 
-        What is never committed settles nothing: its groups are handed out by the next stream. Raises BusError; the
-        stream is of no more use then.
+        What is never committed settles nothing: its groups are handed out by the next stream. Raises BusError, or
+        Stopped amid finding out what became of it; the stream is of no more use then.
         """
         self.stream._commit(self, manifest)
 
@@ -351,34 +352,49 @@ class SampleStream:
                 manifest.write(self._writer)
 
         with self._lock:
-            self._put_on_log(write, offsets)
+            self._put_on_log(settlement, write, offsets)
         self._committed = dict(settlement.resume.offsets)
         self._committed_groups.extend({outcome.group_id for outcome in settlement.outcomes})
 
-    def _put_on_log(self, write: Callable[[], None], offsets: dict[Place, int]) -> None:
-        """In one transaction. Raises BusError.
+    def _put_on_log(self, settlement: Settlement, write: Callable[[], None], offsets: dict[Place, int]) -> None:
+        """In one transaction. Raises BusError, Stopped.
 
         What became of one that was given up is told by the log, as soon as another writer has ended what the first left
         open: it is there, or is made again, unless another trainer has settled anything since.
         """
-        trouble: BusError | None = None
+        since, trouble = self._outcomes_end, None
         try:
             self._writer.transact(write, offsets, self._reader)
         except BusError as error:
             trouble = error
         if trouble is not None:
-            tells = offsets != self._on_log and not self._settings.embedded  # there all after an abort is hidden
+            tells = settlement.outcomes and not self._settings.embedded  # there all after an abort is hidden
             if not (trouble.unknown and tells) or self._stop.is_set():
                 raise trouble
             log.warning("a settlement was given up", reason=str(trouble))
             self._writer.close()
             self._writer = self._fencing()
-            on_log = self._reader.committed(list(offsets))
-            if on_log == self._on_log:
-                self._writer.transact(write, offsets, self._reader)
-            elif on_log != offsets:
+            is_there = self._is_on_log(settlement, offsets, since)
+            if is_there is None:
                 raise trouble
+            if not is_there:
+                self._writer.transact(write, offsets, self._reader)
         self._on_log = {**offsets}
+
+    def _is_on_log(self, settlement: Settlement, offsets: dict[Place, int], since: int) -> bool | None:
+        """Whether it is, as nobody writes for this model any more; None if another trainer has settled something.
+
+        Offsets alone do not tell: another settlement may move them as this one, or not at all. `since`: no outcome of
+        it lies before that one.
+        """
+        own = {one.trajectory_id: one for one in settlement.outcomes}
+        records = [envelope.record for envelope in self._read_back({OUTCOMES_PLACE: since})]
+        found = [one for one in records if isinstance(one, SampleOutcome) and one.trajectory_id in own]
+        stands = self._reader.committed(list(offsets))
+        if not found and stands == self._on_log:
+            return False
+        whole = len(found) == len(own) and all(one == own[one.trajectory_id] for one in found)
+        return True if whole and stands == offsets else None
 
     def _fencing(self) -> Writer:
         """A writer that ends what the model's last one left open. Raises BusError."""
