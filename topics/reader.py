@@ -10,6 +10,7 @@ Keeps true
 import math
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import closing
 from threading import Thread
 
 import structlog
@@ -174,16 +175,23 @@ class Reader:
             place: answer.offset if answer.offset >= 0 else None for place, answer in zip(places, answers, strict=True)
         }
 
-    def told(self, places: Sequence[Place]) -> None:
-        """Raises BusError unless the broker tells offsets of the group to whom open transactions are all the same."""
+    def marks(self, places: Sequence[Place]) -> dict[Place, str]:
+        """What was said with the offsets that were committed last, whatever is open: empty where nothing was.
+
+        Waits for a coordinator that is coming up. Raises BusError.
+        """
         alike = {name: value for name, value in self._config.items() if name != "group.instance.id"}
-        asking = Consumer({**alike, "isolation.level": "read_uncommitted"})
-        try:
-            asking.committed([self._partition(place, 0) for place in places], timeout=ENDS_TURN_SECONDS)
-        except KafkaException as error:
-            raise BusError("reading committed offsets", error.args[0], self.right_to_group) from error
-        finally:
-            asking.close()
+        wanted = [self._partition(place, 0) for place in places]
+        with closing(Consumer({**alike, "isolation.level": "read_uncommitted"})) as asking:
+
+            def ask(left: float) -> list[TopicPartition]:
+                answers: list[TopicPartition] = asking.committed(wanted, timeout=min(left, ENDS_TURN_SECONDS))
+                return answers
+
+            doing = "reading committed offsets"
+            answers = insist(doing, ask, COORDINATOR_SECONDS, self.right_to_group, meanwhile=self._meanwhile)
+        _refuse_errors(answers, doing)
+        return {place: answer.metadata or "" for place, answer in zip(places, answers, strict=True)}
 
     def commit(self, offsets: Mapping[Place, int]) -> None:
         """Have the next offset to read of each partition committed, by the time of `close` at the latest.

@@ -216,9 +216,11 @@ class Writer:
         self._touched.clear()
         self._guarded("beginning a transaction", self._producer.begin_transaction)
 
-    def commit(self, offsets: Mapping[Place, int] | None = None, reader: Reader | None = None) -> None:
-        """Commit what was written since `begin` together with the `reader`'s next `offsets`."""
-        self._commit(self._producer, offsets or {}, reader)
+    def commit(
+        self, offsets: Mapping[Place, int] | None = None, reader: Reader | None = None, *, mark: str = ""
+    ) -> None:
+        """Commit what was written since `begin` together with the `reader`'s next `offsets`, and a `mark` at each."""
+        self._commit(self._producer, offsets or {}, reader, mark)
         self._raise_failure()
 
     def abort(self) -> None:
@@ -226,9 +228,14 @@ class Writer:
         self._guarded("aborting a transaction", until_done, abort, self._wait(TO_ITS_END))
 
     def transact(
-        self, write: Callable[[], None], offsets: Mapping[Place, int] | None = None, reader: Reader | None = None
+        self,
+        write: Callable[[], None],
+        offsets: Mapping[Place, int] | None = None,
+        reader: Reader | None = None,
+        *,
+        mark: str = "",
     ) -> None:
-        """Begin, `write`, and commit with the `reader`'s next `offsets`; all of it again where a broker has undone it.
+        """Begin, `write`, and `commit`; all of it again where a broker has undone it.
 
         One does so whose leaders or coordinators move amid it. Raises BusError for what is no such trouble, or lasts
         longer than TRANSACTION_SECONDS.
@@ -237,7 +244,7 @@ class Writer:
         def transaction() -> None:
             self.begin()
             write()
-            self.commit(offsets, reader)
+            self.commit(offsets, reader, mark=mark)
 
         until_kept(transaction, self._undoes)
 
@@ -309,15 +316,15 @@ class Writer:
             self._commit(counting, {OWNERS: owners + 1}, reader)
         return owner
 
-    def _commit(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader | None) -> None:
+    def _commit(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader | None, mark: str = "") -> None:
         if offsets and reader is not None:
-            self._send(producer, offsets, reader)
+            self._send(producer, offsets, reader, mark)
         self._guarded(
             "committing a transaction", until_done, in_turns(producer.commit_transaction), self._wait(TO_ITS_END)
         )
 
-    def _send(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader) -> None:
-        places = [TopicPartition(self._settings.topic(topic), part, at) for (topic, part), at in offsets.items()]
+    def _send(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader, mark: str = "") -> None:
+        places = [TopicPartition(self._settings.topic(topic), part, at, mark) for (topic, part), at in offsets.items()]
         self._rights = (*self._rights[:2], reader.right_to_group)
         send = partial(producer.send_offsets_to_transaction, places, reader.group_metadata())
         self._guarded("committing offsets", unless_hung, partial(until_taken, send), self._wait(self._patience))

@@ -1,34 +1,38 @@
 """`SampleStream` over a real broker: the whole contract of any trainer, whatever kills it."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from threading import Event
-from typing import Any
 
 import msgspec
 import pytest
-from confluent_kafka import KafkaError
 
 from pipeline.accounting.audit import audit_log
 from schemas.environments import Group, GroupState
 from schemas.homes import home_of
-from schemas.samples import Outcome, SampleOutcome
-from tests.brokers import AnyBroker, any_broker
-from tests.integration.trainer_kit import GROUP_SIZE, group_name, make_samples, write_prompts, write_samples
+from tests.brokers import AnyBroker
+from tests.integration.trainer_kit import (
+    GROUP_SIZE,
+    everyone,
+    group_name,
+    make_samples,
+    on_log,
+    outcomes_of,
+    write_prompts,
+    write_samples,
+)
 from tests.waiting import until
 from topics.admin import create_topics, reach
-from topics.catalog import GROUPS, OUTCOMES, SAMPLES, Partitions
+from topics.catalog import GROUPS, SAMPLES, Partitions
 from topics.errors import BusError
 from topics.letters import read_letters
-from topics.log import read_topics
 from topics.reader import Reader
-from topics.records import Place, Raw
+from topics.records import Raw
 from topics.retention import delete_before
 from topics.settings import BusSettings
 from topics.writer import Writer
-from workers.trainer.groups import CompleteGroup
 from workers.trainer.stream import SampleStream, Stopped, WrongLog
 from workers.weights.publish import WeightPublisher
 
@@ -42,31 +46,6 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=HOMES, slots=1, samples=2, chunks=1))
     return settings
-
-
-def outcomes_of(groups: Iterable[CompleteGroup]) -> list[SampleOutcome]:
-    return [
-        SampleOutcome(
-            trajectory_id=sample.trajectory_id,
-            group_id=group.group_id,
-            outcome=Outcome.TRAINED,
-            step=1,
-            policy_version=0,
-            recorded_at=0.0,
-        )
-        for group in groups
-        for sample in group.samples
-    ]
-
-
-def on_log(settings: BusSettings) -> list[str]:
-    """The trajectories with an outcome, one entry for each outcome."""
-    records = [envelope.record for envelope in read_topics(settings, [OUTCOMES])]
-    return sorted(record.trajectory_id for record in records if isinstance(record, SampleOutcome))
-
-
-def everyone(groups: Iterable[int]) -> list[str]:
-    return sorted(sample.trajectory_id for sample in make_samples(groups=groups))
 
 
 def say(settings: BusSettings, number: int, state: GroupState) -> None:
@@ -379,121 +358,3 @@ def test_the_audit_agrees(settings: BusSettings) -> None:
     with SampleStream(settings, "policy", total_groups=3) as stream:
         stream.settle(outcomes_of(stream.take(3)))
     assert audit_log(settings).clean
-
-
-class SlowCoordinator:
-    """A producer whose offsets are taken once the broker was asked three times whether it is there."""
-
-    def __init__(self, producer: Any) -> None:
-        self._producer = producer
-        self._asked, self._enough = 0, Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._producer, name)
-
-    def __len__(self) -> int:
-        return len(self._producer)
-
-    def answer(self) -> None:
-        self._enough.set()
-
-    def send_offsets_to_transaction(self, *arguments: Any) -> None:
-        self._enough.wait()
-        self._producer.send_offsets_to_transaction(*arguments)
-
-    def reach(self, _settings: BusSettings) -> None:
-        self._asked += 1
-        if self._asked == 3:
-            self._enough.set()
-
-
-@any_broker
-@pytest.mark.slow
-def test_a_slow_coordinator_does_not_end_a_trainer_that_would_not_be_more_patient_when_it_is_started_again(
-    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_samples(settings, make_samples(groups=[0]))
-    with SampleStream(settings, "policy", total_groups=1) as stream:
-        first = stream._writer
-        slow = SlowCoordinator(first._producer)
-        monkeypatch.setattr("topics.writer.reach", slow.reach)
-        monkeypatch.setattr(first, "_producer", slow)
-        stream.settle(outcomes_of(stream.take(1)))
-        slow.answer()  # to a writer that has a successor by now, on Apache Kafka
-        monkeypatch.setattr(first, "_producer", slow._producer)
-    assert on_log(settings) == everyone([0])
-
-
-def give_up(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch, *, committed: bool, meanwhile: Callable[[], None] = lambda: None
-) -> None:
-    """Have the writer's next commit be given up, when all of the transaction is on the broker, or its end as well."""
-    commit = writer.commit
-
-    def hang(offsets: Mapping[Place, int], reader: Reader) -> None:
-        if committed:
-            commit(offsets, reader)
-        else:
-            writer.flush()
-        meanwhile()
-        raise BusError("committing offsets (it has not returned)", KafkaError(KafkaError._TIMED_OUT))
-
-    monkeypatch.setattr(writer, "commit", hang)
-
-
-@any_broker
-@pytest.mark.parametrize("committed", [False, True])
-def test_of_a_settlement_that_was_given_up_the_log_tells_whether_it_is_made_again(
-    settings: BusSettings, monkeypatch: pytest.MonkeyPatch, committed: bool
-) -> None:
-    write_samples(settings, make_samples(groups=range(3)))
-    with SampleStream(settings, "policy") as stream:
-        stream.settle(outcomes_of(stream.take(1)))
-        give_up(stream._writer, monkeypatch, committed=committed)
-        second = outcomes_of(stream.take(1))
-        if settings.embedded:
-            with pytest.raises(BusError):
-                stream.settle(second)
-            return
-        stream.settle(second)
-        stream.settle(outcomes_of(stream.take(1)))
-    assert on_log(settings) == everyone(range(3))
-    with SampleStream(settings, "policy", total_groups=3) as stream:
-        assert stream.take(1) == ()
-
-
-@pytest.mark.parametrize(("settles", "after_reading"), [([0, 1, 2], True), ([1], True), ([2], True), ([1], False)])
-def test_a_settlement_that_was_given_up_is_not_made_again_once_another_trainer_has_settled(
-    settings: BusSettings, monkeypatch: pytest.MonkeyPatch, settles: list[int], after_reading: bool
-) -> None:
-    """Whatever that did to the place to read on from: with the first group left open it stays as it was."""
-    write_samples(settings, make_samples(groups=range(3)))
-
-    def another() -> None:
-        with SampleStream(settings, "policy") as stream:
-            groups = stream.take(3) if after_reading else taken
-            stream.settle(outcomes_of(group for group in groups if group.group_id in names))
-
-    names = [group_name(number) for number in settles]
-    with SampleStream(settings, "policy") as stream:
-        taken = stream.take(3)
-        give_up(stream._writer, monkeypatch, committed=False, meanwhile=another)
-        with pytest.raises(BusError):
-            stream.settle(outcomes_of(group for group in taken if group.group_id != group_name(0)))
-    assert on_log(settings) == everyone(settles)
-
-
-def test_a_settlement_is_not_taken_for_there_that_another_trainer_has_made_of_the_same_group(
-    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_samples(settings, make_samples(groups=range(2)))
-
-    def another() -> None:
-        with SampleStream(settings, "policy") as stream:
-            stream.settle([msgspec.structs.replace(one, step=7) for one in outcomes_of(stream.take(1))])
-
-    with SampleStream(settings, "policy") as stream:
-        give_up(stream._writer, monkeypatch, committed=False, meanwhile=another)
-        with pytest.raises(BusError):
-            stream.settle(outcomes_of(stream.take(1)))
-    assert on_log(settings) == everyone([0])

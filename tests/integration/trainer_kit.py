@@ -26,6 +26,7 @@ from topics.log import read_topics
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.trainer.config import TrainerConfig
+from workers.trainer.groups import CompleteGroup
 from workers.trainer.main import run_trainer
 
 VOCABULARY = 40
@@ -217,3 +218,28 @@ def log_with_samples(broker: AnyBroker, namespace: str, *, partitions: int = 1) 
 def newest_of(settings: BusSettings) -> WeightManifest:
     records = [envelope.record for envelope in read_topics(settings, [MANIFESTS])]
     return max((one for one in records if isinstance(one, WeightManifest)), key=lambda manifest: manifest.order)
+
+
+def outcomes_of(groups: Iterable[CompleteGroup]) -> list[SampleOutcome]:
+    return [
+        SampleOutcome(
+            trajectory_id=sample.trajectory_id,
+            group_id=group.group_id,
+            outcome=Outcome.TRAINED,
+            step=1,
+            policy_version=0,
+            recorded_at=0.0,
+        )
+        for group in groups
+        for sample in group.samples
+    ]
+
+
+def on_log(settings: BusSettings) -> list[str]:
+    """The trajectories with an outcome, one entry for each outcome."""
+    records = [envelope.record for envelope in read_topics(settings, [OUTCOMES])]
+    return sorted(record.trajectory_id for record in records if isinstance(record, SampleOutcome))
+
+
+def everyone(groups: Iterable[int]) -> list[str]:
+    return sorted(sample.trajectory_id for sample in make_samples(groups=groups))

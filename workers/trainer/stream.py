@@ -8,8 +8,7 @@ Keeps true
   one: it needs no checkpoint, and reads back what is live, not what was. Whatever was committed last: each sample
   before that place has an outcome, and the outcomes of what lies at or after it, and of what the last settlement named,
   lie at or after the place in the outcomes (`groups.py`).
-- One stream a model: a newer one fences the older, which then cannot settle anything, unless the newer has not either
-  when the older finds out what became of a transaction that hung: then the newer is fenced.
+- One stream a model: a newer one fences the older, which then cannot settle anything (`standing.py`).
 - What is no sample, or one that nobody asked for, is a dead letter once.
 - No sample is deleted before every trainer that the broker remembers has settled it, of whatever model.
 
@@ -25,9 +24,9 @@ Example (any trainer)
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Event, Lock
+from threading import Event
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -37,9 +36,7 @@ from schemas.environments import Group, GroupState
 from schemas.errors import RoseError, UsageError
 from schemas.samples import Sample, SampleOutcome
 from topics.catalog import GROUPS, OUTCOMES, SAMPLES, TRAINER_NAMES
-from topics.errors import BusError
 from topics.health import HEALTH
-from topics.hung import PATIENCE, PATIENT_SECONDS, Patience
 from topics.letters import buried
 from topics.log import await_decided, read_back
 from topics.metrics import export
@@ -51,6 +48,7 @@ from topics.undecided import committed_offsets
 from topics.writer import Writer
 from workers.trainer import metrics
 from workers.trainer.groups import CompleteGroup, GroupAssembly, ResumePoint, Taken
+from workers.trainer.standing import Standing
 
 if TYPE_CHECKING:  # both compute with torch, which who only reads samples can do without
     from torch import Tensor
@@ -124,12 +122,9 @@ class SampleStream:
         self._settings, self._client_id, self._stop = settings, client_id, stop or Event()
         self._total = total_groups
         self._publishing = False
-        self._lock = Lock()
-        self._on_log: Mapping[Place, int | None] = {}
-        """Where the log says that this trainer stands."""
         self._committed_groups: deque[str] = deque()
         """As whichever thread committed them says: the assembly belongs to the stream's."""
-        self._writer = self._fencing()
+        self._standing = Standing(settings, model_id, client_id, self._stop)
         self._reader = Reader(
             settings, client_id, group=f"{TRAINER_NAMES}{model_id}", ends=True, meanwhile=self.unless_stopped
         )
@@ -241,11 +236,10 @@ class SampleStream:
 
     def _stand_where_the_log_says(self) -> None:
         places: list[Place] = [(SAMPLES, part) for part in range(self._reader.partitions(SAMPLES))]
-        committed = committed_offsets(self._reader, self._writer, [*places, OUTCOMES_PLACE])
+        committed = committed_offsets(self._reader, self._standing.writer, [*places, OUTCOMES_PLACE])
         await_decided(self._settings, [OUTCOMES_PLACE], client_id=self._client_id, meanwhile=self.unless_stopped)
         forgotten = None in committed.values()  # the broker drops the offsets of who was away for a week
-        self._on_log = committed
-        self.fresh = all(offset is None for offset in committed.values())
+        self.fresh = all(committed[place] is None for place in places)
         known_from = 0 if self._total or forgotten else committed[OUTCOMES_PLACE] or 0
         low, self._outcomes_end = self._reader.watermarks(OUTCOMES_PLACE)
         if low > known_from:
@@ -264,6 +258,7 @@ class SampleStream:
         if self._total:
             self._ended.update(self._assembly.settled)
             begins |= self._follow_to_the_end()
+        self._standing.begin(self._reader, committed)
         self._reader.assign(begins)
 
     def _follow_to_the_end(self) -> dict[Place, int]:
@@ -337,75 +332,22 @@ class SampleStream:
         if (item.partition, item.offset) in self._buried:
             return
         log.warning("no sample", partition=item.partition, offset=item.offset, reason=reason)
-        with self._lock:
-            self._writer.transact(lambda: self._writer.dead_letter(item, reason))
+        self._standing.dead_letter(item, reason)
 
     def _commit(self, settlement: Settlement, manifest: "SignedManifest | None") -> None:
         offsets: dict[Place, int] = {(SAMPLES, part): at for part, at in settlement.resume.offsets.items()}
         offsets[OUTCOMES_PLACE] = settlement.resume.outcomes_from
 
-        def write() -> None:
+        def write(writer: Writer) -> None:
             for outcome in settlement.outcomes:
                 name = outcome.trajectory_id
-                self._writer.write(OUTCOMES, outcome, key=name, trajectory_id=name, on_delivery=self._stored)
+                writer.write(OUTCOMES, outcome, key=name, trajectory_id=name, on_delivery=self._stored)
             if manifest is not None:
-                manifest.write(self._writer)
+                manifest.write(writer)
 
-        with self._lock:
-            self._put_on_log(settlement, write, offsets)
+        self._standing.transact(write, offsets, self._reader)
         self._committed = dict(settlement.resume.offsets)
         self._committed_groups.extend({outcome.group_id for outcome in settlement.outcomes})
-
-    def _put_on_log(self, settlement: Settlement, write: Callable[[], None], offsets: dict[Place, int]) -> None:
-        """In one transaction. Raises BusError, Stopped.
-
-        What became of one that was given up is told by the log, as soon as another writer has ended what the first left
-        open: it is there, or is made again, unless another trainer has settled anything since.
-        """
-        since, trouble = self._outcomes_end, None
-        try:
-            self._writer.transact(write, offsets, self._reader)
-        except BusError as error:
-            trouble = error
-        if trouble is not None:
-            tells = settlement.outcomes and not self._settings.embedded  # there all after an abort is hidden
-            if not (trouble.unknown and tells) or self._stop.is_set():
-                raise trouble
-            log.warning("a settlement was given up", reason=str(trouble))
-            self._writer.close()
-            self._writer = self._fencing()
-            is_there = self._is_on_log(settlement, offsets, since)
-            if is_there is None:
-                raise trouble
-            if not is_there:
-                self._writer.transact(write, offsets, self._reader)
-        self._on_log = {**offsets}
-
-    def _is_on_log(self, settlement: Settlement, offsets: dict[Place, int], since: int) -> bool | None:
-        """Whether it is, as nobody writes for this model any more; None if another trainer has settled something.
-
-        Offsets alone do not tell: another settlement may move them as this one, or not at all. `since`: no outcome of
-        it lies before that one.
-        """
-        own = {one.trajectory_id: one for one in settlement.outcomes}
-        records = [envelope.record for envelope in self._read_back({OUTCOMES_PLACE: since})]
-        found = [one for one in records if isinstance(one, SampleOutcome) and one.trajectory_id in own]
-        stands = self._reader.committed(list(offsets))
-        if not found and stands == self._on_log:
-            return False
-        whole = len(found) == len(own) and all(one == own[one.trajectory_id] for one in found)
-        return True if whole and stands == offsets else None
-
-    def _fencing(self) -> Writer:
-        """A writer that ends what the model's last one left open. Raises BusError."""
-        whole = Patience(PATIENT_SECONDS)  # who gives up there ends, and would begin as impatient as before
-        return Writer(
-            self._settings,
-            self._client_id,
-            transactional_id=f"{TRAINER_NAMES}{self.model_id}",
-            patience=whole if self._settings.embedded else PATIENCE,
-            wanted=lambda: not self._stop.is_set(),
-        )
 
     def _stored(self, _partition: int, offset: int) -> None:
         self._outcomes_end = max(self._outcomes_end, offset + 1)

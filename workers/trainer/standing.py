@@ -1,0 +1,110 @@
+"""A trainer's standing with the broker: the transactions of a model's newest stream, and how it knows that it is that.
+
+Keeps true
+- With a stream's offsets lies its mark, a name that no other has and a number: that of the newest stream from when it
+  begins, another with each transaction.
+- A transaction that was given up (`topics/hung.py`) is made again by another writer if its mark is not on the log, and
+  not if it is. A newer stream's mark is left alone: who finds it there is fenced, and ends nothing of it.
+- The embedded broker hides what comes after an abort, so there nothing is marked, and nothing made again.
+"""
+
+from collections.abc import Callable, Mapping
+from itertools import count
+from threading import Event, Lock
+from uuid import uuid4
+
+import structlog
+from confluent_kafka import KafkaError
+
+from topics.catalog import OUTCOMES, TRAINER_NAMES
+from topics.errors import BusError
+from topics.hung import PATIENCE, PATIENT_SECONDS, Patience
+from topics.reader import Reader
+from topics.records import Envelope, Place, Spoiled
+from topics.settings import BusSettings
+from topics.undecided import committed_offsets
+from topics.writer import Writer
+
+MARKED: Place = (OUTCOMES, 0)
+"""The place at which marks are looked for: each transaction commits an offset of it."""
+
+log = structlog.get_logger("trainer")
+
+
+class Standing:
+    """Of one stream. Making one fences the model's older streams."""
+
+    def __init__(self, settings: BusSettings, model_id: str, client_id: str, stop: Event) -> None:
+        """`stop`: nobody waits for a broker that is away any more. Raises BusError."""
+        self._settings, self._client_id, self._stop = settings, client_id, stop
+        self._id = f"{TRAINER_NAMES}{model_id}"
+        self._lock = Lock()
+        self._name, self._numbers = uuid4().hex, count()
+        self._mark = ""
+        """What is on the log; at first, of whom this stream succeeds."""
+        self.writer = self._fencing()
+
+    def begin(self, reader: Reader, offsets: Mapping[Place, int | None]) -> None:
+        """Have it known that there is a newer stream, which stands where the last one did. Raises BusError."""
+        if self._settings.embedded:
+            return
+        self._mark = reader.marks([MARKED])[MARKED]
+        stood = {place: offset for place, offset in offsets.items() if offset is not None}
+        self.transact(lambda writer: None, {MARKED: 0, **stood}, reader)
+
+    def transact(self, write: Callable[[Writer], None], offsets: Mapping[Place, int], reader: Reader) -> None:
+        """Write, and commit with the `reader`'s next `offsets`, once. On any thread.
+
+        Raises BusError, `fenced` where a newer stream has come, and what the reader's `meanwhile` does.
+        """
+        with self._lock:
+            mark = f"{self._name}/{next(self._numbers)}"
+            trouble = self._try(write, offsets, reader, mark)
+            if trouble is not None:
+                if not trouble.unknown or self._settings.embedded or self._stop.is_set():
+                    raise trouble
+                log.warning("a transaction was given up", reason=str(trouble))
+                self._make_sure(write, offsets, reader, mark)
+            self._mark = mark
+
+    def dead_letter(self, item: Envelope | Spoiled, reason: str) -> None:
+        """Bury what was read in a transaction of its own. Raises BusError."""
+        with self._lock:
+            self.writer.transact(lambda: self.writer.dead_letter(item, reason))
+
+    def _try(
+        self, write: Callable[[Writer], None], offsets: Mapping[Place, int], reader: Reader, mark: str
+    ) -> BusError | None:
+        try:
+            self.writer.transact(lambda: write(self.writer), offsets, reader, mark=mark)
+        except BusError as error:
+            return error
+        return None
+
+    def _make_sure(
+        self, write: Callable[[Writer], None], offsets: Mapping[Place, int], reader: Reader, mark: str
+    ) -> None:
+        """Have what was given up on the log after all, if this is still the newest stream. Raises BusError."""
+        self._refuse_unless(reader, mark)
+        self.writer.close()
+        self.writer = self._fencing()
+        committed_offsets(reader, self.writer, [MARKED])  # waits until nothing is open any more
+        if self._refuse_unless(reader, mark) != mark:
+            self.writer.transact(lambda: write(self.writer), offsets, reader, mark=mark)
+
+    def _refuse_unless(self, reader: Reader, mark: str) -> str:
+        """The mark on the log. Raises BusError as to who is fenced, where it is neither the last one nor `mark`."""
+        found = reader.marks([MARKED])[MARKED]
+        if found not in (self._mark, mark):
+            raise BusError("settling, while another stream of the model is there,", KafkaError(KafkaError._FENCED))
+        return found
+
+    def _fencing(self) -> Writer:
+        whole = Patience(PATIENT_SECONDS)  # who gives up there ends, and would begin as impatient as before
+        return Writer(
+            self._settings,
+            self._client_id,
+            transactional_id=self._id,
+            patience=whole if self._settings.embedded else PATIENCE,
+            wanted=lambda: not self._stop.is_set(),
+        )
