@@ -5,7 +5,7 @@ Keeps true
   begins, another with each transaction.
 - A transaction that was given up (`topics/hung.py`) is made again by another writer if its mark is not on the log, and
   not if it is. A newer stream's mark is left alone: who finds it there is fenced, and ends nothing of it.
-- The embedded broker hides what comes after an abort, so there nothing is marked, and nothing made again.
+- The embedded broker hides what comes after an abort, so there nothing is made again.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +25,8 @@ from topics.settings import BusSettings
 from topics.undecided import committed_offsets
 from topics.writer import Writer
 
-MARKED: Place = (OUTCOMES, 0)
-"""The place at which marks are looked for: each transaction commits an offset of it."""
+OUTCOMES_PLACE: Place = (OUTCOMES, 0)
+"""Outcomes lie in one partition. Each transaction commits an offset of it, so marks are looked for there."""
 
 log = structlog.get_logger("trainer")
 
@@ -48,9 +48,9 @@ class Standing:
         """Have it known that there is a newer stream, which stands where the last one did. Raises BusError."""
         if self._settings.embedded:
             return
-        self._mark = reader.marks([MARKED])[MARKED]
+        self._mark = reader.marks([OUTCOMES_PLACE])[OUTCOMES_PLACE]
         stood = {place: offset for place, offset in offsets.items() if offset is not None}
-        self.transact(lambda writer: None, {MARKED: 0, **stood}, reader)
+        self.transact(lambda writer: None, {OUTCOMES_PLACE: 0, **stood}, reader)
 
     def transact(self, write: Callable[[Writer], None], offsets: Mapping[Place, int], reader: Reader) -> None:
         """Write, and commit with the `reader`'s next `offsets`, once. On any thread.
@@ -88,13 +88,13 @@ class Standing:
         self._refuse_unless(reader, mark)
         self.writer.close()
         self.writer = self._fencing()
-        committed_offsets(reader, self.writer, [MARKED])  # waits until nothing is open any more
+        committed_offsets(reader, self.writer, [OUTCOMES_PLACE])  # waits until nothing is open any more
         if self._refuse_unless(reader, mark) != mark:
             self.writer.transact(lambda: write(self.writer), offsets, reader, mark=mark)
 
     def _refuse_unless(self, reader: Reader, mark: str) -> str:
         """The mark on the log. Raises BusError as to who is fenced, where it is neither the last one nor `mark`."""
-        found = reader.marks([MARKED])[MARKED]
+        found = reader.marks([OUTCOMES_PLACE])[OUTCOMES_PLACE]
         if found not in (self._mark, mark):
             raise BusError("settling, while another stream of the model is there,", KafkaError(KafkaError._FENCED))
         return found

@@ -48,7 +48,7 @@ from topics.undecided import committed_offsets
 from topics.writer import Writer
 from workers.trainer import metrics
 from workers.trainer.groups import CompleteGroup, GroupAssembly, ResumePoint, Taken
-from workers.trainer.standing import Standing
+from workers.trainer.standing import OUTCOMES_PLACE, Standing
 
 if TYPE_CHECKING:  # both compute with torch, which who only reads samples can do without
     from torch import Tensor
@@ -64,9 +64,6 @@ LOOK_SECONDS = 0.2
 
 DELETING_SECONDS = 3600.0
 """How often samples are deleted that are settled and old enough."""
-
-OUTCOMES_PLACE: Place = (OUTCOMES, 0)
-"""Outcomes lie in one partition."""
 
 log = structlog.get_logger("trainer")
 
