@@ -1,6 +1,6 @@
 """What becomes of a trainer's transaction that hangs, beside other trainers of its model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from threading import Event
 from typing import Any
 
@@ -15,6 +15,7 @@ from topics.errors import BusError
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
+from topics.undecided import committed_offsets
 from topics.writer import Writer
 from workers.trainer.stream import SampleStream
 
@@ -176,6 +177,34 @@ def test_who_gives_a_settlement_up_leaves_a_newer_stream_its_place_though_that_h
         with left:
             left.settle(outcomes_of(left.take(2)))
     assert on_log(settings) == everyone(range(2))
+
+
+def test_a_stream_that_hangs_as_it_begins_leaves_a_newer_one_its_place(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hand out again what the newer one has settled, which came when it knew already where it stands."""
+    if settings.embedded:
+        pytest.skip("nothing is made again there")
+    write_samples(settings, make_samples(groups=range(3)))
+    newer: list[SampleStream] = []
+    came: list[bool] = []
+
+    def amid(reader: Reader, writer: Writer, places: Sequence[Place]) -> dict[Place, int | None]:
+        found = committed_offsets(reader, writer, places)
+        if not came:
+            came.append(True)
+            newer.append(SampleStream(settings, "policy"))
+            newer[0].settle(outcomes_of(newer[0].take(1)))
+            give_up(writer, monkeypatch, committed=False)
+        return found
+
+    monkeypatch.setattr("workers.trainer.standing.committed_offsets", amid)
+    with pytest.raises(BusError) as refused:
+        SampleStream(settings, "policy")
+    assert refused.value.fenced
+    with newer[0] as stream:
+        stream.settle(outcomes_of(stream.take(2)))
+    assert on_log(settings) == everyone(range(3))
 
 
 def test_a_trainer_that_has_settled_nothing_leaves_the_log_fresh(settings: BusSettings) -> None:

@@ -193,12 +193,13 @@ def _arm(point: str, version: int) -> None:
         if (point, version) == ("after_checkpoint", progress.version):
             _die()
 
-    def armed_commit(self: Writer, *arguments: Any) -> None:
-        if (point, version) == ("in_transaction", current[0]._version):
+    def armed_commit(self: Writer, *arguments: Any, **named: Any) -> None:
+        at = (point, current[0]._version) if current else None  # None: the stream begins, of which no version is made
+        if at == ("in_transaction", version):
             self.flush()
             _die()
-        commit(self, *arguments)
-        if (point, version) == ("after_transaction", current[0]._version):
+        commit(self, *arguments, **named)
+        if at == ("after_transaction", version):
             _die()
 
     Trainer.__init__ = armed_begin  # type: ignore[method-assign,assignment]

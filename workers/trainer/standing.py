@@ -4,11 +4,12 @@ Keeps true
 - With a stream's offsets lies its mark, a name that no other has and a number: that of the newest stream from when it
   begins, another with each transaction.
 - A transaction that was given up (`topics/hung.py`) is made again by another writer if its mark is not on the log, and
-  not if it is. A newer stream's mark is left alone: who finds it there is fenced, and ends nothing of it.
+  not if it is. Who finds a newer stream's mark there is fenced, and settles nothing. A stream that comes in the very
+  moment in which another writer is made may be fenced as well: then neither settles anything more.
 - The embedded broker hides what comes after an abort, so there nothing is made again.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from threading import Event, Lock
 from uuid import uuid4
@@ -44,13 +45,17 @@ class Standing:
         """What is on the log; at first, of whom this stream succeeds."""
         self.writer = self._fencing()
 
-    def begin(self, reader: Reader, offsets: Mapping[Place, int | None]) -> None:
-        """Have it known that there is a newer stream, which stands where the last one did. Raises BusError."""
-        if self._settings.embedded:
-            return
-        self._mark = reader.marks([OUTCOMES_PLACE])[OUTCOMES_PLACE]
-        stood = {place: offset for place, offset in offsets.items() if offset is not None}
-        self.transact(lambda writer: None, {OUTCOMES_PLACE: 0, **stood}, reader)
+    def begin(self, reader: Reader, places: Sequence[Place]) -> dict[Place, int | None]:
+        """Have it known that there is a newer stream, which stands where the last one did: the committed offsets of
+        these and of OUTCOMES_PLACE. Raises BusError.
+        """
+        if not self._settings.embedded:
+            self._mark = reader.marks([OUTCOMES_PLACE])[OUTCOMES_PLACE]  # first: no newer one's, if the offsets are not
+        offsets = committed_offsets(reader, self.writer, [*places, OUTCOMES_PLACE])
+        if not self._settings.embedded:
+            stood = {place: offset for place, offset in offsets.items() if offset is not None}
+            self.transact(lambda writer: None, {OUTCOMES_PLACE: 0, **stood}, reader)
+        return offsets
 
     def transact(self, write: Callable[[Writer], None], offsets: Mapping[Place, int], reader: Reader) -> None:
         """Write, and commit with the `reader`'s next `offsets`, once. On any thread.
@@ -64,7 +69,7 @@ class Standing:
                 if not trouble.unknown or self._settings.embedded or self._stop.is_set():
                     raise trouble
                 log.warning("a transaction was given up", reason=str(trouble))
-                self._make_sure(write, offsets, reader, mark)
+                self._make_sure(write, offsets, reader, mark, trouble)
             self._mark = mark
 
     def dead_letter(self, item: Envelope | Spoiled, reason: str) -> None:
@@ -82,22 +87,31 @@ class Standing:
         return None
 
     def _make_sure(
-        self, write: Callable[[Writer], None], offsets: Mapping[Place, int], reader: Reader, mark: str
+        self,
+        write: Callable[[Writer], None],
+        offsets: Mapping[Place, int],
+        reader: Reader,
+        mark: str,
+        trouble: BusError,
     ) -> None:
         """Have what was given up on the log after all, if this is still the newest stream. Raises BusError."""
-        self._refuse_unless(reader, mark)
         self.writer.close()
+        self._known(reader, mark, trouble)
         self.writer = self._fencing()
-        committed_offsets(reader, self.writer, [OUTCOMES_PLACE])  # waits until nothing is open any more
-        if self._refuse_unless(reader, mark) != mark:
+        reader.committed([OUTCOMES_PLACE])  # waits until nothing is open; where its end is not known, nor is the mark
+        if self._known(reader, mark, trouble) != mark:
             self.writer.transact(lambda: write(self.writer), offsets, reader, mark=mark)
 
-    def _refuse_unless(self, reader: Reader, mark: str) -> str:
-        """The mark on the log. Raises BusError as to who is fenced, where it is neither the last one nor `mark`."""
+    def _known(self, reader: Reader, mark: str, trouble: BusError) -> str:
+        """The mark on the log: the last one or `mark`. Raises `trouble` where there is none any more, and BusError as
+        to who is fenced for another stream's.
+        """
         found = reader.marks([OUTCOMES_PLACE])[OUTCOMES_PLACE]
-        if found not in (self._mark, mark):
-            raise BusError("settling, while another stream of the model is there,", KafkaError(KafkaError._FENCED))
-        return found
+        if found in (self._mark, mark):
+            return found
+        if not found:
+            raise trouble
+        raise BusError("settling, while another stream of the model is there,", KafkaError(KafkaError._FENCED))
 
     def _fencing(self) -> Writer:
         whole = Patience(PATIENT_SECONDS)  # who gives up there ends, and would begin as impatient as before

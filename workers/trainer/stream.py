@@ -36,6 +36,7 @@ from schemas.environments import Group, GroupState
 from schemas.errors import RoseError, UsageError
 from schemas.samples import Sample, SampleOutcome
 from topics.catalog import GROUPS, OUTCOMES, SAMPLES, TRAINER_NAMES
+from topics.errors import BusError
 from topics.health import HEALTH
 from topics.letters import buried
 from topics.log import await_decided, read_back
@@ -44,7 +45,6 @@ from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
 from topics.retention import delete_before, lowest_committed
 from topics.settings import BusSettings
-from topics.undecided import committed_offsets
 from topics.writer import Writer
 from workers.trainer import metrics
 from workers.trainer.groups import CompleteGroup, GroupAssembly, ResumePoint, Taken
@@ -133,8 +133,10 @@ class SampleStream:
         """Groups that count towards the total, where there is one: settled, or refused."""
         try:
             self._stand_where_the_log_says()
-        except BaseException:
+        except BaseException as error:
             self._reader.close()
+            if isinstance(error, BusError) and self._stop.is_set():
+                raise Stopped from error
             raise
 
     def __enter__(self) -> Self:
@@ -233,7 +235,7 @@ class SampleStream:
 
     def _stand_where_the_log_says(self) -> None:
         places: list[Place] = [(SAMPLES, part) for part in range(self._reader.partitions(SAMPLES))]
-        committed = committed_offsets(self._reader, self._standing.writer, [*places, OUTCOMES_PLACE])
+        committed = self._standing.begin(self._reader, places)
         await_decided(self._settings, [OUTCOMES_PLACE], client_id=self._client_id, meanwhile=self.unless_stopped)
         forgotten = None in committed.values()  # the broker drops the offsets of who was away for a week
         self.fresh = all(committed[place] is None for place in places)
@@ -255,7 +257,6 @@ class SampleStream:
         if self._total:
             self._ended.update(self._assembly.settled)
             begins |= self._follow_to_the_end()
-        self._standing.begin(self._reader, committed)
         self._reader.assign(begins)
 
     def _follow_to_the_end(self) -> dict[Place, int]:
