@@ -204,7 +204,7 @@ def _arm(point: str, version: int) -> None:
 
     Trainer.__init__ = armed_begin  # type: ignore[method-assign,assignment]
     Checkpoints.save = armed_save  # type: ignore[method-assign,assignment]
-    Writer.commit = armed_commit  # type: ignore[method-assign,assignment]
+    Writer.commit = armed_commit  # type: ignore[method-assign]
 
 
 def log_with_samples(broker: AnyBroker, namespace: str, *, partitions: int = 1) -> BusSettings:
