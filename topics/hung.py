@@ -7,7 +7,7 @@ Keeps true
 - Only looks count that this process was awake for: a call is not given up because the process was frozen.
 - A call that waits for a broker that is away is waited for: what makes it a lost one is that the broker has answered
   others for half of the time. Nor does its loop count as hung meanwhile (`topics/health.py`). Who is asked to leave
-  waits for no broker that is away.
+  waits for no broker that is away, and no longer than for a first call.
 - A coordinator that is slow holds up, and is no loss: after a call that was given up the next ones are waited for until
   the broker itself has ended their transaction, as long as none returns as soon as calls do.
 - What a call that was given up holds is let go when it returns after all, if ever.
@@ -43,13 +43,13 @@ class Patience:
     """How long calls are waited for, after what became of those before."""
 
     def __init__(self, hung_seconds: float = HUNG_SECONDS, patient_seconds: float = PATIENT_SECONDS) -> None:
-        self._hung_seconds, self._patient_seconds = hung_seconds, patient_seconds
+        self.hung_seconds, self._patient_seconds = hung_seconds, patient_seconds
         self.seconds = hung_seconds
 
     def returned(self, after_seconds: float) -> None:
         """A call has, and did what it should."""
-        if after_seconds < self._hung_seconds:
-            self.seconds = self._hung_seconds
+        if after_seconds < self.hung_seconds:
+            self.seconds = self.hung_seconds
 
     def gave_up(self) -> None:
         """A call has not returned."""
@@ -74,19 +74,20 @@ class Wait:
     ) -> None:
         """`reach` raises RoseError while no broker answers, `excuse` is called at looks at which that is so.
 
-        `wanted`: whether the call is waited for even then.
+        `wanted`: whether the call is waited for even then, and as long as one after a call that was given up.
         """
         self.look_seconds = look_seconds
         self._reach, self._excuse, self._wanted, self._patience = reach, excuse, wanted, patience
-        self._half = patience.seconds / look_seconds / 2
+        self._patient = patience.seconds
         self._looks, self._answered = 0, 0
 
     def look(self) -> None:
         """It has not returned for a look's time more. Raises HungCall."""
         self._looks += 1
-        if self._looks <= self._half:
+        half = (self._patient if self._wanted() else self._patience.hung_seconds) / self.look_seconds / 2
+        if self._looks <= half:
             return
-        if self._answered >= self._half - 1:  # and the call had a look's time since: it may have returned amid that one
+        if self._answered >= half - 1:  # and the call had a look's time since: it may have returned amid that one
             self._patience.gave_up()
             seconds = self._looks * self.look_seconds
             raise HungCall(f"it has not returned for {seconds:.0f} s, though the broker answers others")

@@ -100,6 +100,7 @@ class Writer:
         self._failure: tuple[KafkaError, str] | None = None
         """Of a delivery, and the topic."""
         self._stored = 0
+        self._closed = False
         self._touched: set[str] = set()
         """Topics that were written to since the transaction began."""
         self._rights: tuple[str, ...] = (
@@ -271,6 +272,9 @@ class Writer:
 
     def close(self) -> None:
         """Give up what is not stored by now. A writer that is dropped without it goes on, and is never freed."""
+        if self._closed:  # a client that is let go twice is never alone
+            return
+        self._closed = True
         self._producer.purge()  # confluent-kafka turns its `blocking` round: False waits, and with it all threads
         deadline = time.monotonic() + CLOSE_SECONDS
         while len(self._producer) and time.monotonic() < deadline:

@@ -1,12 +1,14 @@
 """What becomes of a trainer's transaction that hangs, beside other trainers of its model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError
 
+from schemas.errors import UsageError
 from tests.brokers import AnyBroker, any_broker
 from tests.integration.trainer_kit import everyone, group_name, make_samples, on_log, outcomes_of, write_samples
 from topics.admin import create_topics
@@ -216,3 +218,35 @@ def test_a_trainer_that_has_settled_nothing_leaves_the_log_fresh(settings: BusSe
         stream.settle(outcomes_of(stream.take(1)))
     with SampleStream(settings, "policy") as stream:
         assert not stream.fresh
+
+
+def test_a_stream_is_closed_once_what_another_thread_settles_is_on_the_log(
+    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_samples(settings, make_samples(groups=range(2)))
+    under_way, closes = Event(), Event()
+    stream = SampleStream(settings, "policy")
+    first, second = (stream.settlement(outcomes_of(stream.take(1))) for _ in range(2))
+    writer = stream._standing.writer
+    commit, close = writer.commit, stream._standing.close
+
+    def slow_commit(*arguments: Any, **named: Any) -> None:
+        under_way.set()
+        assert closes.wait(60)
+        commit(*arguments, **named)
+
+    def told_close() -> None:
+        closes.set()
+        close()
+
+    monkeypatch.setattr(writer, "commit", slow_commit)
+    monkeypatch.setattr(stream._standing, "close", told_close)
+    with ThreadPoolExecutor(1) as pool:
+        settled = pool.submit(first.commit)
+        assert under_way.wait(60)
+        stream.close()
+        settled.result()
+    assert on_log(settings) == everyone([0])
+    with pytest.raises(UsageError, match="close the publisher first"):
+        second.commit()
+    stream.close()

@@ -174,6 +174,17 @@ def test_a_coordinator_that_is_slow_is_given_up_once_and_then_waited_for() -> No
     never.set()
 
 
+def test_who_is_asked_to_leave_waits_no_longer_than_for_a_first_call() -> None:
+    never, away, patience = threading.Event(), Away(), Patience(0.05, 60.0)
+    patience.gave_up()
+    with pytest.raises(HungCall, match="no broker answers"):
+        unless_hung(never.wait, Wait(away.reach, wanted=lambda: False, look_seconds=LOOK, patience=patience))
+    with pytest.raises(HungCall, match="though the broker answers others"):
+        unless_hung(never.wait, Wait(lambda: None, wanted=lambda: False, look_seconds=LOOK, patience=patience))
+    assert away.asked == 1
+    never.set()
+
+
 LOOK = 0.01
 
 

@@ -17,6 +17,7 @@ from uuid import uuid4
 import structlog
 from confluent_kafka import KafkaError
 
+from schemas.errors import UsageError
 from topics.catalog import OUTCOMES, TRAINER_NAMES
 from topics.errors import BusError
 from topics.hung import PATIENCE, PATIENT_SECONDS, Patience
@@ -41,6 +42,7 @@ class Standing:
         self._id = f"{TRAINER_NAMES}{model_id}"
         self._lock = Lock()
         self._name, self._numbers = uuid4().hex, count()
+        self._closed = False
         self._mark = ""
         """What is on the log; at first, of whom this stream succeeds."""
         self.writer = self._fencing()
@@ -60,9 +62,14 @@ class Standing:
     def transact(self, write: Callable[[Writer], None], offsets: Mapping[Place, int], reader: Reader) -> None:
         """Write, and commit with the `reader`'s next `offsets`, once. On any thread.
 
-        Raises BusError, `fenced` where a newer stream has come, and what the reader's `meanwhile` does.
+        Raises BusError, `fenced` where a newer stream has come, UsageError once closed, and what the reader's
+        `meanwhile` does.
         """
         with self._lock:
+            if self._closed:
+                raise UsageError(
+                    "the stream is closed, so nothing is settled: close the publisher first, then the stream"
+                )
             mark = f"{self._name}/{next(self._numbers)}"
             trouble = self._try(write, offsets, reader, mark)
             if trouble is not None:
@@ -76,6 +83,12 @@ class Standing:
         """Bury what was read in a transaction of its own. Raises BusError."""
         with self._lock:
             self.writer.transact(lambda: self.writer.dead_letter(item, reason))
+
+    def close(self) -> None:
+        """Write nothing more; waits for a transaction that is under way."""
+        with self._lock:
+            self._closed = True
+            self.writer.close()
 
     def _try(
         self, write: Callable[[Writer], None], offsets: Mapping[Place, int], reader: Reader, mark: str

@@ -91,7 +91,8 @@ class Settlement:
         """Put it on the log, with the manifest of the version that was made of it. On any thread, in any order.
 
         What is never committed settles nothing: its groups are handed out by the next stream. Raises BusError, or
-        Stopped amid finding out what became of it; the stream is of no more use then.
+        Stopped amid finding out what became of it; the stream is of no more use then. Raises UsageError once the stream
+        is closed.
         """
         self.stream._commit(self, manifest)
 
@@ -134,7 +135,7 @@ class SampleStream:
         try:
             self._stand_where_the_log_says()
         except BaseException as error:
-            self._reader.close()
+            self.close()
             if isinstance(error, BusError) and self._stop.is_set():
                 raise Stopped from error
             raise
@@ -230,7 +231,8 @@ class SampleStream:
         return version
 
     def close(self) -> None:
-        """What was not committed is handed out again by the model's next stream."""
+        """What was not committed is handed out again by the model's next stream. What is being committed still is."""
+        self._standing.close()
         self._reader.close()
 
     def _stand_where_the_log_says(self) -> None:
