@@ -1,0 +1,141 @@
+"""What a release promised of its wire: topics, keys, headers and the type of each field, as AsyncAPI says them.
+`python -m tests.golden.contract` writes down the present version's.
+
+What was written down once is never written again: whoever reads a log, or writes prompts, was told so.
+"""
+
+import json
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pipeline.command.config import load
+from pipeline.command.contracts import asyncapi, rendered
+from pipeline.command.options import Common
+from schemas.wire import RECORDS
+
+FOLDER = Path(__file__).parent / "contracts"
+
+TEXT = frozenset({"description", "summary"})
+
+SAME = frozenset({"title", "type", "format", "pattern", "default", "$ref"})
+"""A default is said by leaving the field out: another one would change what lies on a log. Where fields go by their
+places, titles are their names."""
+
+LEAST = frozenset({"minimum", "exclusiveMinimum", "minLength", "minItems"})
+
+MOST = frozenset({"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"})
+
+Schema = dict[str, Any]
+
+
+def contract() -> Schema:
+    """What this code promises."""
+    document = asyncapi(load(Common()))
+    components = document["components"]
+    return {
+        "topics": {name: sorted(channel["messages"]) for name, channel in document["channels"].items()},
+        "messages": {
+            name: {
+                "record": message["name"].partition("/")[0],
+                "content": message["contentType"],
+                "key": message["bindings"]["kafka"]["key"]["description"],
+                "headers": sorted(message["headers"]["properties"]),
+            }
+            for name, message in components["messages"].items()
+        },
+        "bytes": {record.__name__: record.MOST_BYTES for record in RECORDS},
+        "schemas": {name: _bare(schema) for name, schema in components["schemas"].items()},
+    }
+
+
+def broken(shipped: Schema, now: Schema) -> list[str]:
+    """Of what was promised, what does not hold any more, a line each."""
+    found = [
+        f"topic {name} does not hold {message}"
+        for name, messages in shipped["topics"].items()
+        for message in set(messages) - set(now["topics"].get(name, ()))
+    ]
+    for name, message in shipped["messages"].items():
+        other = now["messages"].get(name, {})
+        found += [
+            f"{name}: another {what}" for what in ("record", "content", "key") if message[what] != other.get(what)
+        ]
+        found += [f"{name}: no header {header}" for header in set(message["headers"]) - set(other.get("headers", ()))]
+    found += [f"{name}: fewer bytes" for name, most in shipped["bytes"].items() if now["bytes"].get(name, 0) < most]
+    for name, schema in shipped["schemas"].items():
+        found += _narrower(schema, now["schemas"].get(name), name)
+    return found
+
+
+def _narrower(old: Any, new: Any, at: str) -> Iterator[str]:
+    """Where `new` refuses what `old` takes, or reads it as something else."""
+    if new is None:
+        yield f"{at} is gone"
+        return
+    for key in sorted(old.keys() | new.keys()):
+        was, is_now = old.get(key), new.get(key)
+        if key in SAME | LEAST | MOST:
+            if _breaks(key, old, new):
+                yield f"{at}: {key} was {was}, is {is_now}"
+        elif key == "required" and (more := set(is_now or ()) - set(was or ())):
+            yield f"{at}: {sorted(more)} may not be left out any more"
+        elif key == "enum" and (gone := set(was or ()) - set(is_now or ())):
+            yield f"{at}: no {sorted(gone)} any more"
+        elif key not in ("required", "enum"):
+            yield from _narrower_inside(key, was, is_now, at)
+
+
+def _breaks(key: str, old: Schema, new: Schema) -> bool:
+    """Whether the keyword, which holds no schema, takes less than it did."""
+    was, is_now = old.get(key), new.get(key)
+    if key in SAME:
+        return (key in old, was) != (key in new, is_now)
+    if was is None or is_now is None:
+        return is_now is not None
+    return bool(is_now > was if key in LEAST else is_now < was)
+
+
+def _narrower_inside(key: str, was: Any, is_now: Any, at: str) -> Iterator[str]:
+    """Of the keywords that hold schemas."""
+    if was is None:
+        yield f"{at}: {key} is new"
+    elif key == "properties":
+        for name, schema in was.items():
+            yield from _narrower(schema, (is_now or {}).get(name), f"{at}.{name}")
+    elif key in ("items", "allOf") and isinstance(was, list):
+        for number, schema in enumerate(was):
+            yield from _narrower(schema, dict(enumerate(is_now or [])).get(number), f"{at}[{number}]")
+    elif key == "anyOf":
+        for schema in was:
+            if all(list(_narrower(schema, other, at)) for other in is_now or ()):
+                yield f"{at}: none of {key} is {json.dumps(schema)} any more"
+    elif key in ("items", "propertyNames", "additionalProperties"):
+        yield from _narrower(was, is_now, f"{at}[]")
+    else:
+        yield f"{at}: whether {key} has become narrower is not known here"
+
+
+def _bare(schema: Any) -> Any:
+    """Without what is only for people."""
+    if isinstance(schema, list):
+        return [_bare(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: {name: _bare(each) for name, each in value.items()} if key == "properties" else _bare(value)
+        for key, value in schema.items()
+        if key not in TEXT
+    }
+
+
+def path_of(name: str) -> Path:
+    """Where that version's lies."""
+    return FOLDER / f"{name}.json"
+
+
+if __name__ == "__main__":
+    path = path_of(version("rose-rollouts"))
+    if not path.exists():
+        path.write_text(rendered(contract()))

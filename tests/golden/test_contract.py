@@ -1,0 +1,70 @@
+"""Records only grow: whatever a release has promised of its wire holds for ever."""
+
+import copy
+import json
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.golden.contract import FOLDER, broken, contract, path_of
+
+SHIPPED = sorted(FOLDER.glob("*.json"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_what_a_release_promised_holds(path: Path) -> None:
+    assert not broken(json.loads(path.read_text()), contract())
+
+
+def test_the_present_version_has_promised_something() -> None:
+    assert path_of(version("rose-rollouts")).exists()
+
+
+def fields(document: dict[str, Any], name: str = "TurnResult") -> dict[str, Any]:
+    found: dict[str, Any] = document["schemas"][name]["properties"]
+    return found
+
+
+BREAKS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a topic is gone": lambda now: now["topics"].pop("rose.samples.completed.v1"),
+    "another key": lambda now: now["messages"]["Sample"].update(key="group_id and index"),
+    "a header is gone": lambda now: now["messages"]["DeadLetter"]["headers"].remove("exception"),
+    "a record is gone": lambda now: now["schemas"].pop("Sample"),
+    "a field is gone": lambda now: fields(now).pop("tokens"),
+    "a field may not be left out": lambda now: now["schemas"]["TurnResult"]["required"].append("tokens"),
+    "another default": lambda now: fields(now)["tokens"].update(default="AA=="),
+    "no default": lambda now: fields(now)["tokens"].pop("default"),
+    "another type": lambda now: fields(now)["turn"].update(type="number"),
+    "a lower bound": lambda now: fields(now)["turn"].update(exclusiveMaximum=511),
+    "a bound where none was": lambda now: fields(now)["worker"]["anyOf"][0].update(maxLength=4),
+    "a higher least": lambda now: fields(now)["turn"].update(minimum=1),
+    "a value is gone": lambda now: now["schemas"]["TurnOutcome"]["enum"].remove("refused"),
+    "null is refused": lambda now: fields(now)["worker"]["anyOf"].pop(),
+    "another record inside": lambda now: fields(now)["outcome"].update({"$ref": "#/components/schemas/Outcome"}),
+    "a place moved": lambda now: now["schemas"]["TurnTimes"]["items"].reverse(),
+    "a place is gone": lambda now: now["schemas"]["TurnTimes"]["items"].pop(),
+    "fewer bytes": lambda now: now["bytes"].update(Sample=1000),
+    "a rule that is not known": lambda now: fields(now)["turn"].update(multipleOf=2),
+}
+
+
+@pytest.mark.parametrize("breaks", BREAKS.values(), ids=BREAKS.keys())
+def test_what_breaks_a_promise_is_seen(breaks: Callable[[dict[str, Any]], object]) -> None:
+    now = contract()
+    breaks(now)
+    assert broken(contract(), now)
+
+
+def test_what_grows_breaks_none() -> None:
+    shipped, now = contract(), contract()
+    fields(now)["from_the_future"] = {"type": "string", "default": ""}
+    fields(now)["turn"].update(exclusiveMaximum=1024)
+    now["schemas"]["TurnOutcome"]["enum"].append("postponed")
+    now["schemas"]["TurnTimes"]["items"].append({"type": "number", "default": 0.0})
+    now["schemas"]["New"] = copy.deepcopy(now["schemas"]["Part"])
+    now["messages"]["Sample"]["headers"].append("from-the-future")
+    now["topics"]["rose.new.v1"] = ["Sample"]
+    assert not broken(shipped, now)
