@@ -128,7 +128,7 @@ def demo(machines: Sequence[Machine], *, groups: int, seed: int, busy: float) ->
     for prompt in training_prompts(settings.tasks, run="bench", seed=seed, groups=groups):
         for index in range(prompt.group_size):
             name = f"{prompt.group_id}:{index}"
-            sessions.append(Session(name, prompt.group_id, asyncio.run(player.play(name, prompt.seed))))
+            sessions.append(Session(name, prompt.group_id, asyncio.run(player.play(name, prompt.task_seed))))
     workload = Workload(
         name="demo",
         machines=list(machines),

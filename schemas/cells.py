@@ -46,15 +46,12 @@ class ExecutorLine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     serving_running: Count
     """Requests of its own users."""
     serving_waiting: Count
-    prefill_headroom_seconds: Seconds | None = None
-    """As in its heartbeat."""
-    decode_headroom_seconds: Seconds | None = None
 
 
 class CellSummary(Record, frozen=True, kw_only=True):
     """A cell as its router sees it, written every second: what elasticity is decided from."""
 
-    SCHEMA: ClassVar[str] = "cell-summary/1"
+    SCHEMA: ClassVar[str] = "cell-summary/2"
 
     cell: Cell
     cells: Annotated[int, Meta(ge=1, le=2**16)]

@@ -9,7 +9,18 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import GROUP_SIZE, RECORD_BYTES, TURNS, Count, Digest, GroupId, Id, Moment, Seconds
+from schemas.limits import (
+    GROUP_SIZE,
+    RECORD_BYTES,
+    TURNS,
+    Count,
+    Digest,
+    GroupId,
+    Moment,
+    Reward,
+    Seconds,
+    TrajectoryId,
+)
 from schemas.prompts import Prompt
 from schemas.record import Record
 from schemas.turns import Turn
@@ -51,7 +62,7 @@ class EnvSnapshot(Record, frozen=True, kw_only=True):
 
     SCHEMA: ClassVar[str] = "env-snapshot/2"
 
-    trajectory_id: Id
+    trajectory_id: TrajectoryId
     digest: Digest
     """Of `state`: no new snapshot is written while it stays the same."""
     state: Annotated[bytes, Meta(max_length=RECORD_BYTES)]
@@ -68,7 +79,7 @@ class Applied(msgspec.Struct, frozen=True, array_like=True):
     """Unix seconds; the environment worker took the result in."""
     environment_seconds: Seconds
     """Spent in the environment's own step."""
-    reward: float
+    reward: Reward
     """Sum over the steps so far."""
     committed_at: Moment = 0.0
     """Unix seconds; the turn's request was committed. 0 where a worker took the trajectory over meanwhile."""
@@ -79,7 +90,7 @@ class TrajectoryProgress(Record, frozen=True, kw_only=True):
 
     SCHEMA: ClassVar[str] = "trajectory-progress/2"
 
-    trajectory_id: Id
+    trajectory_id: TrajectoryId
     group_id: GroupId
     index: Annotated[int, Meta(ge=0, lt=GROUP_SIZE)]
     """Of the trajectory in its group."""

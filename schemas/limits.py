@@ -36,12 +36,15 @@ INFO_BYTES = 64 * 1024
 """An environment's remarks at the end of a trajectory, encoded."""
 
 GROUP_ID_CHARACTERS = 120
-"""Of a group id: `<group id>:<index>` is an Id too."""
+"""Of a group id: `<group id>:<index>` is a trajectory's."""
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}\Z")]
-"""A trajectory, worker or model id: readable in kcat, safe in a file name."""
+"""A worker's, run's or model's: readable in kcat, safe in a file name."""
 
-GroupId = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9._:-]{{1,{GROUP_ID_CHARACTERS}}}\Z")]
+GroupId = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9._:/@#+=,~-]{{1,{GROUP_ID_CHARACTERS}}}\Z")]
+"""As data sets name their tasks: nothing is called by it, neither a file nor a URL."""
+
+TrajectoryId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/@#+=,~-]{1,128}\Z")]
 
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
@@ -51,6 +54,11 @@ Version = Annotated[int, Meta(ge=-1, le=2**53)]
 
 Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Unix seconds, before the year 10,000: a number that every clock and calendar takes."""
+
+LARGEST_REWARD = 1e12
+"""A larger one, or its square, is infinite in the arithmetic of a step, which is lost then for every group in it."""
+
+Reward = Annotated[float, Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 """A span of time. Whoever adds some up or divides by them meets no infinity, and nothing that is no number."""

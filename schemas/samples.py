@@ -16,10 +16,12 @@ from schemas.limits import (
     Logprobs,
     Mask,
     Moment,
+    Reward,
     Seconds,
     Seed,
     Text,
     Tokens,
+    TrajectoryId,
     Version,
 )
 from schemas.prompts import Sampling
@@ -48,9 +50,9 @@ class SampleTurn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class Sample(Record, frozen=True, kw_only=True):
     """One trajectory from its first observation to its end."""
 
-    SCHEMA: ClassVar[str] = "sample/3"
+    SCHEMA: ClassVar[str] = "sample/4"
 
-    trajectory_id: Id
+    trajectory_id: TrajectoryId
     group_id: GroupId
     group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE)]
     model_id: Id
@@ -66,9 +68,10 @@ class Sample(Record, frozen=True, kw_only=True):
     spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=SPANS)]
     """Over `tokens`; they cover exactly the sampled ones."""
     turns: Annotated[tuple[SampleTurn, ...], Meta(max_length=TURNS)]
-    reward: float | None
+    reward: Reward | None
     """None when the infrastructure failed: that is no reward of 0."""
-    success: bool
+    success: bool | None = None
+    """Whether the task was solved, where its environment says so."""
     failure: Text = ""
     """Why the infrastructure failed; empty when it did not."""
     info: dict[str, Any] = {}
@@ -100,7 +103,7 @@ class SampleOutcome(Record, frozen=True, kw_only=True):
 
     SCHEMA: ClassVar[str] = "sample-outcome/2"
 
-    trajectory_id: Id
+    trajectory_id: TrajectoryId
     group_id: GroupId
     outcome: Outcome
     step: Count

@@ -61,7 +61,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 class SlackHeartbeat(Record, frozen=True, kw_only=True):
     """What an executor has at this moment. Older than `ttl_seconds` it says that there is nothing."""
 
-    SCHEMA: ClassVar[str] = "slack-heartbeat/5"
+    SCHEMA: ClassVar[str] = "slack-heartbeat/6"
 
     worker: Id
     incarnation: Count
@@ -74,7 +74,6 @@ class SlackHeartbeat(Record, frozen=True, kw_only=True):
     hardware: Hardware
     kv_bytes_total: Count
     kv_bytes_free: Count
-    kv_bytes_reserved: Count = 0
     kv_bytes_per_token: Count
     rollout: Tenant = Tenant()
     serving: Tenant = Tenant()

@@ -28,6 +28,7 @@ from schemas.limits import (
     Seconds,
     Text,
     Tokens,
+    TrajectoryId,
     Version,
 )
 from schemas.prompts import Environment, Sampling
@@ -79,7 +80,7 @@ class TurnRequest(Record, frozen=True, kw_only=True):
     MOST_BYTES: ClassVar[int] = ITEM_BYTES * CONTEXT_TOKENS + 32 * 1024
     """What else it says, and what a newer writer adds, leaves its dispatch room for all that may have been sampled."""
 
-    trajectory_id: Id
+    trajectory_id: TrajectoryId
     group_id: GroupId
     home: Partition
     """The partition of the prompt; the result comes back to the same one."""
@@ -280,7 +281,7 @@ class TurnResult(Record, frozen=True, kw_only=True):
 
     SCHEMA: ClassVar[str] = "turn-result/3"
 
-    trajectory_id: Id
+    trajectory_id: TrajectoryId
     group_id: GroupId
     home: Partition
     turn: Turn

@@ -4,7 +4,9 @@ Keeps true
 - The wire is plain MessagePack: any implementation reads it.
 - Nothing is decoded unchecked: types, lengths and ranges are those of the record, and a breach is a RecordError.
 - Nothing is encoded that would not decode: what a reader would refuse, its writer is told.
-- The header `rose-schema` names the record; bytes under another name are refused.
+- The header `rose-schema` names the record; bytes under another name are refused, and those with a higher number, which
+  their writer gives to what must not be read without knowing all of it.
+- A prompt has no field that is not known: whoever writes one has misspelt it, or asks for what this ROSE cannot do.
 - Only a Prompt may also come as JSON, told by its first byte: MessagePack maps never begin with `{`.
 """
 
@@ -21,7 +23,7 @@ from schemas.cells import CellSummary
 from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
 from schemas.errors import RecordError
 from schemas.limits import NESTED
-from schemas.prompts import Prompt
+from schemas.prompts import Prompt, PromptSampling
 from schemas.record import Record
 from schemas.samples import Sample, SampleOutcome
 from schemas.slack import SlackHeartbeat
@@ -53,6 +55,9 @@ TRACE_HEADER = "traceparent"
 R = TypeVar("R", bound=Record)
 Headers = Iterable[tuple[str, bytes | str | None]]
 
+NAME_CHARACTERS = 64
+"""Of a name that is not known, in the sentence that says so."""
+
 _encoder = msgspec.msgpack.Encoder()
 
 _loose: dict[type[Record], Callable[[Any], object]] = {
@@ -64,6 +69,10 @@ _loose: dict[type[Record], Callable[[Any], object]] = {
 
 _unpack = partial(msgpack.unpackb, strict_map_key=False, object_pairs_hook=lambda pairs: [*chain.from_iterable(pairs)])
 """A map as the list of its keys and values: those too that come under one key, of which msgspec leaves the last."""
+
+_names: dict[type[msgspec.Struct], set[str]] = {
+    struct: {field.encode_name for field in msgspec.structs.fields(struct)} for struct in (Prompt, PromptSampling)
+}
 
 _decoders: dict[type[Record], msgspec.msgpack.Decoder[Any]] = {
     record: msgspec.msgpack.Decoder(record) for record in RECORDS
@@ -87,10 +96,10 @@ def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
     _check_size(record, wire)
     _check_schema(record, headers)
     try:
-        if record is Prompt and wire[:1] == b"{":
-            decoded: R = msgspec.json.decode(wire, type=record)
-        else:
-            decoded = _decoders[record].decode(wire)
+        as_json = record is Prompt and wire[:1] == b"{"
+        decoded: R = msgspec.json.decode(wire, type=record) if as_json else _decoders[record].decode(wire)
+        if record is Prompt:
+            _check_known(msgspec.json.decode(wire) if as_json else msgspec.msgpack.decode(wire))
         if record is TurnRequest and wire != _encoder.encode(decoded):
             msgspec.msgpack.decode(wire)  # it goes on as it came, with what is not known of it
             _check_levels(record, _unpack(wire))
@@ -140,9 +149,17 @@ def _check_levels(record: Record | type[Record], value: object) -> None:
     raise RecordError(f"{record.SCHEMA} holds more than {NESTED} lists and maps within one another")
 
 
+def _check_known(prompt: dict[Any, Any]) -> None:
+    for said, struct in ((prompt, Prompt), (prompt.get("sampling", {}), PromptSampling)):
+        if unknown := sorted(str(name) for name in said.keys() - _names[struct]):
+            raise RecordError(f"{struct.__name__} has no field `{unknown[0][:NAME_CHARACTERS]}`")
+
+
 def _check_schema(record: type[Record], headers: Headers) -> None:
+    known, _, own = record.SCHEMA.partition("/")
     for name, value in headers:
         if name == SCHEMA_HEADER:
             said = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-            if said.partition("/")[0] != record.SCHEMA.partition("/")[0]:
+            named, _, number = said.partition("/")
+            if named != known or not number.isdecimal() or int(number[:NAME_CHARACTERS]) > int(own):
                 raise RecordError(f"header {SCHEMA_HEADER} says {said}, the topic holds {record.SCHEMA}")

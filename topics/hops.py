@@ -161,8 +161,9 @@ def _trajectory(sample: Sample, now: float) -> Hop:
         "gen_ai.request.model": sample.model_id,
         "rose.group_id": sample.group_id,
         "rose.turns": len(sample.turns),
-        "rose.success": str(sample.success).lower(),
     }
+    if sample.success is not None:
+        attributes["rose.success"] = str(sample.success).lower()
     if sample.reward is not None:
         attributes["gen_ai.evaluation.name"] = "reward"
         attributes["gen_ai.evaluation.score.value"] = sample.reward

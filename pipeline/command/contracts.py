@@ -67,6 +67,8 @@ def rendered(document: Schema) -> str:
 def prompt_schema() -> Schema:
     """JSON Schema of a prompt as JSON. What it cannot say is in `docs/producers.md`."""
     found = definitions([Prompt], ref=lambda name: f"#/$defs/{name}")
+    for schema in found.values():
+        schema["additionalProperties"] = False  # within the record of a group a newer one's are not looked at
     return {"$schema": DIALECT, **found.pop(Prompt.__name__), "$defs": found}
 
 
@@ -128,7 +130,11 @@ def _messages(topic: Topic) -> dict[str, Schema]:
 def _message(record: type[Record], topic: Topic, content: str) -> Schema:
     said = inspect.cleandoc(record.__doc__ or "").partition("\n\n")[0]
     headers: dict[str, Any] = {
-        SCHEMA_HEADER: {"type": "string", "default": record.SCHEMA, "pattern": f"^{record.SCHEMA.partition('/')[0]}/"},
+        SCHEMA_HEADER: {
+            "type": "string",
+            "default": record.SCHEMA,
+            "pattern": f"^{record.SCHEMA.partition('/')[0]}/[0-9]+$",
+        },
         TRACE_HEADER: {"type": "string", "description": TRACEPARENT},
     }
     if record is WeightManifest:

@@ -148,7 +148,7 @@ def _check_prompt(settings: BusSettings, config: Config, prompt: Prompt) -> None
             f"group {prompt.group_id} would be refused again: the workers of this configuration run "
             f"{', '.join(config.environments)}, not {prompt.environment}"
         )
-    if prompt.sampling is not None and (reason := unpriced(prompt.sampling)):
+    if reason := unpriced(prompt.sampling):
         raise LetterRefused(f"group {prompt.group_id} would be refused again: {reason}")
     if find_group(settings, prompt.group_id).opened:
         raise LetterRefused(

@@ -12,17 +12,13 @@ import msgspec
 from schemas.errors import RecordError, UsageError
 from schemas.homes import home_of
 from schemas.prompts import Prompt, unpriced
-from schemas.wire import encode
+from schemas.wire import decode, encode
 from topics.catalog import PROMPTS
 from topics.settings import BusSettings
 from topics.writer import Writer
 
 SHOWN_LINES = 20
 """Bad lines that are named one by one; of more, the count is told."""
-
-FIELDS = frozenset(field.encode_name for field in msgspec.structs.fields(Prompt))
-
-_decoder = msgspec.json.Decoder(Prompt)
 
 
 class BadPrompts(UsageError):
@@ -61,7 +57,7 @@ def read_prompts(path: Path, environments: Collection[str], *, without: Path | N
                     f"unknown environment {prompt.environment!r}: the workers run {', '.join(environments)}; "
                     "name your own in environment.environments"
                 )
-            if prompt.sampling is not None and (reason := unpriced(prompt.sampling)):
+            if reason := unpriced(prompt.sampling):
                 raise UsageError(reason)
         except (UsageError, RecordError) as error:
             bad.append((number, str(error)))
@@ -106,12 +102,8 @@ def send_prompts(settings: BusSettings, prompts: Iterable[Prompt], *, sent: Call
 
 
 def _prompt(line: bytes) -> Prompt:
-    try:
-        prompt = _decoder.decode(line)
-        unknown = sorted(set(msgspec.json.decode(line)) - FIELDS)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(str(error)) from None
-    if unknown:
-        raise UsageError(f"unknown field {unknown[0]}; the fields are {', '.join(sorted(FIELDS))}")
+    if not line.lstrip().startswith(b"{"):
+        raise UsageError("it does not begin with {: write one JSON object a line")
+    prompt = decode(Prompt, line.strip())
     encode(prompt)  # refuses what is too large to travel
     return prompt

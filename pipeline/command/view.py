@@ -96,7 +96,7 @@ class View:
                     self._turn_moments.append(now)
             case Sample():
                 self.samples += 1
-                self._recent.append((record.success, len(record.turns)))
+                self._recent.append((record.success is True, len(record.turns)))
                 if fresh:
                     self.sampled_at = now
             case Group():

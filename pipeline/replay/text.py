@@ -15,6 +15,9 @@ from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, Tu
 Decode = Callable[[Sequence[int]], str]
 """Text of tokens."""
 
+SOLVED = {True: "solved, ", False: "not solved, ", None: ""}
+"""As its environment says."""
+
 
 def told(lives: Lives, decode: Decode | None = None) -> Iterator[str]:
     """What the log says of a trajectory, line by line."""
@@ -22,7 +25,7 @@ def told(lives: Lives, decode: Decode | None = None) -> Iterator[str]:
     if lives.prompt is not None:
         prompt = lives.prompt
         yield (
-            f"  prompt     {prompt.environment}, seed {prompt.seed}, one of {prompt.group_size}, "
+            f"  prompt     {prompt.environment}, seed {prompt.task_seed}, one of {prompt.group_size}, "
             f"at most {prompt.max_turns} turns{f', arguments {prompt.arguments}' if prompt.arguments else ''}"
         )
     if lives.since is not None:
@@ -129,7 +132,7 @@ def _sample(sample: Sample) -> str:
     if sample.failure:
         return f"sample       failed: {sample.failure}; no reward"
     return (
-        f"sample       {_reward(sample)}, {'solved' if sample.success else 'not solved'}, "
+        f"sample       {_reward(sample)}, {SOLVED[sample.success]}"
         f"{len(sample.turns)} turns, {count(sample.tokens)} tokens, {_versions(sample.spans)}"
         f"{f', {sample.info}' if sample.info else ''}"
     )

@@ -67,7 +67,7 @@ class TrajectoryFact:
     trajectory_id: str
     group_id: str
     reward: float | None
-    success: bool
+    success: bool | None
     failure: str
     turns: int
     sampled_tokens: int

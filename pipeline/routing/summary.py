@@ -75,8 +75,6 @@ def _line_of(router: Router, executor: Executor, beat: SlackHeartbeat, now: floa
         lag_versions=router.liveness.lag(executor),
         serving_running=beat.serving.running,
         serving_waiting=beat.serving.waiting,
-        prefill_headroom_seconds=beat.prefill_headroom_seconds,
-        decode_headroom_seconds=beat.decode_headroom_seconds,
     )
 
 

@@ -12,7 +12,7 @@ from schemas.capacity import CapacityGrant
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.contexts import appending
 from schemas.environments import Applied, EnvSnapshot, Group, GroupState, TrajectoryProgress
-from schemas.prompts import Prompt, Sampling
+from schemas.prompts import Prompt, PromptSampling, Sampling
 from schemas.record import Record
 from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
@@ -38,9 +38,8 @@ PROMPT = Prompt(
     environment="calculator",
     seed=99,
     arguments={"min_operands": 1, "max_operands": 8},
-    sampling=SAMPLING,
+    sampling=PromptSampling(temperature=0.5, max_tokens=32, stop_token_ids=(), seed=11),
     max_turns=12,
-    note="golden",
 )
 TIMES = TurnTimes(
     requested_at=1.5,
@@ -139,7 +138,6 @@ EXAMPLES: tuple[Record, ...] = (
         hardware=Hardware(device="cpu", prefill_tokens_per_second=20_000.0, decode_tokens_per_second=400.0),
         kv_bytes_total=1 << 26,
         kv_bytes_free=1 << 25,
-        kv_bytes_reserved=1 << 20,
         kv_bytes_per_token=4096,
         rollout=Tenant(running=3, waiting=1),
         serving=Tenant(running=0, waiting=0),
@@ -200,8 +198,6 @@ EXAMPLES: tuple[Record, ...] = (
                 lag_versions=1,
                 serving_running=2,
                 serving_waiting=0,
-                prefill_headroom_seconds=0.25,
-                decode_headroom_seconds=0.125,
             ),
         ),
         written_at=2.5,

@@ -322,13 +322,15 @@ def test_what_is_looked_for_is_found_behind_its_hint_or_given_up(
     settings: BusSettings, reader: Reader, far: int
 ) -> None:
     notes = [str(number) for number in range(60)]
-    put(settings, [encode(msgspec.structs.replace(PROMPT, note=note)) for note in notes])
-    put(settings, [BAD, encode(msgspec.structs.replace(PROMPT, note="there"))], partition=1)
+    put(settings, [encode(msgspec.structs.replace(PROMPT, environment=note)) for note in notes])
+    put(settings, [BAD, encode(msgspec.structs.replace(PROMPT, environment="there"))], partition=1)
     hints = {
         (PROMPTS, 0): {"3": 3, "7": 2, "2": 0, "40": 38, "nowhere": 20, "59": 59, "never": 2**53},
         (PROMPTS, 1): {"there": 0},
     }
-    find = Find(reader, hints, lambda found: found.record.note if isinstance(found.record, Prompt) else None, far=far)
+    find = Find(
+        reader, hints, lambda found: found.record.environment if isinstance(found.record, Prompt) else None, far=far
+    )
     found = [(name, envelope.partition, envelope.offset) for name, envelope in find]
     wanted = [("2", 0, 2), ("3", 0, 3), ("7", 0, 7), ("40", 0, 40), ("59", 0, 59), ("there", 1, 1)]
     assert sorted(found) == sorted(wanted)

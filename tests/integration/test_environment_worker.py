@@ -14,7 +14,7 @@ from confluent_kafka import OFFSET_BEGINNING
 from schemas.environments import GroupState
 from schemas.errors import UsageError
 from schemas.homes import home_of
-from schemas.prompts import Prompt, Sampling
+from schemas.prompts import Prompt, PromptSampling
 from schemas.samples import Sample
 from schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
 from tests.brokers import EMBEDDED, AnyBroker, any_broker, kafka_first
@@ -202,10 +202,10 @@ def test_prompts_that_cannot_be_opened_are_dead_lettered_and_the_stream_goes_on(
         msgspec.structs.replace(third, environment="os:getcwd"),
         msgspec.structs.replace(fourth, arguments={"max_operands": 99}),
         first,
-        msgspec.structs.replace(sixth, sampling=Sampling(temperature=0)),
-        msgspec.structs.replace(seventh, sampling=Sampling(top_p=0.5)),
+        msgspec.structs.replace(sixth, sampling=PromptSampling(temperature=0)),
+        msgspec.structs.replace(seventh, sampling=PromptSampling(top_p=0.5)),
     ]
-    for prompt in [first, *bad, msgspec.structs.replace(fourth, note="the same group id, mended")]:
+    for prompt in [first, *bad, msgspec.structs.replace(fourth, max_turns=fourth.max_turns + 1)]:
         executors.submit(prompt, partition=0)
     reasons = ("unknown environment 'chess'", "unknown environment", "max_operands", "before", "temperature", "top_p")
     with worker_process(settings, 0, {"model_folder": model}):
@@ -216,7 +216,7 @@ def test_prompts_that_cannot_be_opened_are_dead_lettered_and_the_stream_goes_on(
     assert [msgspec.msgpack.decode(letter.raw.value or b"", type=Prompt) for letter in found] == bad
     for letter, reason in zip(found, reasons, strict=True):
         assert reason in letter.reason
-    executors.submit(msgspec.structs.replace(fourth, note="once too often"), partition=0)
+    executors.submit(msgspec.structs.replace(fourth, max_turns=fourth.max_turns + 2), partition=0)
     executors.submit(fifth, partition=0)
     with worker_process(settings, 0, {"model_folder": model}):
         finish(executors, 3 * SIZE)

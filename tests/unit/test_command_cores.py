@@ -45,15 +45,15 @@ def test_a_good_prompt_file_is_read_whole(tmp_path: Path) -> None:
 def test_every_bad_line_is_named_with_its_reason(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     bad = {
-        2: (b"not json", "malformed"),
+        2: (b"not json", "begin with {"),
         3: (line(group_id="g3", group_size=0), "group_size"),
-        4: (line(group_id="g4", groupsize=4), "unknown field groupsize"),
+        4: (line(group_id="g4", groupsize=4), "no field `groupsize`"),
         5: (line(), "is that of line 1"),
         6: (line(group_id="g6", environment="calculater"), "calculater"),
         7: (b'{"group_id": "g7"}', "missing required field"),
         8: (line(group_id="a b"), "group_id"),
         9: (line(group_id="g9", arguments={"text": "x" * 1_000_000}), "over the limit"),
-        10: (b"[1]", "array"),
+        10: (b"[1]", "begin with {"),
         11: (b"\xff\xfe", "line 11"),
         12: (line(group_id="g12", sampling={"temperature": 0}), "temperature 0"),
     }
@@ -138,7 +138,7 @@ def test_no_training_task_is_a_held_out_one(seed: int, groups: int) -> None:
         prompts = training_prompts(tasks, run="r", seed=seed, groups=groups)
     except UsageError:
         return
-    assert not any(prompt.seed in held_out for prompt in prompts)
+    assert not any(prompt.task_seed in held_out for prompt in prompts)
     assert len({prompt.group_id for prompt in prompts}) == groups
 
 

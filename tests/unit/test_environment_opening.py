@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from schemas.environments import Group, GroupState
 from schemas.errors import RecordError, UsageError
 from schemas.limits import GROUP_ID_CHARACTERS, RECORD_BYTES, RECORD_OVERHEAD_BYTES
-from schemas.prompts import Prompt, Sampling
+from schemas.prompts import Prompt, PromptSampling, Sampling
 from schemas.samples import Sample
 from schemas.wire import decode, encode
 from tests.unit.trajectory_world import RULES, prompt_of
@@ -60,14 +60,13 @@ def assert_decided(prompt: Prompt) -> str:
 @given(
     st.fixed_dictionaries(
         {
-            "group_id": st.from_regex(rf"[A-Za-z0-9._:-]{{1,{GROUP_ID_CHARACTERS}}}", fullmatch=True),
+            "group_id": st.from_regex(rf"[A-Za-z0-9._:/@#+=,~-]{{1,{GROUP_ID_CHARACTERS}}}", fullmatch=True),
             "group_size": st.sampled_from([1, 2, 4096]),
             "environment": st.sampled_from(["calculator", "chess"]),
-            "seed": st.integers(0, 2**63 - 1),
             "arguments": st.dictionaries(st.text(max_size=4), JSON, max_size=4),
         },
         optional={
-            "note": st.text(max_size=9),
+            "seed": st.integers(0, 2**63 - 1),
             "sampling": st.fixed_dictionaries(
                 {"temperature": st.sampled_from([0, 0.005, 0.7, 2]), "top_p": st.sampled_from([0.5, 1])}
             ),
@@ -93,8 +92,8 @@ def test_a_prompt_near_the_limit_is_refused_when_its_group_is_over_it(size: int)
     ("fields", "reason"),
     [
         ({"arguments": {"n": 2**70}}, "cannot be written|can't serialize"),
-        ({"sampling": Sampling(temperature=0)}, "temperature 0"),
-        ({"sampling": Sampling(top_p=0.9)}, "top_p 0.9"),
+        ({"sampling": PromptSampling(temperature=0)}, "temperature 0"),
+        ({"sampling": PromptSampling(top_p=0.9)}, "top_p 0.9"),
         ({"environment": "os:getcwd"}, "unknown environment"),
     ],
 )

@@ -121,9 +121,9 @@ def test_any_bytes_are_shown(value: bytes) -> None:
 def check(value: bytes) -> None:
     letter = letter_of(value)
     assert show_value(letter) or not value
-    for change in ("note=x", "note=" + "[" * 5000):
+    for change in ("environment=x", "environment=" + "[" * 5000):
         try:
             fields: Any = msgspec.msgpack.decode(mended(letter, None, [change]).value or b"")
         except UsageError:
             continue
-        assert "note" in fields
+        assert "environment" in fields

@@ -69,7 +69,6 @@ def test_a_lender_is_told_with_its_users_and_who_is_gone_is_not() -> None:
         worker_class=WorkerClass.SERVING,
         by_grant=True,
         serving=Tenant(running=3, waiting=1),
-        prefill_headroom_seconds=0.5,
     )
     router.heard(heartbeat(0, policy_version=2), 0.0)
     router.heard(lender, 0.1)
@@ -78,7 +77,7 @@ def test_a_lender_is_told_with_its_users_and_who_is_gone_is_not() -> None:
     assert [line.worker for line in found.executors] == ["w1", "w0"]
     line = found.executors[0]
     assert (line.open, line.serving, line.by_grant, line.lag_versions) == (False, True, True, 2)
-    assert (line.serving_running, line.serving_waiting, line.prefill_headroom_seconds) == (3, 1, 0.5)
+    assert (line.serving_running, line.serving_waiting) == (3, 1)
 
 
 def test_of_many_the_oldest_stand_for_all_and_lenders_come_first() -> None:

@@ -13,6 +13,7 @@ from schemas.arrays import count, pack_tokens, unpack_logprobs
 from schemas.contexts import appending, context_of
 from schemas.environments import EnvSnapshot, Group, GroupState, TrajectoryProgress
 from schemas.limits import CHAIN
+from schemas.prompts import PromptSampling
 from schemas.samples import Sample
 from schemas.turns import Refusal, TurnOutcome, TurnRequest, TurnResult
 from schemas.wire import decode, encode
@@ -202,7 +203,7 @@ def test_a_chain_ends_at_its_bound_and_begins_anew() -> None:
     life = Life()
     life.open(0)
     trajectory = life.trajectories["g:0"]
-    trajectory.prompt = prompt_of(max_turns=200, sampling=RULES.sampling)
+    trajectory.prompt = prompt_of(max_turns=200, sampling=PromptSampling.all_of(RULES.sampling))
     for _ in range(CHAIN + 20):
         life.arrives(result_of(trajectory, tokens=(7, 2)))
         life.steps("g:0", stepped())
@@ -218,7 +219,7 @@ def test_no_request_contradicts_itself_wherever_those_before_it_lie(offsets: lis
     life = Life()
     life.open(0)
     trajectory = life.trajectories["g:0"]
-    trajectory.prompt = prompt_of(max_turns=200, sampling=RULES.sampling)
+    trajectory.prompt = prompt_of(max_turns=200, sampling=PromptSampling.all_of(RULES.sampling))
     for offset in offsets:
         trajectory.lies_at = offset
         life.arrives(result_of(trajectory, tokens=(7, 2)))
@@ -333,7 +334,7 @@ def test_a_group_that_does_not_say_how_it_is_sampled_breaks_its_trajectories_and
     life = Life()
     life.open(0)
     recovery = life.recovered()
-    unsaid = msgspec.structs.replace(recovery.home.unsettled["g"].prompt, sampling=None)
+    unsaid = msgspec.structs.replace(recovery.home.unsettled["g"].prompt, sampling=PromptSampling())
     recovery.home.unsettled["g"].prompt = unsaid
     trajectories, lost, _ = recovery.finish(RULES.max_context_tokens)
     assert not trajectories and ["how it is sampled" in each.reason for each in lost] == [True]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.environments import EnvSnapshot
 from schemas.limits import CONTEXT_TOKENS, INFO_BYTES, RECORD_BYTES, SPANS
-from schemas.prompts import Sampling
+from schemas.prompts import PromptSampling, Sampling
 from schemas.turns import VersionSpan
 from schemas.wire import decode, encode
 from tests.unit.trajectory_world import RULES, live, opened, prompt_of, result_of, stepped
@@ -73,7 +73,7 @@ def test_a_trajectory_ends_as_it_stands_after_max_turns() -> None:
 
 def test_a_trajectory_ends_when_its_context_is_full_and_the_last_turn_gets_the_room_that_is_left() -> None:
     rules = replace(RULES, max_context_tokens=8)
-    trajectory = opened(prompt_of(sampling=Sampling(max_tokens=64)))
+    trajectory = opened(prompt_of(sampling=PromptSampling(max_tokens=64)))
     first = first_request(trajectory, rules, 0.0)
     assert first.request is not None and first.request.sampling.max_tokens == 6
     second = live(trajectory, result_of(trajectory), stepped(observation=(9,)), rules=rules)
@@ -145,7 +145,7 @@ def test_a_state_near_the_limit_is_saved_or_fails_its_trajectory(size: int, open
 
 @given(st.integers(0, 2**63 - 1))
 def test_a_prompt_with_a_seed_samples_every_turn_of_every_trajectory_with_its_own(seed: int) -> None:
-    prompt = settled_sampling(prompt_of(sampling=Sampling(seed=seed, max_tokens=9)), RULES.sampling)
+    prompt = settled_sampling(prompt_of(sampling=PromptSampling(seed=seed, max_tokens=9)), RULES.sampling)
     drawn = [turn_sampling(prompt, index, turn, room_tokens=100) for index in range(3) for turn in range(3)]
     assert len({sampling.seed for sampling in drawn}) == 9
     assert all(sampling.seed is not None and 0 <= sampling.seed < 2**63 for sampling in drawn)

@@ -16,11 +16,11 @@ class EnvironmentConfig:
     model_id: str = "policy"
     """Whose policy versions sample; every sample says it."""
     temperature: float = 1.0
-    """Sampling temperature of prompts that bring no sampling; greedy sampling cannot be trained on."""
+    """Sampling temperature, where a prompt says none; greedy sampling cannot be trained on."""
     top_p: float = 1.0
-    """Nucleus sampling of prompts that bring no sampling; below 1 it cannot be trained on."""
+    """Nucleus sampling, where a prompt says none; below 1 it cannot be trained on."""
     max_turn_tokens: int = 256
-    """Most tokens of one turn, for prompts that bring no sampling."""
+    """Most tokens of one turn, where a prompt says none."""
     max_context_tokens: int = 1024
     """A trajectory ends when its context has no room below this; at most the executors' `max_model_len`."""
     window_groups: int = 16

@@ -32,7 +32,6 @@ class Resetting:
 def refusal_of(prompt: Prompt, rules: Rules, check_environment: Callable[[str], object]) -> str:
     """Why this prompt cannot be opened; empty when it can. `check_environment` raises UsageError."""
     whole = settled_sampling(prompt, rules.sampling)
-    assert whole.sampling is not None
     if reason := unpriced(whole.sampling):
         return reason
     try:
@@ -51,7 +50,7 @@ def resets(home: Home, decision: Decision, *, life: int) -> list[Reset]:
             trajectory_id=trajectory_id(prompt.group_id, index),
             environment=prompt.environment,
             ticket=Resetting(home, decision, index),
-            seed=prompt.seed,
+            seed=prompt.task_seed,
             arguments=prompt.arguments,
         )
         for index in range(prompt.group_size)

@@ -39,8 +39,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     """Of this step; a trajectory's reward is the sum over its steps."""
     done: bool
-    success: bool
-    """The task is solved; only ever true together with `done`."""
+    success: bool | None = None
+    """Whether the task is solved; only ever true together with `done`. None: there is no such thing here."""
     info: dict[str, str | float | int | bool] = {}
     """The environment's remarks so far; those of the last step travel with the sample."""
 

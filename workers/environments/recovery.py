@@ -133,7 +133,7 @@ class Recovery:
 
     def _rebuilt(self, progress: TrajectoryProgress, prompt: Prompt, max_context_tokens: int) -> Trajectory:
         name = progress.trajectory_id
-        if prompt.sampling is None:
+        if prompt.sampling.max_tokens is None:
             raise _Gap("the record of its group does not say how it is sampled")
         snapshot = self._snapshots.get(name)
         if snapshot is None:

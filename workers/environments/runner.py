@@ -293,7 +293,7 @@ class Runner:
             else pack_tokens(self._format.observation_tokens(step.observation, first=False)),
             reward=float(step.reward),
             done=bool(step.done),
-            success=bool(step.success),
+            success=None if step.success is None else bool(step.success),
             info=step.info,
             state=b"" if step.done else await _state(environment),
             environment_seconds=seconds,

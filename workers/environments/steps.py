@@ -6,7 +6,6 @@ Keeps true
   trajectory, and a sample that no record can hold is replaced by one with the reason alone.
 """
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -17,7 +16,7 @@ from schemas.arrays import count
 from schemas.contexts import appending
 from schemas.environments import Applied, EnvSnapshot
 from schemas.errors import RecordError
-from schemas.limits import INFO_BYTES
+from schemas.limits import INFO_BYTES, LARGEST_REWARD
 from schemas.prompts import Prompt, trajectory_id
 from schemas.record import Record
 from schemas.samples import Sample
@@ -47,7 +46,7 @@ class Stepped:
     """Tokens to append, framed, packed."""
     reward: float
     done: bool
-    success: bool
+    success: bool | None
     info: dict[str, Any]
     state: bytes
     """The environment's snapshot after the step."""
@@ -95,8 +94,9 @@ def advance(
         committed_at=trajectory.committed_at,
     )
     trajectory.take_in(result, applied)
-    if not math.isfinite(applied.reward):
-        return failed(trajectory, f"the environment's reward is {stepped.reward}", rules, now)
+    if not abs(applied.reward) <= LARGEST_REWARD:
+        reason = f"the environment's reward is {stepped.reward:g}: scale it down to {LARGEST_REWARD:g} in all"
+        return failed(trajectory, reason, rules, now)
     if ending is not None:
         return _ended(trajectory, stepped, ending, rules, now)
     trajectory.observe(stepped.observation)
@@ -202,7 +202,7 @@ def _ended(trajectory: Trajectory, stepped: Stepped, ending: Ending, rules: Rule
         rules,
         now,
         reward=trajectory.reward,
-        success=stepped.success and stepped.done,
+        success=None if stepped.success is None else stepped.success and stepped.done,
         info=stepped.info,
     )
     if problem := unwritable(sample) or _too_much(stepped.info):
@@ -221,7 +221,7 @@ def _sample(
     now: float,
     *,
     reward: float | None = None,
-    success: bool = False,
+    success: bool | None = None,
     failure: str = "",
     info: dict[str, Any] | None = None,
 ) -> Sample:
@@ -231,7 +231,7 @@ def _sample(
         group_size=trajectory.prompt.group_size,
         model_id=rules.model_id,
         environment=trajectory.prompt.environment,
-        seed=trajectory.prompt.seed,
+        seed=trajectory.prompt.task_seed,
         tokens=trajectory.tokens,
         loss_mask=trajectory.mask,
         logprobs=trajectory.logprobs,

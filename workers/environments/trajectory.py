@@ -24,7 +24,7 @@ import msgspec
 from schemas.arrays import count
 from schemas.environments import Applied, TrajectoryProgress
 from schemas.limits import CHAIN, CONTEXT_TOKENS
-from schemas.prompts import Prompt, Sampling, trajectory_id
+from schemas.prompts import Prompt, PromptSampling, Sampling, trajectory_id
 from schemas.samples import SampleTurn
 from schemas.turns import Refusal, TurnOutcome, TurnResult, VersionSpan
 
@@ -51,7 +51,7 @@ class Rules:
 
     model_id: str
     sampling: Sampling
-    """Of prompts that bring none. Its stop tokens are those of every prompt that names none."""
+    """For what a prompt leaves open."""
     turn_patience_seconds: float
     max_context_tokens: int
 
@@ -218,9 +218,7 @@ def problem_of(result: TurnResult, context_tokens: int) -> str:
 
 def settled_sampling(prompt: Prompt, default: Sampling) -> Prompt:
     """The prompt with its sampling in full: what a worker is configured to later changes no trajectory that is open."""
-    sampling = prompt.sampling or default
-    stops = sampling.stop_token_ids or default.stop_token_ids
-    return msgspec.structs.replace(prompt, sampling=msgspec.structs.replace(sampling, stop_token_ids=stops))
+    return msgspec.structs.replace(prompt, sampling=PromptSampling.all_of(prompt.sampling.over(default)))
 
 
 def turn_sampling(prompt: Prompt, index: int, turn: int, *, room_tokens: int) -> Sampling:
@@ -228,8 +226,7 @@ def turn_sampling(prompt: Prompt, index: int, turn: int, *, room_tokens: int) ->
 
     One seed for all would make a group's trajectories alike: each turn's is drawn from the prompt's by hashing.
     """
-    sampling = prompt.sampling
-    assert sampling is not None
+    sampling = prompt.sampling.over(Sampling())
     seed = sampling.seed
     if seed is not None:
         drawn = hashlib.blake2b(f"{seed}/{trajectory_id(prompt.group_id, index)}/{turn}".encode(), digest_size=8)

@@ -84,7 +84,7 @@ class StepLine(msgspec.Struct, kw_only=True):
             groups_filtered=sum(not group.trained for group in groups),
             outcomes=dict(Counter(verdict.outcome.value for _, verdict in settled)),
             reward_mean=_mean([sample.reward for sample in rewarded if sample.reward is not None]),
-            success_rate=_mean([sample.success for sample in rewarded]),
+            success_rate=_mean([sample.success for sample in rewarded if sample.success is not None]),
             staleness_mean=_mean(ages),
             staleness_max=max(ages, default=None),
         )

@@ -14,7 +14,7 @@ Example (max_staleness 1, at version 3)
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import isclose, isfinite
+from math import isclose
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,6 @@ LEAST_TO_COMPARE = 2
 
 EQUAL_REWARDS = 1e-6
 """Rewards that differ by no more, relative to the larger, are equal: what sums of floats leave is no lesson."""
-
-LARGEST_REWARD = 1e12
-"""A larger one, or its square, is infinite in the arithmetic of a step, which is lost then for every group in it."""
 
 REASON_CHARACTERS = 300
 """Of an exception's message in an outcome."""
@@ -165,10 +162,8 @@ def sample_flaw(sample: Sample, *, rules: Rules) -> str:
     """Why a sample cannot be learned from whatever its age: the infrastructure failed it. Empty if it can."""
     if sample.failure:
         return sample.failure
-    if sample.reward is None or not isfinite(sample.reward):
+    if sample.reward is None:
         return "it has no reward"
-    if abs(sample.reward) > LARGEST_REWARD:
-        return f"its reward of {sample.reward:g} is too large to compute with: scale it down to {LARGEST_REWARD:g}"
     try:
         tokens, logprobs = np.asarray(unpack_tokens(sample.tokens)), unpack_logprobs(sample.logprobs)
     except RecordError as error:
