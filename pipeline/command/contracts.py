@@ -17,8 +17,8 @@ from schemas.record import Record
 from schemas.weights import SIGNATURE_HEADER, WeightManifest
 from schemas.wire import RECORDS, SCHEMA_HEADER, TRACE_HEADER
 from topics.admin import wanted_settings
-from topics.catalog import CATALOG, OUTCOMES, PROMPTS, RECORD_TOPICS, SAMPLES, Topic
-from topics.writer import ORIGIN_HEADERS
+from topics.catalog import CATALOG, DEAD_LETTERS, OUTCOMES, PROMPTS, RECORD_TOPICS, SAMPLES, Topic
+from topics.labels import KEY, OFFSET, ORIGIN, PARTITION, REASON, SENT_BACK, TOPIC
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 
@@ -39,6 +39,16 @@ isolation.level=read_committed. Topics are created by `rose topics create` alone
 TRACEPARENT = "W3C trace context. The trace is the trajectory: the first 16 bytes of BLAKE2b of its id."
 
 DEAD_LETTER = "DeadLetter"
+
+LABELS = {
+    REASON: "Why it could not be used.",
+    TOPIC: "Where it lay, with the namespace.",
+    PARTITION: "Its partition there, in decimal digits.",
+    OFFSET: "Its offset there, in decimal digits.",
+    KEY: "The key that it had there, or nothing.",
+    SENT_BACK: "There once it was sent back; its value is nothing.",
+}
+"""What is written on a dead letter."""
 
 OPERATIONS: dict[str, tuple[str, str, str]] = {
     "submitPrompt": ("receive", PROMPTS.name, "ROSE opens a group of trajectories for every prompt."),
@@ -148,15 +158,15 @@ def _message(record: type[Record], topic: Topic, content: str) -> Schema:
 
 
 def _dead_letter() -> Schema:
-    told = ("why it could not be used", "where it lay", "its partition", "its offset", "the key that it had")
-    headers = {name: {"type": "string", "description": text} for name, text in zip(ORIGIN_HEADERS, told, strict=True)}
     return {
         "name": "dead-letter",
         "summary": "A message that could not be used, as it came: its bytes and its own headers, with why and where.",
         "contentType": "application/octet-stream",
-        "headers": {"type": "object", "required": list(ORIGIN_HEADERS), "properties": headers},
-        "payload": {"type": "string", "format": "binary"},
-        "bindings": {
-            "kafka": {"key": {"type": "string", "description": "its place: topic/partition/offset"}, **BINDING}
+        "headers": {
+            "type": "object",
+            "required": list(ORIGIN),
+            "properties": {name: {"type": "string", "description": text} for name, text in LABELS.items()},
         },
+        "payload": {"type": "string", "format": "binary"},
+        "bindings": {"kafka": {"key": {"type": "string", "description": DEAD_LETTERS[0].key}, **BINDING}},
     }

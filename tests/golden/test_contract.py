@@ -31,7 +31,7 @@ def fields(document: dict[str, Any], name: str = "TurnResult") -> dict[str, Any]
 BREAKS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a topic is gone": lambda now: now["topics"].pop("rose.samples.completed.v1"),
     "another key": lambda now: now["messages"]["Sample"].update(key="group_id and index"),
-    "a header is gone": lambda now: now["messages"]["DeadLetter"]["headers"].remove("exception"),
+    "a header is gone": lambda now: now["messages"]["DeadLetter"]["headers"].remove("rose-letter-reason"),
     "a record is gone": lambda now: now["schemas"].pop("Sample"),
     "a field is gone": lambda now: fields(now).pop("tokens"),
     "a field may not be left out": lambda now: now["schemas"]["TurnResult"]["required"].append("tokens"),
