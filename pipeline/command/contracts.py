@@ -34,9 +34,13 @@ ABOUT = """The topics of ROSE and the records on them. Who produces prompts, or 
 operations below; all other topics are ROSE's own, listed so that a log can be read. A value is one MessagePack map of
 field names to values (a prompt may be JSON), a byte string is MessagePack's `bin`, and fields that a reader does not
 know are to be ignored: they are only ever added, with defaults. Records are written in transactions, so read with
-isolation.level=read_committed. Topics are created by `rose topics create` alone."""
+isolation.level=read_committed. Of a key, `{field}` is what the record has there, and of `[a|b]` there is one or none.
+Topics are created by `rose topics create` alone."""
 
-TRACEPARENT = "W3C trace context. The trace is the trajectory: the first 16 bytes of BLAKE2b of its id."
+TRACEPARENT = (
+    "W3C trace context, on records of a trajectory. The trace is the trajectory: BLAKE2b of its id with a digest of 16 "
+    "bytes, which is not the beginning of a longer digest."
+)
 
 DEAD_LETTER = "DeadLetter"
 
@@ -108,7 +112,7 @@ def _channel(topic: Topic, config: Config) -> Schema:
     address = f"{config.settings.broker.namespace}{topic.name}"
     return {
         "address": address,
-        "summary": f"Key: {topic.key}.",
+        "summary": f"Key: {topic.key}." + (f" Of tombstones alone: {', '.join(topic.marks)}." if topic.marks else ""),
         "messages": {name: {"$ref": f"#/components/messages/{name}"} for name in _names(topic)},
         "bindings": {
             "kafka": {
