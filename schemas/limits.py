@@ -80,5 +80,10 @@ Text = Annotated[str, Meta(max_length=4_096)]
 
 Digest = Annotated[
     bytes,
-    Meta(min_length=16, max_length=16, description="16 bytes: BLAKE3 in records of weights, BLAKE2b elsewhere."),
+    Meta(
+        min_length=16,
+        max_length=16,
+        description="16 bytes. In records of weights: the first 16 of BLAKE3. Elsewhere: BLAKE2b with a digest of 16 "
+        "bytes, which is not the beginning of a longer digest.",
+    ),
 ]

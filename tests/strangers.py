@@ -18,6 +18,7 @@ from schemas.weights import SIGNATURE_HEADER
 from schemas.wire import SCHEMA_HEADER, TRACE_HEADER, encode
 from tests.golden.examples import EXAMPLES
 from topics.catalog import PROMPTS, Topic
+from topics.labels import ORIGIN, SENT_BACK
 from topics.records import Raw
 
 NUMBERS = [-1, 0, 1, 2, 7, 255, 4096, 65_535, 65_536, 2**31 - 1, 2**31, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1]
@@ -69,7 +70,7 @@ class Stranger:
             return ()
         assert topic.record is not None
         own = (SCHEMA_HEADER, topic.record.SCHEMA.encode())
-        names = [SCHEMA_HEADER, TRACE_HEADER, SIGNATURE_HEADER, "exception", "partition", "offset", "key", "", "ä" * 9]
+        names = [SCHEMA_HEADER, TRACE_HEADER, SIGNATURE_HEADER, *ORIGIN, SENT_BACK, "key", "", "ä" * 9]
         odd = [
             (self.draw.choice(names), self.draw.choice([b"", b"9" * 30, self.draw.randbytes(64), b"00-" + b"f" * 52]))
             for _ in range(self.draw.choice([1, 1, 2, 60]))

@@ -13,7 +13,7 @@ Keeps true
 from dataclasses import dataclass, field
 from enum import Enum
 
-from schemas.capacity import CapacityGrant
+from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary
 from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
 from schemas.limits import RECORD_BYTES
@@ -21,7 +21,7 @@ from schemas.prompts import Prompt
 from schemas.record import Record
 from schemas.samples import Sample, SampleOutcome
 from schemas.slack import SlackHeartbeat
-from schemas.turns import TurnDispatch, TurnRequest, TurnResult
+from schemas.turns import CLAIM_KEY, TurnDispatch, TurnRequest, TurnResult
 from schemas.weights import WeightChunk, WeightManifest
 
 MAX_MESSAGE_BYTES = RECORD_BYTES + 64 * 1024
@@ -75,9 +75,11 @@ class Topic:
     record: type[Record] | None
     """None for a dead-letter topic: it holds other topics' bytes."""
     key: str
-    """What the key is, for people."""
+    """Of its records: `{field}` is what the record has there, of `[a|b]` there is one or none."""
     spread: Spread
     config: dict[str, str] = field(default_factory=dict)
+    marks: tuple[str, ...] = ()
+    """Keys of tombstones under which no record ever lay: their places say something."""
 
     @property
     def dead_letters(self) -> str:
@@ -119,20 +121,34 @@ _COMPACTED = {"cleanup.policy": "compact", "segment.ms": str(10 * MINUTE), "min.
 _LETTERS = {**_kept(30 * DAY), "cleanup.policy": "compact,delete"}
 """Dead letters have their places as keys: one that was written twice is kept once."""
 
-PROMPTS = Topic("rose.prompts.submitted.v1", Prompt, "group_id", Spread.HOME, _UNTIL_DELETED)
-REQUESTED = Topic("rose.turns.requested.v1", TurnRequest, "trajectory_id", Spread.HOME, _UNTIL_DELETED)
-DISPATCHED = Topic("rose.turns.dispatched.v1", TurnDispatch, "trajectory_id", Spread.SLOTS, _kept(HOUR))
-COMPLETED = Topic("rose.turns.completed.v1", TurnResult, "trajectory_id", Spread.HOME, _UNTIL_DELETED)
-HEARTBEATS = Topic("rose.slack.heartbeats.v1", SlackHeartbeat, "worker_id", Spread.CELLS, _kept(10 * MINUTE))
-SUMMARIES = Topic("rose.cells.summaries.v1", CellSummary, "cell", Spread.ONE, _kept(10 * MINUTE))
-GRANTS = Topic("rose.capacity.grants.v1", CapacityGrant, "worker_id", Spread.ONE, _COMPACTED)
-SAMPLES = Topic("rose.samples.completed.v1", Sample, "group_id", Spread.SAMPLES, _UNTIL_DELETED)
-OUTCOMES = Topic("rose.samples.outcomes.v1", SampleOutcome, "trajectory_id", Spread.ONE, _kept(30 * DAY))
-GROUPS = Topic("rose.groups.opened.v1", Group, "group_id", Spread.HOME, _COMPACTED)
-PROGRESS = Topic("rose.trajectories.progress.v1", TrajectoryProgress, "trajectory_id", Spread.HOME, _COMPACTED)
-SNAPSHOTS = Topic("rose.env.snapshots.v1", EnvSnapshot, "trajectory_id", Spread.HOME, _COMPACTED)
-MANIFESTS = Topic("rose.weights.manifests.v1", WeightManifest, "model/run/version", Spread.ONE, _COMPACTED)
-CHUNKS = Topic("rose.weights.chunks.v1", WeightChunk, "tensor", Spread.CHUNKS, _UNTIL_DELETED)
+_GRANTED = f"{{worker}}[{'|'.join(voice.value for voice in Voice if voice.value)}]"
+"""Without more behind the worker's name it is what the control app leases."""
+
+_VERSION = "{model_id}/{run}/{version}[/{file}]"
+"""The file is the first of an anchor's in the store."""
+
+PROMPTS = Topic("rose.prompts.submitted.v1", Prompt, "{group_id}", Spread.HOME, _UNTIL_DELETED)
+REQUESTED = Topic("rose.turns.requested.v1", TurnRequest, "{trajectory_id}", Spread.HOME, _UNTIL_DELETED)
+DISPATCHED = Topic(
+    "rose.turns.dispatched.v1",
+    TurnDispatch,
+    "{trajectory_id}",
+    Spread.SLOTS,
+    _kept(HOUR),
+    marks=(CLAIM_KEY, "{worker}"),
+)
+"""The trajectory is that of the request in it. A router marks its claim of an inbox, an executor its start there."""
+COMPLETED = Topic("rose.turns.completed.v1", TurnResult, "{trajectory_id}", Spread.HOME, _UNTIL_DELETED)
+HEARTBEATS = Topic("rose.slack.heartbeats.v1", SlackHeartbeat, "{worker}", Spread.CELLS, _kept(10 * MINUTE))
+SUMMARIES = Topic("rose.cells.summaries.v1", CellSummary, "{cell}", Spread.ONE, _kept(10 * MINUTE))
+GRANTS = Topic("rose.capacity.grants.v1", CapacityGrant, _GRANTED, Spread.ONE, _COMPACTED)
+SAMPLES = Topic("rose.samples.completed.v1", Sample, "{group_id}", Spread.SAMPLES, _UNTIL_DELETED)
+OUTCOMES = Topic("rose.samples.outcomes.v1", SampleOutcome, "{trajectory_id}", Spread.ONE, _kept(30 * DAY))
+GROUPS = Topic("rose.groups.opened.v1", Group, "{group_id}", Spread.HOME, _COMPACTED)
+PROGRESS = Topic("rose.trajectories.progress.v1", TrajectoryProgress, "{trajectory_id}", Spread.HOME, _COMPACTED)
+SNAPSHOTS = Topic("rose.env.snapshots.v1", EnvSnapshot, "{trajectory_id}", Spread.HOME, _COMPACTED)
+MANIFESTS = Topic("rose.weights.manifests.v1", WeightManifest, _VERSION, Spread.ONE, _COMPACTED)
+CHUNKS = Topic("rose.weights.chunks.v1", WeightChunk, "{tensor}", Spread.CHUNKS, _UNTIL_DELETED)
 
 RECORD_TOPICS: tuple[Topic, ...] = (
     PROMPTS,
@@ -152,8 +168,9 @@ RECORD_TOPICS: tuple[Topic, ...] = (
 )
 
 DEAD_LETTERS: tuple[Topic, ...] = tuple(
-    Topic(topic.dead_letters, None, "topic/partition/offset", Spread.ONE, _LETTERS) for topic in RECORD_TOPICS
+    Topic(topic.dead_letters, None, "{topic}/{partition}/{offset}", Spread.ONE, _LETTERS) for topic in RECORD_TOPICS
 )
+"""Their keys are made of what their headers say."""
 
 ENVIRONMENT_GROUP = "environment"
 """The consumer group of all environment workers."""

@@ -15,19 +15,17 @@ from confluent_kafka import OFFSET_BEGINNING
 
 from topics.asking import nothing
 from topics.catalog import LETTERS_WRITER, Topic
+from topics.labels import KEY, KEY_BYTES, OFFSET, PARTITION, REASON, REASON_CHARACTERS, SENT_BACK, unlabelled
 from topics.messages import NamedPlace, read_messages
 from topics.records import Raw, Spoiled
 from topics.settings import BusSettings
-from topics.writer import KEY_BYTES, ORIGIN_HEADERS, REASON_CHARACTERS, Writer
+from topics.writer import Writer
 
 NOWHERE = -1
 """Partition and offset of a letter that somebody else wrote and that does not say where it comes from."""
 
 NUMBER_DIGITS = 19
 """Of the largest offset; what is longer is none, and Python takes no number of thousands of digits."""
-
-SENT_BACK = "sent-back"
-"""The header of a letter's newest copy once its message was sent back; its value is nothing."""
 
 AHEAD = {"fetch.message.max.bytes": 64 * 1024, "queued.max.messages.kbytes": 8 * 1024}
 """Poison unpacks to hundreds of times what it takes on the broker, and a fetch is unpacked whole."""
@@ -147,8 +145,8 @@ def send_back(settings: BusSettings, letter: Letter, mended: Raw, *, partition: 
     writer.begin()
     key = (mended.key or b"").decode(errors="replace")
     writer.forward(letter.topic, mended, partition=partition, key=key)
-    noted = letter.raw._replace(headers=(*letter.raw.headers, (SENT_BACK, b"")))
-    writer.dead_letter(Spoiled(letter.topic, letter.partition, letter.offset, noted, letter.reason), letter.reason)
+    noted = Spoiled(letter.topic, letter.partition, letter.offset, letter.raw, letter.reason)
+    writer.dead_letter(noted, letter.reason, sent_back=True)
     writer.commit()
 
 
@@ -187,15 +185,15 @@ def _burial(topic: Topic, found: Raw, stamp: float) -> Burial:
         topic=topic,
         partition=partition,
         offset=offset,
-        key=found.header("key")[:KEY_BYTES] or None,
-        reason=found.header("exception").decode(errors="replace")[:REASON_CHARACTERS],
+        key=found.header(KEY)[:KEY_BYTES] or None,
+        reason=found.header(REASON).decode(errors="replace")[:REASON_CHARACTERS],
         buried_at=stamp,
         sent_back_at=stamp if _was_sent_back(found) else None,
     )
 
 
 def _letter(topic: Topic, found: Raw, stamp: float) -> Letter:
-    told, own = _burial(topic, found, stamp), (*ORIGIN_HEADERS, SENT_BACK)
+    told = _burial(topic, found, stamp)
     return Letter(
         topic=topic,
         partition=told.partition,
@@ -204,13 +202,13 @@ def _letter(topic: Topic, found: Raw, stamp: float) -> Letter:
         reason=told.reason,
         buried_at=told.buried_at,
         sent_back_at=told.sent_back_at,
-        raw=Raw(found.header("key") or None, found.value, tuple(each for each in found.headers if each[0] not in own)),
+        raw=unlabelled(found),
     )
 
 
 def _where(found: Raw) -> tuple[int, int]:
     """Partition and offset."""
-    return _number(found.header("partition")), _number(found.header("offset"))
+    return _number(found.header(PARTITION)), _number(found.header(OFFSET))
 
 
 def _was_sent_back(found: Raw) -> bool:

@@ -9,8 +9,6 @@ Keeps true
   embedded broker would hide what comes after an abort, so there it is not made again.
 - A commit ends, or is given up: see `topics/hung.py`. So is the client of a writer that was closed: librdkafka ends a
   client only once all its brokers' threads have, and its owner does not wait for that.
-- A dead letter is the message as it came; its key is its place, so that the same one twice counts once. Of one that no
-  topic would take unless it is compressed, it is the beginning, and says so.
 """
 
 import sys
@@ -29,9 +27,10 @@ from schemas.wire import encode, headers_of
 from topics import metrics, tracing
 from topics.admin import reach
 from topics.asking import nothing, partitions_of
-from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS, Topic
+from topics.catalog import PROMPTS, Topic
 from topics.errors import BusError
 from topics.hung import PATIENCE, PATIENT_SECONDS, HungCall, Patience, Wait, unless_hung, until_done
+from topics.labels import labelled
 from topics.reader import Reader
 from topics.records import Envelope, Place, Raw, Spoiled
 from topics.settings import BusSettings
@@ -56,19 +55,8 @@ FREE_LOOK_SECONDS = 0.1
 ALONE = 2
 """References to a client that only one list has: the list's, and that of whoever asks."""
 
-REASON_CHARACTERS = 1_000
-"""What a dead letter says of why; the rest is cut off."""
-
-BEGINNING_BYTES = 512 * 1024
-"""Of the value of a message that is too large for a dead letter, so much is in it; of its key KEY_BYTES are."""
-
-KEY_BYTES = 1024
-
 OWNERS: Place = (PROMPTS, 0)
 """Where the number of owners of a transactional id is kept, in a group of its own."""
-
-ORIGIN_HEADERS = ("exception", "topic", "partition", "offset", "key")
-"""What a dead letter says beside the headers that it came with: why, and where it lay under which key."""
 
 
 class Writer:
@@ -172,24 +160,17 @@ class Writer:
         self._produce(self._settings.topic(topic), key.encode(), raw.value, partition, headers, None, counted)
 
     def dead_letter(
-        self, found: Envelope | Spoiled, reason: str, *, on_delivery: Callable[[int, int], None] | None = None
+        self,
+        found: Envelope | Spoiled,
+        reason: str,
+        *,
+        sent_back: bool = False,
+        on_delivery: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Store a message that could not be used, as it came, with why and where it lay."""
-        name, raw = self._settings.topic(found.topic), found.raw
-        if raw.size > MAX_MESSAGE_BYTES:
-            reason = f"(its beginning; {raw.size} bytes lie there) {reason}"
-            raw = _beginning(raw)
-        own = (
-            reason[:REASON_CHARACTERS].encode(errors="replace"),
-            name.encode(),
-            b"%d" % found.partition,
-            b"%d" % found.offset,
-        )
-        headers = [header for header in raw.headers if header[0] not in ORIGIN_HEADERS]
-        headers += zip(ORIGIN_HEADERS, (*own, raw.key or b""), strict=True)
-        key = f"{name}/{found.partition}/{found.offset}".encode()
-        name = f"{self._settings.namespace}{found.topic.dead_letters}"
-        self._produce(name, key, raw.value, None, headers, on_delivery, metrics.dead_letters(found.topic))
+        """Store a message that could not be used, as it came, with why and where it lay; see `topics/labels.py`."""
+        letter = labelled(found, reason, topic=self._settings.topic(found.topic), sent_back=sent_back)
+        name, counted = f"{self._settings.namespace}{found.topic.dead_letters}", metrics.dead_letters(found.topic)
+        self._produce(name, letter.key, letter.value, None, list(letter.headers), on_delivery, counted)
 
     def partitions(self, topic: Topic) -> int:
         """How many partitions the topic has on the broker. Raises TopicMissing or BusError."""
@@ -409,9 +390,3 @@ def _free(last: list[Producer]) -> None:
             with suppress(KafkaException):
                 last[0].poll(0)
     last.clear()
-
-
-def _beginning(raw: Raw) -> Raw:
-    """What a dead letter can hold of a message that came compressed: topics limit the bytes that travel."""
-    key, value = raw.key, raw.value
-    return Raw(None if key is None else key[:KEY_BYTES], None if value is None else value[:BEGINNING_BYTES])

@@ -50,8 +50,9 @@ def describe(common: Common) -> None:
         for state in describe_topics(settings):
             told = ", ".join(f"{name} {value}" for name, value in state.config.items())
             name = f"{config.settings.broker.namespace}{state.topic.name}"
-            table.add_row(name, state.topic.key, str(state.partitions), str(state.records), told)
-    Console().print(table, highlight=False)
+            keys = ", ".join((state.topic.key, *state.topic.marks))
+            table.add_row(name, keys, str(state.partitions), str(state.records), told)
+    Console().print(table, highlight=False, markup=False)  # keys have brackets
 
 
 def check(common: Common) -> None:

@@ -17,8 +17,8 @@ from schemas.record import Record
 from schemas.weights import SIGNATURE_HEADER, WeightManifest
 from schemas.wire import RECORDS, SCHEMA_HEADER, TRACE_HEADER
 from topics.admin import wanted_settings
-from topics.catalog import CATALOG, OUTCOMES, PROMPTS, RECORD_TOPICS, SAMPLES, Topic
-from topics.writer import ORIGIN_HEADERS
+from topics.catalog import CATALOG, DEAD_LETTERS, OUTCOMES, PROMPTS, RECORD_TOPICS, SAMPLES, Topic
+from topics.labels import KEY, OFFSET, ORIGIN, PARTITION, REASON, SENT_BACK, TOPIC
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 
@@ -34,11 +34,25 @@ ABOUT = """The topics of ROSE and the records on them. Who produces prompts, or 
 operations below; all other topics are ROSE's own, listed so that a log can be read. A value is one MessagePack map of
 field names to values (a prompt may be JSON), a byte string is MessagePack's `bin`, and fields that a reader does not
 know are to be ignored: they are only ever added, with defaults. Records are written in transactions, so read with
-isolation.level=read_committed. Topics are created by `rose topics create` alone."""
+isolation.level=read_committed. Of a key, `{field}` is what the record has there, and of `[a|b]` there is one or none.
+Topics are created by `rose topics create` alone."""
 
-TRACEPARENT = "W3C trace context. The trace is the trajectory: the first 16 bytes of BLAKE2b of its id."
+TRACEPARENT = (
+    "W3C trace context, on records of a trajectory. The trace is the trajectory: BLAKE2b of its id with a digest of 16 "
+    "bytes, which is not the beginning of a longer digest."
+)
 
 DEAD_LETTER = "DeadLetter"
+
+LABELS = {
+    REASON: "Why it could not be used.",
+    TOPIC: "Where it lay, with the namespace.",
+    PARTITION: "Its partition there, in decimal digits.",
+    OFFSET: "Its offset there, in decimal digits.",
+    KEY: "The key that it had there, or nothing.",
+    SENT_BACK: "There once it was sent back; its value is nothing.",
+}
+"""What is written on a dead letter."""
 
 OPERATIONS: dict[str, tuple[str, str, str]] = {
     "submitPrompt": ("receive", PROMPTS.name, "ROSE opens a group of trajectories for every prompt."),
@@ -100,7 +114,7 @@ def _channel(topic: Topic, config: Config) -> Schema:
     address = f"{config.settings.broker.namespace}{topic.name}"
     return {
         "address": address,
-        "summary": f"Key: {topic.key}.",
+        "summary": f"Key: {topic.key}." + (f" Of tombstones alone: {', '.join(topic.marks)}." if topic.marks else ""),
         "messages": {name: {"$ref": f"#/components/messages/{name}"} for name in _names(topic)},
         "bindings": {
             "kafka": {
@@ -154,15 +168,15 @@ def _message(record: type[Record], topic: Topic, content: str) -> Schema:
 
 
 def _dead_letter() -> Schema:
-    told = ("why it could not be used", "where it lay", "its partition", "its offset", "the key that it had")
-    headers = {name: {"type": "string", "description": text} for name, text in zip(ORIGIN_HEADERS, told, strict=True)}
     return {
         "name": "dead-letter",
         "summary": "A message that could not be used, as it came: its bytes and its own headers, with why and where.",
         "contentType": "application/octet-stream",
-        "headers": {"type": "object", "required": list(ORIGIN_HEADERS), "properties": headers},
-        "payload": {"type": "string", "format": "binary"},
-        "bindings": {
-            "kafka": {"key": {"type": "string", "description": "its place: topic/partition/offset"}, **BINDING}
+        "headers": {
+            "type": "object",
+            "required": list(ORIGIN),
+            "properties": {name: {"type": "string", "description": text} for name, text in LABELS.items()},
         },
+        "payload": {"type": "string", "format": "binary"},
+        "bindings": {"kafka": {"key": {"type": "string", "description": DEAD_LETTERS[0].key}, **BINDING}},
     }

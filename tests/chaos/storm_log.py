@@ -19,6 +19,7 @@ from pipeline.accounting.audit import audit_log
 from tests.chaos.storm_lines import Sort
 from tests.chaos.storm_plan import Plan, Role
 from topics.catalog import COMPLETED, DISPATCHED, OUTCOMES, PROMPTS, REQUESTED, SAMPLES
+from topics.labels import OFFSET, PARTITION, TOPIC
 from topics.settings import BusSettings
 
 WAIT_SECONDS = 60.0
@@ -216,7 +217,7 @@ def read_log(settings: BusSettings, *, blocked: Container[str] = ()) -> Log:
         if found.topic != letters[0]:
             log.other_letters[found.topic] += 1
             continue
-        place = (found.headers["topic"].decode(), int(found.headers["partition"]), int(found.headers["offset"]))
+        place = (found.headers[TOPIC].decode(), int(found.headers[PARTITION]), int(found.headers[OFFSET]))
         log.letters.append((place, found.mark))
     return log
 

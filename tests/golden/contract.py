@@ -1,5 +1,5 @@
-"""What a release promised of its wire: topics, keys, headers and the type of each field, as AsyncAPI says them.
-`python -m tests.golden.contract` writes down the present version's.
+"""What a release promised of its wire: topics, keys, headers and the type of each field, as the catalog and AsyncAPI
+say. `python -m tests.golden.contract` writes down the present version's.
 
 What was written down once is never written again: whoever reads a log, or writes prompts, was told so.
 """
@@ -14,6 +14,7 @@ from pipeline.command.config import load
 from pipeline.command.contracts import asyncapi, rendered
 from pipeline.command.options import Common
 from schemas.wire import RECORDS
+from topics.catalog import CATALOG, Topic
 
 FOLDER = Path(__file__).parent / "contracts"
 
@@ -35,12 +36,14 @@ def contract() -> Schema:
     document = asyncapi(load(Common()))
     components = document["components"]
     return {
-        "topics": {name: sorted(channel["messages"]) for name, channel in document["channels"].items()},
+        "topics": {
+            topic.name: {"messages": sorted(document["channels"][topic.name]["messages"]), "keys": keys_of(topic)}
+            for topic in CATALOG
+        },
         "messages": {
             name: {
                 "record": message["name"].partition("/")[0],
                 "content": message["contentType"],
-                "key": message["bindings"]["kafka"]["key"]["description"],
                 "headers": sorted(message["headers"]["properties"]),
             }
             for name, message in components["messages"].items()
@@ -50,23 +53,37 @@ def contract() -> Schema:
     }
 
 
+def keys_of(topic: Topic) -> list[str]:
+    """Every form that a key may have there, whether of a record or of a mark."""
+    before, _, rest = topic.key.partition("[")
+    inside, _, after = rest.partition("]")
+    choices = ["", *inside.split("|")] if inside else [""]
+    return [*(f"{before}{choice}{after}" for choice in choices), *topic.marks]
+
+
 def broken(shipped: Schema, now: Schema) -> list[str]:
     """Of what was promised, what does not hold any more, a line each."""
-    found = [
-        f"topic {name} does not hold {message}"
-        for name, messages in shipped["topics"].items()
-        for message in set(messages) - set(now["topics"].get(name, ()))
-    ]
+    found: list[str] = []
+    for name, topic in shipped["topics"].items():
+        other = now["topics"].get(name, {"messages": [], "keys": []})
+        found += [f"topic {name} does not hold {gone}" for gone in set(topic["messages"]) - set(other["messages"])]
+        found += _other_keys(topic["keys"], other["keys"], name)
     for name, message in shipped["messages"].items():
         other = now["messages"].get(name, {})
-        found += [
-            f"{name}: another {what}" for what in ("record", "content", "key") if message[what] != other.get(what)
-        ]
+        found += [f"{name}: another {what}" for what in ("record", "content") if message[what] != other.get(what)]
         found += [f"{name}: no header {header}" for header in set(message["headers"]) - set(other.get("headers", ()))]
     found += [f"{name}: fewer bytes" for name, most in shipped["bytes"].items() if now["bytes"].get(name, 0) < most]
     for name, schema in shipped["schemas"].items():
         found += _narrower(schema, now["schemas"].get(name), name)
     return found
+
+
+def _other_keys(old: list[str], new: list[str], at: str) -> Iterator[str]:
+    """Who reads keys of several forms passes over one that is new; a single one is read as what it was."""
+    if gone := set(old) - set(new):
+        yield f"topic {at}: no key {sorted(gone)} any more"
+    elif len(old) == 1 < len(new):
+        yield f"topic {at}: other keys than {old[0]}"
 
 
 def _narrower(old: Any, new: Any, at: str) -> Iterator[str]:

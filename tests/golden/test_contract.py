@@ -28,10 +28,18 @@ def fields(document: dict[str, Any], name: str = "TurnResult") -> dict[str, Any]
     return found
 
 
+def keys(document: dict[str, Any], topic: str) -> list[str]:
+    found: list[str] = document["topics"][topic]["keys"]
+    return found
+
+
 BREAKS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a topic is gone": lambda now: now["topics"].pop("rose.samples.completed.v1"),
-    "another key": lambda now: now["messages"]["Sample"].update(key="group_id and index"),
-    "a header is gone": lambda now: now["messages"]["DeadLetter"]["headers"].remove("exception"),
+    "another key": lambda now: keys(now, "rose.samples.completed.v1").__setitem__(0, "{group_id}:{index}"),
+    "one more key where one was": lambda now: keys(now, "rose.samples.completed.v1").append("{group_id}:{index}"),
+    "one key of several is gone": lambda now: keys(now, "rose.capacity.grants.v1").remove("{worker}/drain"),
+    "a mark is gone": lambda now: keys(now, "rose.turns.dispatched.v1").remove("router"),
+    "a header is gone": lambda now: now["messages"]["DeadLetter"]["headers"].remove("rose-letter-reason"),
     "a record is gone": lambda now: now["schemas"].pop("Sample"),
     "a field is gone": lambda now: fields(now).pop("tokens"),
     "a field may not be left out": lambda now: now["schemas"]["TurnResult"]["required"].append("tokens"),
@@ -66,5 +74,6 @@ def test_what_grows_breaks_none() -> None:
     now["schemas"]["TurnTimes"]["items"].append({"type": "number", "default": 0.0})
     now["schemas"]["New"] = copy.deepcopy(now["schemas"]["Part"])
     now["messages"]["Sample"]["headers"].append("from-the-future")
-    now["topics"]["rose.new.v1"] = ["Sample"]
+    now["topics"]["rose.new.v1"] = {"messages": ["Sample"], "keys": ["{group_id}"]}
+    keys(now, "rose.capacity.grants.v1").append("{worker}/from-the-future")
     assert not broken(shipped, now)

@@ -6,9 +6,12 @@ import msgpack
 import msgspec
 import pytest
 
+from schemas.contexts import context_digest
 from schemas.record import Record
 from schemas.wire import RECORDS, decode, encode
 from tests.golden.examples import EXAMPLES, FOLDER, path_of
+from workers.environments import trajectory
+from workers.weights import digests
 
 NAMES = [example.SCHEMA for example in EXAMPLES]
 
@@ -48,3 +51,10 @@ def test_a_field_from_the_future_is_ignored(example: Record) -> None:
     read = msgpack.unpackb(encode(example))
     read["field_from_the_future"] = [1, {"deep": b"bytes"}]
     assert decode(type(example), msgpack.packb(read)) == example
+
+
+def test_digests_are_those_that_the_documents_name() -> None:
+    of_weights = bytes.fromhex("6437b3ac38465133ffb63b75273a8db5")  # b3sum -l 16
+    others = bytes.fromhex("cf4ab791c62b8d2b2109c90275287816")  # b2sum -l 128
+    assert digests.digest_of(b"abc") == of_weights
+    assert context_digest(b"abc") == trajectory.digest_of(b"abc") == others

@@ -26,13 +26,14 @@ from tests.waiting import until
 from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
 from topics.errors import BusError
 from topics.fetch import REACH, Fetch, Find
+from topics.labels import BEGINNING_BYTES, REASON_CHARACTERS
 from topics.letters import buried, read_letters
 from topics.log import await_decided, read_back
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Passed, Place, Raw, Spoiled
 from topics.retention import delete_before
 from topics.settings import BusSettings
-from topics.writer import BEGINNING_BYTES, REASON_CHARACTERS, Writer
+from topics.writer import Writer
 from workers.environments.home import FORWARD_BYTES
 
 

@@ -1,5 +1,6 @@
 """What the commands that look at a log tell of one that was written by hand, on a real broker."""
 
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -15,10 +16,13 @@ from schemas.environments import GroupState
 from schemas.errors import UsageError
 from schemas.prompts import Prompt
 from schemas.samples import Outcome, Sample
+from schemas.wire import SCHEMA_HEADER
 from tests.brokers import AnyBroker
+from tests.integration.bus_kit import read_until
 from tests.integration.log_kit import PARTITIONS, Log
 from topics.admin import reach
 from topics.catalog import COMPLETED, DISPATCHED, PROMPTS, REQUESTED, SAMPLES
+from topics.labels import OFFSET, PARTITION
 from topics.letters import buried, read_letters
 from topics.log import read_topics
 from topics.reader import Reader
@@ -138,7 +142,7 @@ def test_a_letter_of_somebody_elses_hand_is_listed_whatever_its_headers_say(
 ) -> None:
     name = f"{log.settings.namespace}{PROMPTS.dead_letters}"
     producer = Producer({"bootstrap.servers": log.settings.bootstrap, "linger.ms": 0})
-    producer.produce(name, value=b"{}", key=b"anything", headers=[("partition", b"9" * 5_000), ("offset", b"-7")])
+    producer.produce(name, value=b"{}", key=b"anything", headers=[(PARTITION, b"9" * 5_000), (OFFSET, b"-7")])
     assert producer.flush(30) == 0
     list_letters(common(log.settings), None)
     listed = capsys.readouterr().out
@@ -297,6 +301,29 @@ def test_a_letter_is_listed_shown_mended_and_sent_home_once(
     capsys.readouterr()
     list_letters(reach, PROMPTS.name)
     assert "(sent back 20" in capsys.readouterr().out
+
+
+def test_a_prompt_keeps_its_own_headers_whatever_they_are_called(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    own = (("topic", b"math"), ("key", b"k"), ("exception", b"none"), ("offset", b"-1"), ("sent-back", b"no"))
+    line = msgspec.json.encode({"group_id": "mended", "group_size": 0, "environment": "calculator", "seed": 1})
+    home, reach = log.home("mended"), common(log.settings)
+    log.writer.forward(PROMPTS, Raw(b"mended", line, own), partition=home, key="mended")
+    log.writer.flush()
+    with closing(Reader(log.settings, "test")) as reader:
+        reader.assign({(PROMPTS, home): 0})
+        [found] = read_until(reader, 1)
+    assert isinstance(found, Spoiled)
+    log.writer.dead_letter(found, found.reason)
+    log.writer.flush()
+    [letter] = read_letters(log.settings, PROMPTS)
+    assert (letter.raw, letter.sent_back_at) == (Raw(b"mended", line, own), None)
+    show_letter(reach, letter.place)
+    assert "header   topic = math" in capsys.readouterr().out
+    retry_letter(reach, letter.place, None, ["group_size=2"])
+    [sent] = prompts_of(log, "mended")
+    assert [header for header in sent.raw.headers if header[0] != SCHEMA_HEADER] == list(own)
+    [letter] = read_letters(log.settings, PROMPTS)
+    assert letter.raw.headers == own and letter.sent_back_at is not None
 
 
 def test_a_letter_is_mended_with_a_file_and_not_into_a_group_that_is_taken(

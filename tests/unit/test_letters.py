@@ -12,8 +12,9 @@ import topics.letters
 from pipeline.command.letters import mended, show_value
 from schemas.errors import UsageError
 from topics.catalog import PROMPTS, SAMPLES, Topic
-from topics.letters import SENT_BACK, Buried, Letter, read_burials, read_letters
-from topics.records import Raw
+from topics.labels import KEY, OFFSET, PARTITION, REASON, SENT_BACK, labelled, unlabelled
+from topics.letters import Buried, Letter, read_burials, read_letters
+from topics.records import Raw, Spoiled
 from topics.settings import BusSettings
 
 SETTINGS = BusSettings("")
@@ -46,8 +47,8 @@ class Dead:
 
     def add(self, copies: list[Copy]) -> None:
         for topic, offset, sent_back in copies:
-            where = () if offset < 0 else (("partition", b"0"), ("offset", b"%d" % offset))
-            headers = (("exception", b"no prompt"), ("key", b"k" * 5000), *where, *[(SENT_BACK, b"")] * sent_back)
+            where = () if offset < 0 else ((PARTITION, b"0"), (OFFSET, b"%d" % offset))
+            headers = ((REASON, b"no prompt"), (KEY, b"k" * 5000), *where, *[(SENT_BACK, b"")] * sent_back)
             self.lying[topic.dead_letters].append(Raw(None, b"v", headers))
 
     def messages(
@@ -89,6 +90,33 @@ def test_of_the_letters_only_what_is_wanted_is_held(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(topics.letters, "read_messages", dead.messages)
     [letter] = read_letters(SETTINGS, PROMPTS, wanted=lambda letter: letter.offset == 7)
     assert (letter.offset, letter.raw.value) == (7, b"v" * 100) and dead.most_held <= 3
+
+
+NAMES = st.sampled_from(["topic", "partition", "offset", "key", "exception", "sent-back", "rose-schema"]) | st.text()
+MESSAGES = st.builds(
+    Raw,
+    st.none() | st.binary(min_size=1),
+    st.none() | st.binary(),
+    st.lists(st.tuples(NAMES, st.binary()), max_size=9).map(tuple),
+)
+
+
+def letter_at(offset: int, raw: Raw, *, sent_back: bool = False) -> Raw:
+    return labelled(Spoiled(PROMPTS, 0, offset, raw, "why"), "why", topic="team.prompts", sent_back=sent_back)
+
+
+@given(MESSAGES, st.booleans())
+def test_a_message_comes_out_of_its_letter_as_it_came(raw: Raw, sent_back: bool) -> None:
+    letter = letter_at(7, raw, sent_back=sent_back)
+    assert unlabelled(letter) == raw
+    assert letter.key == b"team.prompts/0/7" and letter.header(OFFSET) == b"7"
+    assert ((SENT_BACK, b"") in letter.headers) is sent_back
+
+
+@given(MESSAGES)
+def test_a_letter_that_is_sent_on_with_all_its_headers_says_nothing_of_the_next(raw: Raw) -> None:
+    old = letter_at(7, raw, sent_back=True)
+    assert letter_at(8, old._replace(key=raw.key)) == letter_at(8, raw)
 
 
 POISON = {

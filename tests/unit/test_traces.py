@@ -43,6 +43,10 @@ def test_every_process_derives_the_same_trace_and_another_span_of_each_hop() -> 
     assert (TRACE_HEADER, parents[0].encode()) in headers_of(request, name)
 
 
+def test_a_trace_has_the_id_that_anybody_computes_from_the_document() -> None:
+    assert trace_id("g-1:3") == "8933e23f096354354b79898ece4f1d4c", "b2sum -l 128"
+
+
 def test_hops_lie_under_one_another_and_say_what_they_cost() -> None:
     times = TurnTimes(received_at=10.0, first_token_at=10.5, finished_at=12.0)
     request = example(TurnRequest, requested_at=1.0)

@@ -1,0 +1,45 @@
+"""The catalog's keys are those under which records are written."""
+
+import re
+
+import msgspec
+import pytest
+
+from schemas.capacity import CapacityGrant, Voice, key_of
+from schemas.turns import TurnDispatch, TurnRequest
+from schemas.weights import WeightManifest
+from tests.golden.contract import keys_of
+from tests.golden.examples import EXAMPLES
+from topics.catalog import DEAD_LETTERS, GRANTS, MANIFESTS, RECORD_TOPICS, Topic
+from topics.labels import ORIGIN, PREFIX
+from workers.weights.manifests import manifest_key
+
+
+def fields_of(topic: Topic) -> set[str]:
+    if topic.record is None:
+        return {name.removeprefix(PREFIX) for name in ORIGIN}
+    asked = TurnRequest.__struct_fields__ if topic.record is TurnDispatch else ()
+    file = ["file"] if topic.record is WeightManifest else []
+    return {*topic.record.__struct_fields__, *asked, *file}
+
+
+@pytest.mark.parametrize("topic", [*RECORD_TOPICS, DEAD_LETTERS[0]], ids=lambda topic: topic.name)
+def test_keys_are_made_of_what_the_record_says(topic: Topic) -> None:
+    forms = keys_of(topic)
+    assert set(re.findall(r"{(.*?)}", " ".join(forms))) <= fields_of(topic)
+    assert len(set(forms)) == len(forms) and not re.search(r"[\[\]|]", "".join(forms))
+
+
+def test_a_grant_has_a_key_for_each_who_speaks() -> None:
+    (grant,) = (each for each in EXAMPLES if isinstance(each, CapacityGrant))
+    keys = {form.format(worker=grant.worker) for form in keys_of(GRANTS)}
+    assert keys == {key_of(grant.worker, voice) for voice in Voice}
+
+
+def test_a_manifest_has_a_key_with_the_file_of_its_anchor_and_one_without() -> None:
+    (manifest,) = (each for each in EXAMPLES if isinstance(each, WeightManifest))
+    plain, filed = keys_of(MANIFESTS)
+    said = msgspec.structs.asdict(manifest)
+    for files, form in (((), plain), (("anchor-a", "anchor-b"), filed)):
+        key = manifest_key(msgspec.structs.replace(manifest, files=files))
+        assert key == form.format(**said, file="anchor-a")
