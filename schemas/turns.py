@@ -58,7 +58,7 @@ class TurnKey(NamedTuple):
 
 
 def held_hash(key: TurnKey) -> int:
-    """8 bytes of BLAKE2b that stand for an execution in a heartbeat's `holds`."""
+    """BLAKE2b with a digest of 8 bytes, little-endian, that stands for an execution in a heartbeat's `holds`."""
     name = f"{key.trajectory_id}/{key.turn}/{key.attempt}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 

@@ -119,7 +119,8 @@ class WeightManifest(Record, frozen=True, kw_only=True):
     index: Annotated[tuple[ChunkRef, ...], Meta(max_length=256)] = ()
     """Chunks of the log that hold tensors and slices, in order (`WeightIndex`); empty where the two are here."""
     digest: Digest
-    """Of all slices in order: name, coordinates and digest of each."""
+    """Of all slices in order: of each the length of its tensor's name, row_start, rows, column_start and columns as
+    little-endian u64, the name in UTF-8, and its digest."""
     files: Annotated[tuple[FileName, ...], Meta(max_length=4096)] = ()
     """Of the anchor store, if the chunks lie there and not on the log: one a rank that published."""
     first: tuple[tuple[Partition, Count], ...] = ()

@@ -143,8 +143,7 @@ def send_back(settings: BusSettings, letter: Letter, mended: Raw, *, partition: 
     """Write this message to the letter's topic, under its own key, and note that on the letter. Raises BusError."""
     writer = Writer(settings, "rose-letters", transactional_id=LETTERS_WRITER)
     writer.begin()
-    key = (mended.key or b"").decode(errors="replace")
-    writer.forward(letter.topic, mended, partition=partition, key=key)
+    writer.forward(letter.topic, mended, partition=partition, key=mended.key or b"")
     noted = Spoiled(letter.topic, letter.partition, letter.offset, letter.raw, letter.reason)
     writer.dead_letter(noted, letter.reason, sent_back=True)
     writer.commit()

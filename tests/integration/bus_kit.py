@@ -26,7 +26,7 @@ def put(settings: BusSettings, values: Sequence[bytes], *, partition: int = 0) -
     """Messages as any client would write them, one after the other."""
     writer = Writer(settings, "test")
     for value in values:
-        writer.forward(PROMPTS, Raw(b"own key", value, (("from", b"elsewhere"),)), partition=partition, key="own key")
+        writer.forward(PROMPTS, Raw(b"own key", value, (("from", b"elsewhere"),)), partition=partition, key=b"own key")
     writer.flush()
 
 

@@ -88,7 +88,7 @@ def test_a_letter_that_was_sent_back_and_died_again_says_where_it_died(settings:
     writer.dead_letter(first, "one")
     writer.flush()
     [letter] = read_letters(settings, PROMPTS)
-    writer.forward(PROMPTS, letter.raw, partition=1, key="own key")
+    writer.forward(PROMPTS, letter.raw, partition=1, key=b"own key")
     writer.flush()
     reader.assign({(PROMPTS, 1): 0})
     [again] = read_until(reader, 1)
@@ -136,7 +136,7 @@ def test_whatever_a_topic_takes_fits_its_dead_letters_and_another_partition(
         raw = Raw(b"k", value, said)
         writer = Writer(settings, "test")
         if spare == "sent on":
-            writer.forward(PROMPTS, raw, partition=1, key="g" * 128)
+            writer.forward(PROMPTS, raw, partition=1, key=b"g" * 128)
         else:
             writer.dead_letter(Spoiled(PROMPTS, 0, headers, raw, "bad"), "ü" * REASON_CHARACTERS)
         writer.flush()
@@ -267,7 +267,7 @@ def test_a_transaction_with_a_record_that_no_broker_takes_is_not_made_again(sett
 
     def write() -> None:
         tried.append(1)
-        writer.forward(OUTCOMES, Raw(b"", random.Random(1).randbytes(2 * MAX_MESSAGE_BYTES)), partition=0, key="large")
+        writer.forward(OUTCOMES, Raw(b"", random.Random(1).randbytes(2 * MAX_MESSAGE_BYTES)), partition=0, key=b"large")
 
     with pytest.raises(BusError):
         writer.transact(write)

@@ -122,7 +122,7 @@ def test_a_sample_that_was_dead_lettered_breaks_no_law(log: Log) -> None:
     [stranger] = [each for each in read_topics(log.settings, [SAMPLES]) if named(each) == "g:7"]
     log.writer.dead_letter(stranger, "g:7 is no trajectory of group g")
     half = msgspec.msgpack.encode({"trajectory_id": "g:0"})
-    log.writer.forward(SAMPLES, Raw(b"g", half), partition=0, key="g")
+    log.writer.forward(SAMPLES, Raw(b"g", half), partition=0, key=b"g")
     log.writer.flush()
     assert audit_log(log.settings).doubled == ("g:0",)
     [end] = [Reader(log.settings, "test", group="test").watermarks((SAMPLES, 0))[1]]
@@ -307,7 +307,7 @@ def test_a_prompt_keeps_its_own_headers_whatever_they_are_called(log: Log, capsy
     own = (("topic", b"math"), ("key", b"k"), ("exception", b"none"), ("offset", b"-1"), ("sent-back", b"no"))
     line = msgspec.json.encode({"group_id": "mended", "group_size": 0, "environment": "calculator", "seed": 1})
     home, reach = log.home("mended"), common(log.settings)
-    log.writer.forward(PROMPTS, Raw(b"mended", line, own), partition=home, key="mended")
+    log.writer.forward(PROMPTS, Raw(b"mended", line, own), partition=home, key=b"mended")
     log.writer.flush()
     with closing(Reader(log.settings, "test")) as reader:
         reader.assign({(PROMPTS, home): 0})

@@ -200,7 +200,7 @@ def test_what_is_no_summary_is_buried_and_the_next_one_is_read(settings: BusSett
             Asking(settings, router).turns(5)
             until_lends(router)
             writer = Writer(settings, "stranger")
-            writer.forward(SUMMARIES, read_any(settings)._replace(value=b"litter"), partition=0, key="0")
+            writer.forward(SUMMARIES, read_any(settings)._replace(value=b"litter"), partition=0, key=b"0")
             writer.flush()
             router.until(lambda: bool(list(read_letters(settings, SUMMARIES))))
             assert router.beats[-1].state is ExecutorState.READY

@@ -204,7 +204,7 @@ def test_what_it_holds_is_listed_and_what_an_older_claim_or_no_record_says_is_no
     router.writer.tombstone(DISPATCHED, key=CLAIM_KEY, partition=SLOT)
     router.writer.flush()
     router.dispatch("zombie", [3, 4, 5])
-    router.writer.forward(DISPATCHED, Raw(b"poison", b"no dispatch"), partition=SLOT, key="poison")
+    router.writer.forward(DISPATCHED, Raw(b"poison", b"no dispatch"), partition=SLOT, key=b"poison")
     router.dispatch("unanswerable", [3, 4, 5], home=2)
     router.dispatch("after", [3, 4, 5], claim=1000)
     assert router.result("after").outcome is router.result("held").outcome is TurnOutcome.COMPLETED

@@ -86,7 +86,7 @@ def test_they_are_run_and_a_bad_one_is_told_and_what_became_of_them_can_be_read(
     executors.pump()
     executors.close()
     dead = said_by(shell(DEAD_LETTERS), settings, tmp_path)
-    assert '"kcat-3"' in dead and "exception=not a prompt/2" in dead and "key=kcat-3" in dead
+    assert '"kcat-3"' in dead and "rose-letter-reason=not a prompt/3" in dead and "rose-letter-key=kcat-3" in dead
     lines = [line.split() for line in said_by([sys.executable, "-c", READ], settings, tmp_path).splitlines()]
     samples = {line[0]: line[1:] for line in lines if len(line) == 4}
     outcomes = {line[0]: line[1] for line in lines if len(line) == 2}

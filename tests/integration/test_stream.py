@@ -217,7 +217,7 @@ def test_what_is_no_sample_is_a_dead_letter_once(settings: BusSettings) -> None:
     stranger = msgspec.structs.replace(samples[0], trajectory_id="g00:77")
     write_samples(settings, [samples[0], stranger])
     no_sample = Raw(b"g00", b"no record", (("rose-schema", b"sample/3"),))
-    writer.forward(SAMPLES, no_sample, partition=0, key="g00")
+    writer.forward(SAMPLES, no_sample, partition=0, key=b"g00")
     writer.flush()
     for _ in range(3):
         with stopped_after(3, settings, "policy", total_groups=2) as stream:

@@ -101,7 +101,42 @@ def test_a_prompt_may_be_json_and_no_other_record_may() -> None:
 def test_a_header_that_names_another_record_is_refused() -> None:
     with pytest.raises(RecordError, match="turn-request/1"):
         decode(Prompt, encode(PROMPT), [(SCHEMA_HEADER, b"turn-request/1")])
-    assert decode(Prompt, encode(PROMPT), [(SCHEMA_HEADER, b"prompt/2")]) == PROMPT
+    assert decode(Prompt, encode(PROMPT), [(SCHEMA_HEADER, b"prompt/3")]) == PROMPT
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.SCHEMA)
+def test_what_must_not_be_read_without_knowing_all_of_it_is_refused(example: Record) -> None:
+    name, _, number = example.SCHEMA.partition("/")
+    for low in (number, "1"):
+        assert decode(type(example), encode(example), [(SCHEMA_HEADER, f"{name}/{low}")]) == example
+    for high in (str(int(number) + 1), "9" * 5000, "", "one", "-1"):
+        with pytest.raises(RecordError, match=f"the topic holds {example.SCHEMA}"):
+            decode(type(example), encode(example), [(SCHEMA_HEADER, f"{name}/{high}")])
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("max_turn", {"max_turn": 3}),
+        ("top_k", {"sampling": {"top_k": 5}}),
+        ("x" * 64 + "`", {"x" * 100_000: 1}),
+    ],
+)
+def test_a_prompt_that_says_what_is_not_known_is_refused(field: str, said: dict[str, Any]) -> None:
+    raw = msgpack.unpackb(encode(PROMPT)) | said
+    for wire in (msgpack.packb(raw), msgspec.json.encode(raw)):
+        with pytest.raises(RecordError, match=f"no field `{field}"):
+            decode(Prompt, wire)
+
+
+def test_a_prompt_that_leaves_things_open_is_short() -> None:
+    short = Prompt(group_id="gsm8k/train/17", group_size=2, environment="calculator")
+    assert msgpack.unpackb(encode(short)) == {
+        "group_id": "gsm8k/train/17",
+        "group_size": 2,
+        "environment": "calculator",
+    }
+    assert decode(Prompt, encode(short)) == short
 
 
 def test_a_record_over_the_limit_is_neither_written_nor_read() -> None:

@@ -211,7 +211,7 @@ class Outbox:
             return self._open(home, decision)
         found, prompt = decision.found, decision.prompt
         if decision.fate is Fate.FORWARD and prompt is not None:
-            self._writer.forward(PROMPTS, found.raw, partition=decision.home, key=prompt.group_id)
+            self._writer.forward(PROMPTS, found.raw, partition=decision.home, key=prompt.group_id.encode())
             self._counted.append((metrics.FORWARDED, 1))
         if decision.fate is Fate.REFUSE:
             self._writer.dead_letter(found, decision.refusal)

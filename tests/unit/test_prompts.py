@@ -1,0 +1,51 @@
+"""What a prompt leaves open is as its worker is configured, and the same on every machine."""
+
+import msgspec
+import pytest
+
+from schemas.limits import GROUP_ID_CHARACTERS
+from schemas.prompts import Prompt, Sampling, trajectory_id
+from schemas.turns import TurnRequest
+from tests.golden.examples import EXAMPLES
+from workers.environments.trajectory import settled_sampling
+
+CONFIGURED = Sampling(temperature=0.7, max_tokens=4096, stop_token_ids=(2,))
+
+
+def prompt(**fields: object) -> Prompt:
+    said = {"group_id": "g", "group_size": 2, "environment": "calculator", **fields}
+    return msgspec.convert(said, Prompt)
+
+
+@pytest.mark.parametrize(
+    ("said", "drawn"),
+    [
+        ({}, CONFIGURED),
+        ({"temperature": 1.0}, msgspec.structs.replace(CONFIGURED, temperature=1.0)),
+        ({"max_tokens": 256}, msgspec.structs.replace(CONFIGURED, max_tokens=256)),
+        ({"stop_token_ids": []}, msgspec.structs.replace(CONFIGURED, stop_token_ids=())),
+        ({"seed": 0}, msgspec.structs.replace(CONFIGURED, seed=0)),
+    ],
+)
+def test_what_sampling_leaves_out_is_as_configured_also_once_another_worker_goes_on(
+    said: dict[str, object], drawn: Sampling
+) -> None:
+    whole = settled_sampling(prompt(sampling=said), CONFIGURED)
+    assert whole.sampling.over(CONFIGURED) == whole.sampling.over(Sampling()) == drawn
+    assert settled_sampling(whole, Sampling(temperature=2.0)) == whole
+
+
+def test_a_task_without_a_seed_has_one_of_its_group() -> None:
+    assert prompt(seed=0).task_seed == 0
+    assert prompt().task_seed == prompt().task_seed == 6780290011007695670
+    assert prompt(group_id="h").task_seed != prompt().task_seed
+
+
+@pytest.mark.parametrize("name", ["openai/gsm8k/train/17", "user@host#3", "a+b=c,d~e", "~" * GROUP_ID_CHARACTERS])
+def test_groups_are_called_as_data_sets_call_their_tasks(name: str) -> None:
+    (request,) = (each for each in EXAMPLES if isinstance(each, TurnRequest))
+    named = msgspec.structs.replace(request, group_id=name, trajectory_id=trajectory_id(name, 4095))
+    assert msgspec.convert(msgspec.to_builtins(named), TurnRequest) == named
+    for odd in (f"{name[:-1]} ", f"{name[:-1]}[", f"{name[:-1]}\\", f"{name[:-1]}\n", f"{name[:-1]}ä"):
+        with pytest.raises(msgspec.ValidationError, match="group_id"):
+            prompt(group_id=odd)
