@@ -14,7 +14,7 @@ from pipeline.command.json_schema import Schema, definitions
 from pipeline.command.options import Common
 from schemas.prompts import Prompt
 from schemas.record import Record
-from schemas.weights import SIGNATURE_HEADER, WeightManifest
+from schemas.weights import SIGNATURE_HEADER, WeightIndex, WeightManifest
 from schemas.wire import RECORDS, SCHEMA_HEADER, TRACE_HEADER
 from topics.admin import wanted_settings
 from topics.catalog import CATALOG, OUTCOMES, PROMPTS, RECORD_TOPICS, SAMPLES, Topic
@@ -39,6 +39,9 @@ isolation.level=read_committed. Topics are created by `rose topics create` alone
 TRACEPARENT = "W3C trace context. The trace is the trajectory: the first 16 bytes of BLAKE2b of its id."
 
 DEAD_LETTER = "DeadLetter"
+
+WITHIN = (WeightIndex,)
+"""What travels in byte strings of records, and is no record itself: its own sentence says where it is found."""
 
 OPERATIONS: dict[str, tuple[str, str, str]] = {
     "submitPrompt": ("receive", PROMPTS.name, "ROSE opens a group of trajectories for every prompt."),
@@ -72,7 +75,7 @@ def prompt_schema() -> Schema:
 
 def asyncapi(config: Config) -> Schema:
     """The document for the namespace, partitions and copies of this configuration."""
-    kinds = definitions(RECORDS, ref=lambda name: f"#/components/schemas/{name}")
+    kinds = definitions((*RECORDS, *WITHIN), ref=lambda name: f"#/components/schemas/{name}")
     return {
         "asyncapi": "3.1.0",
         "info": {"title": "ROSE", "version": "1", "description": " ".join(ABOUT.split())},
