@@ -16,11 +16,18 @@ from schemas.limits import RECORD_BYTES, Count, Digest, Id, Moment, Version
 from schemas.record import Record
 from schemas.turns import Partition
 
-TENSORS = 65_536
-"""Tensors of a model, at most."""
+TENSORS = 2**20
+"""Tensors of a model, at most: one of a trillion parameters names 69,120 of experts alone."""
 
-SLICES = 2**20
-"""Slices of a model, at most."""
+SLICES = 2**24
+"""Slices of a model, at most: of a trillion parameters there are a million, and more where ranks cut them. What they
+take of a receiver's memory is bounded by the chunks that hold them."""
+
+INDEX_CHUNKS = 256
+"""Of an index, at most."""
+
+CHUNK_PARTITIONS = 4096
+"""Of the chunks topic, that the chunks of a version lie in, at most."""
 
 SIGNATURE_HEADER = "rose-signature"
 """Beside a manifest: an Ed25519 signature, 64 bytes."""
@@ -39,7 +46,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: TensorName
     shape: Annotated[tuple[Count, ...], Meta(max_length=8)]
-    dtype: str
+    dtype: Annotated[str, Meta(max_length=32)]
     """`float32`, `bfloat16` or `float16`."""
 
 
@@ -54,6 +61,13 @@ class ChunkRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Of the chunk's payload."""
     digest: Digest
     """Of the payload."""
+
+
+class FirstChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Of the chunks that a version needs, the first one in a partition of the chunks topic."""
+
+    partition: Partition
+    offset: Count
 
 
 class SliceRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -74,14 +88,17 @@ class SliceRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class WeightIndex(msgspec.Struct, frozen=True, kw_only=True):
-    """What a manifest says of tensors and slices, where that is too long for its record."""
+    """What a manifest says of tensors and slices, where that is too long for its record.
+
+    One MessagePack map, cut into the payloads of the chunks that the manifest names as its `index`, in order.
+    """
 
     tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=TENSORS)]
     slices: Annotated[tuple[SliceRef, ...], Meta(max_length=SLICES)]
 
 
 class WeightChunk(Record, frozen=True, kw_only=True):
-    """A part of a slice's payload, which is a payload of the codec (`workers.weights.codec`), or of an index."""
+    """A part of a slice's payload, which is a payload of the codec (`workers.weights.codec`), or of a `WeightIndex`."""
 
     SCHEMA: ClassVar[str] = "weight-chunk/2"
 
@@ -116,15 +133,15 @@ class WeightManifest(Record, frozen=True, kw_only=True):
     """Optimizer steps that made it; the version's number, unless the run went back."""
     tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=TENSORS)]
     slices: Annotated[tuple[SliceRef, ...], Meta(max_length=SLICES)]
-    index: Annotated[tuple[ChunkRef, ...], Meta(max_length=256)] = ()
+    index: Annotated[tuple[ChunkRef, ...], Meta(max_length=INDEX_CHUNKS)] = ()
     """Chunks of the log that hold tensors and slices, in order (`WeightIndex`); empty where the two are here."""
     digest: Digest
     """Of all slices in order: of each the length of its tensor's name, row_start, rows, column_start and columns as
     little-endian u64, the name in UTF-8, and its digest."""
     files: Annotated[tuple[FileName, ...], Meta(max_length=4096)] = ()
     """Of the anchor store, if the chunks lie there and not on the log: one a rank that published."""
-    first: tuple[tuple[Partition, Count], ...] = ()
-    """Partitions of the chunks topic, and the lowest offset that it needs of each."""
+    first: Annotated[tuple[FirstChunk, ...], Meta(max_length=CHUNK_PARTITIONS)] = ()
+    """Where what it needs of the chunks topic begins, partition by partition."""
     payload_bytes: Count = 0
     """Of the chunks of all slices."""
     published_at: Moment

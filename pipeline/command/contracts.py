@@ -14,7 +14,7 @@ from pipeline.command.json_schema import Schema, definitions
 from pipeline.command.options import Common
 from schemas.prompts import Prompt
 from schemas.record import Record
-from schemas.weights import SIGNATURE_HEADER, WeightManifest
+from schemas.weights import SIGNATURE_HEADER, WeightIndex, WeightManifest
 from schemas.wire import RECORDS, SCHEMA_HEADER, TRACE_HEADER
 from topics.admin import wanted_settings
 from topics.catalog import CATALOG, DEAD_LETTERS, OUTCOMES, PROMPTS, RECORD_TOPICS, SAMPLES, Topic
@@ -54,6 +54,9 @@ LABELS = {
 }
 """What is written on a dead letter."""
 
+WITHIN = (WeightIndex,)
+"""What travels in byte strings of records, and is no record itself: its own sentence says where it is found."""
+
 OPERATIONS: dict[str, tuple[str, str, str]] = {
     "submitPrompt": ("receive", PROMPTS.name, "ROSE opens a group of trajectories for every prompt."),
     "finishSample": ("send", SAMPLES.name, "ROSE tells of a trajectory that has ended, with all its tokens."),
@@ -88,7 +91,7 @@ def prompt_schema() -> Schema:
 
 def asyncapi(config: Config) -> Schema:
     """The document for the namespace, partitions and copies of this configuration."""
-    kinds = definitions(RECORDS, ref=lambda name: f"#/components/schemas/{name}")
+    kinds = definitions((*RECORDS, *WITHIN), ref=lambda name: f"#/components/schemas/{name}")
     return {
         "asyncapi": "3.1.0",
         "info": {"title": "ROSE", "version": "1", "description": " ".join(ABOUT.split())},

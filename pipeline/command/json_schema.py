@@ -2,8 +2,8 @@
 
 Keeps true
 - Bounds, patterns and defaults are those of the types; the words are the sentences under the fields.
-- Only keywords that draft-07 and 2020-12 have in common, and `items` of draft-07 for arrays of fixed places, which no
-  record that travels as JSON has.
+- Only keywords that draft-07 and 2020-12 have in common, and `items` of draft-07 for structs that are arrays, which no
+  record that travels as JSON has. Other arrays of fixed places have no schema: they could not grow at their end.
 - Byte strings are `{"type": "string", "format": "binary"}`, their lengths in bytes: in MessagePack they are `bin`.
 """
 
@@ -47,8 +47,6 @@ def _within(kind: types.Type) -> list[types.Type]:
             return list(kind.types)
         case types.VarTupleType():
             return [kind.item_type]
-        case types.TupleType():
-            return list(kind.item_types)
         case types.DictType():
             return [kind.key_type, kind.value_type]
     return []
@@ -116,9 +114,6 @@ def _schema(kind: types.Type, ref: Callable[[str], str]) -> Schema:
             return {"anyOf": [_schema(each, ref) for each in kind.types]}
         case types.VarTupleType():
             return {"type": "array", "items": _schema(kind.item_type, ref), **_length(kind, "Items")}
-        case types.TupleType():
-            places = [_schema(each, ref) for each in kind.item_types]
-            return {"type": "array", "items": places, "minItems": len(places), "maxItems": len(places)}
         case types.DictType():
             keys = _length(kind.key_type, "Length") if isinstance(kind.key_type, types.StrType) else {}
             values = _schema(kind.value_type, ref)

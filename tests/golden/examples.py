@@ -26,7 +26,7 @@ from schemas.turns import (
     TurnTimes,
     VersionSpan,
 )
-from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
+from schemas.weights import ChunkRef, FirstChunk, SliceRef, TensorSpec, WeightChunk, WeightManifest
 from schemas.wire import encode
 
 FOLDER = Path(__file__).parent / "bytes"
@@ -280,7 +280,7 @@ EXAMPLES: tuple[Record, ...] = (
             ),
         ),
         digest=DIGEST,
-        first=((1, 77),),
+        first=(FirstChunk(partition=1, offset=77),),
         payload_bytes=3000,
         published_at=3.0,
     ),

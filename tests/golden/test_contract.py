@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ BREAKS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a higher least": lambda now: fields(now)["turn"].update(minimum=1),
     "a value is gone": lambda now: now["schemas"]["TurnOutcome"]["enum"].remove("refused"),
     "null is refused": lambda now: fields(now)["worker"]["anyOf"].pop(),
+    "what an index holds is gone": lambda now: now["schemas"]["WeightIndex"]["properties"].pop("slices"),
     "another record inside": lambda now: fields(now)["outcome"].update({"$ref": "#/components/schemas/Outcome"}),
     "a place moved": lambda now: now["schemas"]["TurnTimes"]["items"].reverse(),
     "a place is gone": lambda now: now["schemas"]["TurnTimes"]["items"].pop(),
@@ -64,6 +65,23 @@ def test_what_breaks_a_promise_is_seen(breaks: Callable[[dict[str, Any]], object
     now = contract()
     breaks(now)
     assert broken(contract(), now)
+
+
+def schemas_within(schema: Any) -> Iterator[dict[str, Any]]:
+    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from schemas_within(inner)
+    if isinstance(schema, dict) and "type" in schema:
+        yield schema
+
+
+def test_all_lists_and_texts_have_a_most() -> None:
+    """Where none was promised none can be set later. A list of fixed places is a struct, which grows at its end."""
+    for schema in schemas_within(contract()["schemas"]):
+        match schema["type"]:
+            case "array":
+                assert isinstance(schema["items"], list) or "maxItems" in schema, schema
+            case "string":
+                assert "maxLength" in schema or "pattern" in schema or "enum" in schema, schema
 
 
 def test_what_grows_breaks_none() -> None:

@@ -11,7 +11,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fsspec.implementations.local import LocalFileSystem
 
-from schemas.weights import WeightManifest
+from schemas.weights import FirstChunk, WeightManifest
 from tests.brokers import AnyBroker, kafka_first
 from tests.integration.test_weights import MODEL, WAIT_SECONDS, assert_equal, receiving, slice_of, staged, tensors_of
 from topics.admin import create_topics
@@ -97,7 +97,8 @@ def test_forged_anchors_delete_no_honest_chunk(settings: BusSettings, monkeypatc
     monkeypatch.setattr(retention, "UNDER_WAY_SECONDS", 0.0)
     with WeightPublisher(settings, MODEL, key=KEY) as publisher:
         first = publish(publisher, 0)
-        lies = [msgspec.structs.replace(first, version=2**50 + n, first=((0, 10**6), (1, 10**6))) for n in range(2)]
+        late = tuple(FirstChunk(partition=partition, offset=10**6) for partition in range(2))
+        lies = [msgspec.structs.replace(first, version=2**50 + n, first=late) for n in range(2)]
         write(settings, *lies)
     with WeightPublisher(settings, MODEL, key=KEY) as publisher:
         publish(publisher, 1)

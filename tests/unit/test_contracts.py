@@ -21,8 +21,10 @@ from pipeline.command.options import Common
 from schemas.errors import RecordError
 from schemas.prompts import Prompt
 from schemas.record import Record
+from schemas.weights import WeightChunk, WeightIndex
 from schemas.wire import RECORDS, decode, encode
 from tests.golden.examples import EXAMPLES, PROMPT
+from tests.golden.payloads import INDEX
 from topics.catalog import CATALOG, Partitions
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -119,7 +121,7 @@ RECORDS_BY = strict(jsonschema.Draft7Validator)
 PROMPTS_BY = strict(jsonschema.Draft202012Validator)(PROMPT_SCHEMA)
 
 
-def of_record(record: type[Record]) -> Any:
+def of_record(record: type[msgspec.Struct]) -> Any:
     whole_document = {"$ref": f"#/components/schemas/{record.__name__}", "components": DOCUMENT["components"]}
     return RECORDS_BY(whole_document)
 
@@ -148,6 +150,14 @@ def test_a_record_is_what_the_document_says_and_what_it_refuses_the_decoder_refu
     changes += [{name: value for name, value in wire.items() if name != left_out} for left_out in wire]
     for change in changes:
         assert validator.is_valid(as_json(change)) == taken(type(example), msgspec.msgpack.encode(change)), change
+
+
+def test_an_index_is_what_the_document_says() -> None:
+    wire = as_json(msgspec.msgpack.decode(msgspec.msgpack.encode(INDEX)))
+    of_record(WeightIndex).validate(wire)
+    for name in wire:
+        assert not of_record(WeightIndex).is_valid({other: value for other, value in wire.items() if other != name})
+    assert f"`{WeightIndex.__name__}`" in DOCUMENT["components"]["schemas"][WeightChunk.__name__]["description"]
 
 
 def taken(record: type[Record], wire: bytes) -> bool:

@@ -217,7 +217,7 @@ REFUSED: list[tuple[Callable[[World], WeightManifest], set[Refusal]]] = [
     (truncated, {Refusal.WRONG_CHUNK}),
     (lengthened, {Refusal.WRONG_CHUNK}),
     (swapped_chunks, {Refusal.WRONG_CHUNK, Refusal.WRONG_DIGEST}),
-    (swapped_references, {Refusal.WRONG_RESULT}),
+    (swapped_references, {Refusal.WRONG_CHUNK}),
     (swapped_slices, {Refusal.WRONG_RESULT, Refusal.WRONG_CHUNK, Refusal.WRONG_DIGEST}),
     (duplicated_chunk, {Refusal.WRONG_CHUNK, Refusal.WRONG_DIGEST}),
     (of_another_tensor, {Refusal.WRONG_CHUNK}),

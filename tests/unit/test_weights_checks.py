@@ -10,9 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import RecordError
-from schemas.weights import ChunkRef, WeightChunk, WeightManifest
+from schemas.limits import RECORD_BYTES
+from schemas.weights import (
+    CHUNK_PARTITIONS,
+    INDEX_CHUNKS,
+    TENSORS,
+    ChunkRef,
+    FirstChunk,
+    WeightChunk,
+    WeightManifest,
+)
 from schemas.wire import decode, encode
-from tests.unit.weights_world import Shelf, Tensors, changed, covered, random_tensors, with_slice
+from tests.unit.weights_world import Shelf, Tensors, bare, changed, covered, random_tensors, with_slice
 from workers.weights import geometry
 from workers.weights.checks import check_chunk, check_manifest
 from workers.weights.digests import NO_BASE, digest_of, whole_digest
@@ -51,6 +60,23 @@ def test_the_largest_chunk_with_the_longest_names_is_a_record() -> None:
     assert decode(WeightChunk, encode(chunk)) == chunk
 
 
+def test_the_largest_manifest_of_an_index_is_a_record() -> None:
+    chunk = ChunkRef(partition=2**31 - 1, offset=2**53, bytes=RECORD_BYTES, digest=NO_BASE)
+    first = FirstChunk(partition=2**31 - 1, offset=2**53)
+    manifest = bare(
+        2**53,
+        2**53,
+        model_id="m" * 128,
+        run="r" * 128,
+        epoch=2**53,
+        index=(chunk,) * INDEX_CHUNKS,
+        files=("anchor-" + "f" * 190,) * 4096,
+        first=(first,) * CHUNK_PARTITIONS,
+        payload_bytes=2**53,
+    )
+    assert len(encode(manifest)) <= RECORD_BYTES
+
+
 @given(SHAPES, DTYPE, st.integers(1, 5), st.booleans(), st.integers(0, 2**32 - 1))
 def test_what_is_published_is_believed(
     shapes: dict[str, tuple[int, ...]], dtype: str, parts: int, delta: bool, seed: int
@@ -68,8 +94,8 @@ def test_what_is_published_is_believed(
         assert (covered(spec.shape, boxes) == 1).all()
     for piece in manifest.slices:
         name = manifest.tensors[piece.tensor].name
-        for ref in piece.chunks:
-            check_chunk(shelf.chunks[ref.partition, ref.offset], ref, name, manifest)
+        for part, ref in enumerate(piece.chunks):
+            check_chunk(shelf.chunks[ref.partition, ref.offset], ref, manifest, tensor=name, part=part)
 
 
 @given(SHAPES.filter(lambda shapes: any(np.prod(shape) > 0 for shape in shapes.values())), st.integers(1, 4), st.data())
@@ -200,6 +226,17 @@ def test_a_manifest_that_does_not_fit_the_model_is_refused(change: Change, refus
     assert refusal_of(change(anchor), shapes) is refusal
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("name", "t" * 513), ("shape", (1,) * 9), ("dtype", "t" * 33)],
+    ids=lambda value: str(value)[:8],
+)
+def test_a_tensor_beyond_the_bounds_of_a_record_is_not_decoded(field: str, value: object) -> None:
+    anchor, _ = two_versions({"a": (4, 8)})
+    with pytest.raises(RecordError):
+        decode(WeightManifest, msgspec.msgpack.encode(first_tensor(**{field: value})(anchor)))
+
+
 def with_digest(manifest: WeightManifest, digest: bytes) -> WeightManifest:
     return msgspec.structs.replace(manifest, digest=digest)
 
@@ -232,7 +269,7 @@ def test_a_payload_is_as_long_as_its_slice_allows() -> None:
         {"column_start": -1},
         {"columns": 2**53 + 1},
         {"tensor": -1},
-        {"tensor": 65_536},
+        {"tensor": TENSORS},
         {"digest": bytes(15)},
         {"base_digest": bytes(17)},
         {"chunks": (ChunkRef(partition=0, offset=-1, bytes=0, digest=NO_BASE),)},
@@ -272,6 +309,7 @@ def test_the_digest_of_a_version_tells_names_places_and_contents_apart() -> None
         ({"version": 2}, Refusal.WRONG_CHUNK),
         ({"model_id": "other"}, Refusal.WRONG_CHUNK),
         ({"tensor": "b"}, Refusal.WRONG_CHUNK),
+        ({"part": 1}, Refusal.WRONG_CHUNK),
         ({"payload": bytes(16)}, Refusal.WRONG_CHUNK),
         ({"payload": b""}, Refusal.WRONG_CHUNK),
         ({"payload": bytes(18)}, Refusal.WRONG_CHUNK),
@@ -284,10 +322,10 @@ def test_a_chunk_is_what_the_manifest_says_or_refused(change: dict[str, object],
     assert ref.digest == digest_of(bytes(17))
     chunk = WeightChunk(model_id="m", version=1, tensor="a", part=0, payload=bytes(17))
     if refusal is None:
-        check_chunk(chunk, ref, "a", manifest)
+        check_chunk(chunk, ref, manifest, tensor="a", part=0)
         return
     with pytest.raises(VersionRefused) as refused:
-        check_chunk(msgspec.structs.replace(chunk, **change), ref, "a", manifest)
+        check_chunk(msgspec.structs.replace(chunk, **change), ref, manifest, tensor="a", part=0)
     assert refused.value.refusal is refusal
 
 

@@ -1,5 +1,7 @@
 """A manifest says the same, whether its slices are in its record or in an index."""
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 import pytest
@@ -8,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.limits import RECORD_BYTES
-from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightChunk, WeightManifest
+from schemas.weights import TENSORS, ChunkRef, FirstChunk, SliceRef, TensorSpec, WeightChunk, WeightManifest
 from schemas.wire import decode, encode
 from tests.unit.weights_world import RUN, Shelf, random_tensors
 from workers.weights import index, shelves
 from workers.weights.digests import NO_BASE, digest_of
+from workers.weights.geometry import LayoutError
 from workers.weights.index import INLINE_BYTES, opened, sealed
 from workers.weights.refusals import Refusal, VersionRefused
 
@@ -87,14 +90,74 @@ def test_a_model_of_many_experts_fits_a_record() -> None:
     assert said(opened(written, topic.fetch)) == said(manifest)
 
 
+def test_a_model_of_more_tensors_than_a_record_ever_held_fits_too() -> None:
+    """A trillion parameters have 69,120 tensors of experts."""
+    manifest, topic = large(69_120), Shelf()
+    assert said(opened(sealed(manifest, topic), topic.fetch)) == said(manifest)
+
+
+def test_the_names_of_files_count_in_what_a_record_holds() -> None:
+    """Of as many ranks as there may be, each with a file: they leave no room for what would fit alone."""
+    topic, alone = Shelf(), large(2_500)
+    manifest = msgspec.structs.replace(alone, files=("anchor-" + "f" * 190,) * 4096)
+    assert not sealed(alone, topic).index
+    written = sealed(manifest, topic)
+    assert said(opened(decode(WeightManifest, encode(written)), topic.fetch)) == said(manifest)
+
+
+def with_first(manifest: WeightManifest, **change: object) -> WeightManifest:
+    """Another first slice."""
+    changed = msgspec.structs.replace(manifest.slices[0], **change)
+    return msgspec.structs.replace(manifest, slices=(changed, *manifest.slices[1:]))
+
+
+def with_tensors(manifest: WeightManifest, times: int, **change: object) -> WeightManifest:
+    """The first tensor, changed, so many times."""
+    changed = msgspec.structs.replace(manifest.tensors[0], **change)
+    return msgspec.structs.replace(manifest, tensors=(changed,) * times)
+
+
+BEYOND: dict[str, Callable[[WeightManifest], WeightManifest]] = {
+    "tensors": lambda manifest: with_tensors(manifest, TENSORS + 1),
+    "a name": lambda manifest: with_tensors(manifest, 1, name="t" * 513),
+    "a place": lambda manifest: with_first(manifest, tensor=TENSORS),
+    "chunks of a slice": lambda manifest: with_first(manifest, chunks=manifest.slices[0].chunks * 4097),
+}
+
+
+@pytest.mark.parametrize("beyond", BEYOND.values(), ids=BEYOND.keys())
+@pytest.mark.parametrize("inline_bytes", [0, 2**40])
+def test_what_no_reader_would_take_is_not_put_anywhere(
+    beyond: Callable[[WeightManifest], WeightManifest], inline_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "INLINE_BYTES", inline_bytes)
+    topic = Shelf()
+    with pytest.raises(LayoutError, match=r"^no receiver would take what version 1 says of its tensors and slices: \S"):
+        sealed(beyond(large(6)), topic)
+    assert not topic.chunks
+
+
+def test_an_index_of_more_chunks_than_a_manifest_may_name_is_not_put_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, topic = large(20_000), Shelf()
+    assert sealed(manifest, topic).index
+    size = sum(len(chunk.payload) for chunk in topic.chunks.values())
+    topic.chunks.clear()
+    monkeypatch.setattr(index, "INDEX_BYTES", size - 1)
+    with pytest.raises(LayoutError, match=f"it takes {size} bytes, and an index holds {size - 1}"):
+        sealed(manifest, topic)
+    assert not topic.chunks
+
+
 def test_it_says_where_what_it_needs_begins() -> None:
     manifest, topic = large(6), Shelf()
-    assert sealed(manifest, topic).first == ((0, 100), (1, 100), (2, 100), (3, 100))
+    assert sealed(manifest, topic).first == tuple(FirstChunk(partition=each, offset=100) for each in range(4))
     in_store = msgspec.structs.replace(manifest, files=("anchor-m.1.0",))
     assert sealed(in_store, topic).first == ()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index, "INLINE_BYTES", 0)
-        assert sealed(in_store, topic).first == ((0, 0),), "the index is on the log all the same"
+        assert sealed(in_store, topic).first == (FirstChunk(partition=0, offset=0),), (
+            "the index is on the log all the same"
+        )
 
 
 @pytest.mark.parametrize(
@@ -104,6 +167,7 @@ def test_it_says_where_what_it_needs_begins() -> None:
         ("flipped", Refusal.WRONG_DIGEST),
         ("cut short", Refusal.WRONG_CHUNK),
         ("of another version", Refusal.WRONG_CHUNK),
+        ("another part", Refusal.WRONG_CHUNK),
         ("no index", Refusal.WRONG_CHUNK),
     ],
 )
@@ -118,6 +182,8 @@ def test_a_broken_index_is_refused(harm: str, refusal: Refusal) -> None:
             topic.chunks.clear()
         case "of another version":
             topic.chunks[place] = msgspec.structs.replace(chunk, version=2)
+        case "another part":
+            topic.chunks[place] = msgspec.structs.replace(chunk, part=1)
         case "cut short":
             topic.chunks[place] = msgspec.structs.replace(chunk, payload=chunk.payload[:-1])
         case "flipped":

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.weights import WeightManifest
+from schemas.weights import FirstChunk, WeightManifest
 from tests.unit.test_weights_trust import KEY, OTHER_KEY, TRUST, as_read
 from tests.unit.weights_world import bare
 from topics.catalog import MANIFESTS
@@ -22,7 +22,8 @@ OTHER = "other.:run"
 
 
 def manifest(version: int, base: int | None, *places: tuple[int, int], **fields: object) -> WeightManifest:
-    return bare(version, base, first=places, **fields)
+    first = tuple(FirstChunk(partition=partition, offset=offset) for partition, offset in places)
+    return bare(version, base, first=first, **fields)
 
 
 def versions(manifests: list[WeightManifest]) -> list[int]:
@@ -77,7 +78,7 @@ def test_without_an_anchor_nothing_is_given_up() -> None:
 
 def test_the_first_needed_offset_is_that_of_the_oldest_chunk_of_each_partition() -> None:
     found = [manifest(3, None, (0, 30), (1, 12)), manifest(4, 3, (1, 11), (2, 5)), manifest(5, 4)]
-    assert lowest_offsets(place for each in found for place in each.first) == {0: 30, 1: 11, 2: 5}
+    assert lowest_offsets(chunk for each in found for chunk in each.first) == {0: 30, 1: 11, 2: 5}
 
 
 CHAIN = [

@@ -124,7 +124,7 @@ def _gather(
         number, part = owner[ref.partition, ref.offset]
         name, piece = pieces[number]
         have = parts.setdefault(number, {})
-        have[part] = check_chunk(found, ref, name, manifest)
+        have[part] = check_chunk(found, ref, manifest, tensor=name, part=part)
         if len(have) == len(piece.chunks):
             del parts[number]
             yield name, piece, b"".join(have[index] for index in range(len(have)))

@@ -48,7 +48,7 @@ def _check_tensor(spec: TensorSpec, expected: Mapping[str, Sequence[int]]) -> No
     if tuple(shape) != spec.shape:
         raise VersionRefused(Refusal.BAD_SHAPE, f"{spec.name} has shape {spec.shape}, the model's has {tuple(shape)}")
     if spec.dtype not in DTYPE_BYTES:
-        raise VersionRefused(Refusal.BAD_SHAPE, f"{spec.name} has the element type {spec.dtype[:32]}")
+        raise VersionRefused(Refusal.BAD_SHAPE, f"{spec.name} has the element type {spec.dtype}")
 
 
 def _check_tiling(manifest: WeightManifest) -> None:
@@ -90,11 +90,14 @@ def _check_sizes(piece: SliceRef, manifest: WeightManifest) -> None:
         raise VersionRefused(Refusal.BAD_TILING, f"{spec.name}: a slice changed and has no payload")
 
 
-def check_chunk(found: WeightChunk | bytes, ref: ChunkRef, tensor: str, manifest: WeightManifest) -> bytes:
+def check_chunk(
+    found: WeightChunk | bytes, ref: ChunkRef, manifest: WeightManifest, *, tensor: str, part: int
+) -> bytes:
     """The payload of what was found at the place of `ref`, a record or bytes of a file; or raise VersionRefused."""
+    expected = (manifest.model_id, manifest.version, tensor, part)
     if isinstance(found, bytes):
         payload = found
-    elif (found.model_id, found.version, found.tensor) == (manifest.model_id, manifest.version, tensor):
+    elif (found.model_id, found.version, found.tensor, found.part) == expected:
         payload = found.payload
     else:
         raise VersionRefused(Refusal.WRONG_CHUNK, f"partition {ref.partition} offset {ref.offset} holds another chunk")

@@ -3,20 +3,26 @@
 Keeps true
 - What a manifest says does not depend on where it says it: `opened` gives back what was given to `sealed`.
 - The record names every chunk of its index by digest, so its signature speaks for the index too.
+- Nothing is put on the shelf that no reader would take: its publisher is told.
 """
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 import msgspec
 
 from schemas.limits import RECORD_BYTES
-from schemas.weights import ChunkRef, WeightChunk, WeightIndex, WeightManifest
+from schemas.weights import INDEX_CHUNKS, ChunkRef, FirstChunk, WeightChunk, WeightIndex, WeightManifest
 from workers.weights.checks import check_chunk
+from workers.weights.geometry import LayoutError
 from workers.weights.refusals import Refusal, VersionRefused
-from workers.weights.shelves import Shelf, lowest_offsets, put_payload
+from workers.weights.shelves import CHUNK_BYTES, Shelf, lowest_offsets, put_payload
 
 INLINE_BYTES = RECORD_BYTES // 2
-"""Of tensors and slices in the record itself, at most."""
+"""Of a record that has its tensors and slices itself, at most, beside `first`."""
+
+INDEX_BYTES = INDEX_CHUNKS * CHUNK_BYTES
+"""Of an index, at most."""
 
 INDEX = ":index"
 """What the chunks of an index have for the name of a tensor."""
@@ -28,18 +34,33 @@ _decoder = msgspec.msgpack.Decoder(WeightIndex)
 
 
 def sealed(manifest: WeightManifest, shelf: Shelf) -> WeightManifest:
-    """The manifest as it is to be written, once its index is on the shelf. Raises BusError."""
-    index = msgspec.msgpack.encode(WeightIndex(tensors=manifest.tensors, slices=manifest.slices))
-    if len(index) > INLINE_BYTES:
+    """The manifest as it is to be written, once its index is on the shelf. Raises BusError or LayoutError."""
+    index = _index_of(manifest)
+    bare = msgspec.structs.replace(manifest, tensors=(), slices=())
+    if len(index) + len(msgspec.msgpack.encode(bare)) > INLINE_BYTES:
         stored = put_payload(shelf, index, model_id=manifest.model_id, version=manifest.version, tensor=INDEX)
         shelf.close()
         refs = tuple(chunk.ref() for chunk in stored)
-        written = msgspec.structs.replace(manifest, tensors=(), slices=(), index=refs)
+        written = msgspec.structs.replace(bare, index=refs)
     else:
         written = manifest
     on_log = () if manifest.files else (chunk for piece in manifest.slices for chunk in piece.chunks)
-    first = lowest_offsets((chunk.partition, chunk.offset) for chunk in (*on_log, *written.index))
-    return msgspec.structs.replace(written, first=tuple(sorted(first.items())))
+    lowest = sorted(lowest_offsets(chain(on_log, written.index)).items())
+    first = tuple(FirstChunk(partition=partition, offset=offset) for partition, offset in lowest)
+    return msgspec.structs.replace(written, first=first)
+
+
+def _index_of(manifest: WeightManifest) -> bytes:
+    """What it says of tensors and slices. Raises LayoutError where no reader would take that."""
+    try:
+        index = msgspec.msgpack.encode(WeightIndex(tensors=manifest.tensors, slices=manifest.slices))
+        if len(index) > INDEX_BYTES:
+            raise ValueError(f"it takes {len(index)} bytes, and an index holds {INDEX_BYTES}")
+        _decoder.decode(index)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        what = f"no receiver would take what version {manifest.version} says of its tensors and slices"
+        raise LayoutError(f"{what}: {error}") from error
+    return index
 
 
 def opened(manifest: WeightManifest, fetch: Fetch) -> WeightManifest:
@@ -49,7 +70,8 @@ def opened(manifest: WeightManifest, fetch: Fetch) -> WeightManifest:
     part_at = {(ref.partition, ref.offset): part for part, ref in enumerate(manifest.index)}
     parts: dict[int, bytes] = {}
     for ref, found in fetch(list(manifest.index)):
-        parts[part_at[ref.partition, ref.offset]] = check_chunk(found, ref, INDEX, manifest)
+        part = part_at[ref.partition, ref.offset]
+        parts[part] = check_chunk(found, ref, manifest, tensor=INDEX, part=part)
     if len(parts) < len(manifest.index):
         raise VersionRefused(Refusal.MISSING_CHUNK, "its index did not come whole")
     try:

@@ -173,8 +173,7 @@ class WeightPublisher:
         Waits for the version before. The future's result is the manifest, once that is on the log. Names are Hugging
         Face's. `version` is the next free number unless told, `step` the version unless told. The newest version may be
         published again under its number, to have it as an anchor. Raises, here or from the future: VersionTaken,
-        BusError, StoreError, LayoutError for an element type that cannot travel. After that the publisher is of no more
-        use.
+        BusError, StoreError, LayoutError for tensors that cannot travel. After that the publisher is of no more use.
         """
         self.settle()  # before the copy: there are two at most
         return self.start(self.snapshot(named_tensors), self.next_version if version is None else version, step=step)
@@ -273,7 +272,7 @@ class WeightPublisher:
         return manifest
 
     def commit(self, manifest: WeightManifest) -> None:
-        """Put a manifest of what the ranks have put on the log, signed. Raises VersionTaken, BusError."""
+        """Put a manifest of what the ranks have put on the log, signed. Raises VersionTaken, BusError, LayoutError."""
         self._commit(manifest, self._write)
 
     def _publish(

@@ -20,7 +20,7 @@ import structlog
 from confluent_kafka import KafkaException
 
 from schemas.errors import RoseError
-from schemas.weights import WeightManifest
+from schemas.weights import FirstChunk, WeightManifest
 from topics.catalog import CHUNKS, KEPT_SECONDS
 from topics.records import Envelope
 from topics.retention import delete_before
@@ -65,7 +65,7 @@ class Claim:
 
     run: str
     at: float
-    first: tuple[tuple[int, int], ...]
+    first: tuple[FirstChunk, ...]
 
 
 def release(settings: BusSettings, trust: Trust, store: AnchorStore | None = None) -> None:
@@ -127,9 +127,10 @@ def released(trust: Trust, envelopes: Iterable[Envelope], *, stored: bool = True
             written[envelope.offset] = envelope.key
             now = max(now, envelope.timestamp_seconds)
     needed = live(own.values())
-    first = lowest_offsets(place for placed in needed for place in placed.manifest.first)
+    own_chunks = [chunk for placed in needed for chunk in placed.manifest.first]
+    first = lowest_offsets(own_chunks)
     claims = [claim for found in others.values() for claim in found]
-    everybodys = lowest_offsets([*first.items(), *(place for claim in claims for place in claim.first)])
+    everybodys = lowest_offsets([*own_chunks, *(chunk for claim in claims for chunk in claim.first)])
     kept = {placed.offset for placed in needed}
     dead = [placed for offset, placed in own.items() if offset not in kept]
     files = {file for placed in dead for file in placed.manifest.files}
@@ -152,7 +153,7 @@ def quiet(claims: Iterable[Claim], first: Mapping[int, int], now: float) -> list
     needing: set[str] = set()
     for claim in claims:
         newest[claim.run] = max(claim.at, newest.get(claim.run, claim.at))
-        if any(offset < first.get(partition, -1) for partition, offset in claim.first):
+        if any(chunk.offset < first.get(chunk.partition, -1) for chunk in claim.first):
             needing.add(claim.run)
     return sorted(run for run in needing if now - newest[run] >= QUIET_SECONDS)
 

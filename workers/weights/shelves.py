@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from schemas.limits import RECORD_BYTES, RECORD_OVERHEAD_BYTES
-from schemas.weights import ChunkRef, WeightChunk
+from schemas.weights import CHUNK_PARTITIONS, ChunkRef, FirstChunk, WeightChunk
 from topics.catalog import CHUNKS
 from topics.writer import Writer
 from workers.weights.digests import digest_of
@@ -36,11 +36,11 @@ class Stored:
         return ChunkRef(partition=self.partition, offset=self.offset, bytes=self.size, digest=self.digest)
 
 
-def lowest_offsets(places: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Of (partition, offset) pairs the lowest offset of each partition."""
+def lowest_offsets(chunks: Iterable[ChunkRef | FirstChunk]) -> dict[int, int]:
+    """The lowest offset of each partition that some of these lie in."""
     lowest: dict[int, int] = {}
-    for partition, offset in places:
-        lowest[partition] = min(offset, lowest.get(partition, offset))
+    for chunk in chunks:
+        lowest[chunk.partition] = min(chunk.offset, lowest.get(chunk.partition, chunk.offset))
     return lowest
 
 
@@ -84,7 +84,7 @@ class LogShelf:
 
     def __init__(self, writer: Writer, partitions: int) -> None:
         self._writer = writer
-        self._partitions = partitions
+        self._partitions = min(partitions, CHUNK_PARTITIONS)  # a manifest says where its chunks begin in each
         self._written = 0
         self._waiting_bytes = 0
 

@@ -1,0 +1,118 @@
+"""What lies in the payloads of chunks: an index, and slices of weights. `python -m tests.golden.payloads` writes the
+bytes of those that are new.
+
+Bytes that are there are never written again: they are what some log holds for ever. What slices hold is drawn from
+SHAKE-256, which no release of a library draws in another way.
+"""
+
+from collections.abc import Iterator
+from hashlib import shake_256
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightIndex
+from tests.golden import examples
+from workers.weights import codec
+from workers.weights.codec import FORMATS
+
+FOLDER = examples.FOLDER / "payloads"
+
+ELEMENTS = 2048
+
+CHANCES = np.array([0, 8, 8, 128])
+"""Of 256: how likely a weight is to change, by the last two bits of its exponent. They are still, light, light, heavy
+(`codec.hazard`)."""
+
+INDEX = WeightIndex(
+    tensors=(
+        TensorSpec(name="model.embed_tokens.weight", shape=(32, 64), dtype="bfloat16"),
+        TensorSpec(name="scale", shape=(), dtype="float32"),
+    ),
+    slices=(
+        SliceRef(
+            tensor=0,
+            row_start=16,
+            rows=16,
+            column_start=32,
+            columns=32,
+            digest=bytes(range(16)),
+            base_digest=bytes(range(16, 32)),
+            chunks=(
+                ChunkRef(partition=1, offset=77, bytes=900, digest=bytes(range(32, 48))),
+                ChunkRef(partition=2, offset=2**40, bytes=300, digest=bytes(range(48, 64))),
+            ),
+        ),
+        SliceRef(
+            tensor=1,
+            row_start=0,
+            rows=1,
+            column_start=0,
+            columns=1,
+            digest=bytes(range(16)),
+            base_digest=bytes(range(16)),
+            chunks=(),
+        ),
+    ),
+)
+
+
+class Piece(NamedTuple):
+    """A slice: what its receiver has, and what it becomes."""
+
+    name: str
+    dtype: str
+    old: NDArray[Any]
+    new: NDArray[Any]
+
+
+def pieces() -> Iterator[Piece]:
+    """An anchor and a delta upon it, of each element type."""
+    for dtype, form in FORMATS.items():
+        old = weights(dtype)
+        yield Piece(f"{dtype}-anchor", dtype, np.zeros(ELEMENTS, dtype=form.word), old)
+        yield Piece(f"{dtype}-delta", dtype, old, moved(old, dtype))
+
+
+def weights(dtype: str) -> NDArray[Any]:
+    """Of twelve exponents below and above one, with zeros, subnormals, infinities and NaNs of either sign before."""
+    form = FORMATS[dtype]
+    bits, drawn = form.mantissa_bits, noise(f"weights of {dtype}", form.word)
+    exponents = (form.exponent_mask >> 1) - 8 + noise(f"exponents of {dtype}", np.uint8) % 12
+    words = drawn & form.word(~(form.exponent_mask << bits) & (2 * int(form.top) - 1))
+    words |= (exponents.astype(np.int64) << bits).astype(form.word)
+    infinity = form.exponent_mask << bits
+    odd = [0, 1, infinity - 1, infinity, infinity + 1]
+    words[: 2 * len(odd)] = [*odd, *(word | int(form.top) for word in odd)]
+    return words
+
+
+def moved(old: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Some of the words one to three further on or back, or anywhere."""
+    form = FORMATS[dtype]
+    exponents = (old >> form.word(form.mantissa_bits)) & form.word(form.exponent_mask)
+    changes = noise(f"changes of {dtype}", np.uint8) < CHANCES[exponents % 4]
+    steps = noise(f"steps of {dtype}", np.uint8).astype(np.int64) % 7 - 3
+    steps = np.where(steps == 0, noise(f"leaps of {dtype}", form.word), steps)
+    return np.where(changes, old + steps.astype(form.word), old).astype(form.word)
+
+
+def noise(seed: str, word: Any) -> NDArray[Any]:
+    """Words of any bits, always the same for a seed."""
+    drawn = shake_256(seed.encode()).digest(ELEMENTS * np.dtype(word).itemsize)
+    return np.frombuffer(drawn, dtype=np.dtype(word).newbyteorder("<")).astype(word)
+
+
+def payload_of(piece: Piece) -> bytes:
+    """As this code writes it."""
+    return codec.encode(piece.old, piece.new, piece.dtype) if piece.old.any() else codec.dense(piece.new)
+
+
+if __name__ == "__main__":
+    written = {piece.name: payload_of(piece) for piece in pieces()} | {"index": msgspec.msgpack.encode(INDEX)}
+    FOLDER.mkdir(exist_ok=True)
+    for name, payload in written.items():
+        if not (FOLDER / name).exists():
+            (FOLDER / name).write_bytes(payload)

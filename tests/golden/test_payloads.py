@@ -1,0 +1,58 @@
+"""What chunks once held is read for ever: an index, and slices of weights. How they are encoded may change."""
+
+from typing import Any
+
+import msgpack
+import msgspec
+import numpy as np
+import pytest
+
+from schemas.weights import WeightChunk, WeightIndex
+from tests.golden.payloads import FOLDER, INDEX, Piece, pieces
+from tests.unit.weights_world import Shelf, bare
+from workers.weights.codec import DELTA, DENSE, decode
+from workers.weights.codec.hazard import HEAVY_CODE, STILL_CODE
+from workers.weights.index import opened
+
+PIECES = list(pieces())
+
+
+def test_every_payload_is_read() -> None:
+    assert {path.name for path in FOLDER.iterdir()} == {"index", *(piece.name for piece in PIECES)}
+
+
+@pytest.mark.parametrize("piece", PIECES, ids=lambda piece: piece.name)
+def test_a_shipped_slice_decodes_to_what_it_held(piece: Piece) -> None:
+    decoded = decode(piece.old, (FOLDER / piece.name).read_bytes(), piece.dtype)
+    assert decoded.dtype == piece.new.dtype and np.array_equal(decoded, piece.new)
+
+
+@pytest.mark.parametrize("piece", PIECES, ids=lambda piece: piece.name)
+def test_an_anchor_is_dense_and_a_delta_has_exponents_of_every_kind(piece: Piece) -> None:
+    kind, *rest = (FOLDER / piece.name).read_bytes()
+    if piece.name.endswith("anchor"):
+        assert kind == DENSE
+        return
+    codes = rest[6 : 7 + rest[5]]
+    assert kind == DELTA
+    assert {STILL_CODE, HEAVY_CODE} < set(codes), "and light ones"
+
+
+def test_a_shipped_index_says_what_it_said() -> None:
+    topic, wire = Shelf(), (FOLDER / "index").read_bytes()
+    refs = tuple(
+        topic.put(WeightChunk(model_id="m", version=1, tensor=":index", part=part, payload=payload)).ref()
+        for part, payload in enumerate((wire[:100], wire[100:]))
+    )
+    found = opened(bare(1, index=refs), topic.fetch)
+    assert WeightIndex(tensors=found.tensors, slices=found.slices) == INDEX
+
+
+def test_what_is_new_in_an_index_is_ignored() -> None:
+    """Fields of what has names, places at the end of what has none; and any MessagePack implementation reads it."""
+    said: dict[str, Any] = msgpack.unpackb((FOLDER / "index").read_bytes())
+    said["from_the_future"] = [1, {"deep": b"bytes"}]
+    said["tensors"][0]["from_the_future"] = 1
+    said["slices"][0].append("from the future")
+    said["slices"][0][7][0].append(b"from the future")
+    assert msgspec.msgpack.decode(msgpack.packb(said), type=WeightIndex) == INDEX
