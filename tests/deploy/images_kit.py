@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -28,7 +29,7 @@ import pytest
 from deploy.generate import CHART
 
 ROOT = CHART.parents[1]
-VERSION = "0.1.0"
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 USER = "10001:10001"
 BASE = "localhost/base"
 SUITE = "bookworm"

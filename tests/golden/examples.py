@@ -1,9 +1,4 @@
-"""One example of every record as it is now. `python -m tests.golden.examples` writes the bytes of those that are new.
-
-Bytes that are there are never written again: they are what some log holds for ever.
-"""
-
-from pathlib import Path
+"""One example of every record as it is now."""
 
 import msgspec
 
@@ -28,8 +23,6 @@ from schemas.turns import (
 )
 from schemas.weights import ChunkRef, FirstChunk, SliceRef, TensorSpec, WeightChunk, WeightManifest
 from schemas.wire import encode
-
-FOLDER = Path(__file__).parent / "bytes"
 
 SAMPLING = Sampling(temperature=0.5, top_p=0.9, max_tokens=32, stop_token_ids=(2, 7), seed=11)
 PROMPT = Prompt(
@@ -292,14 +285,3 @@ EXAMPLES: tuple[Record, ...] = (
         payload=b"\x00\x00\x80\x3f",
     ),
 )
-
-
-def path_of(record: Record) -> Path:
-    """Where the bytes of this version of the record lie."""
-    return FOLDER / f"{record.SCHEMA.replace('/', '-')}.msgpack"
-
-
-if __name__ == "__main__":
-    for example in EXAMPLES:
-        if not path_of(example).exists():
-            path_of(example).write_bytes(encode(example))

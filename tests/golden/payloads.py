@@ -1,24 +1,18 @@
-"""What lies in the payloads of chunks: an index, and slices of weights. `python -m tests.golden.payloads` writes the
-bytes of those that are new.
+"""What lies in the payloads of chunks: an index, and slices of weights.
 
-Bytes that are there are never written again: they are what some log holds for ever. What slices hold is drawn from
-SHAKE-256, which no release of a library draws in another way.
+What slices hold is drawn from SHAKE-256, which no release of a library draws in another way.
 """
 
 from collections.abc import Iterator
 from hashlib import shake_256
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from schemas.weights import ChunkRef, SliceRef, TensorSpec, WeightIndex
-from tests.golden import examples
 from workers.weights import codec
 from workers.weights.codec import FORMATS
-
-FOLDER = examples.FOLDER / "payloads"
 
 ELEMENTS = 2048
 
@@ -108,11 +102,3 @@ def noise(seed: str, word: Any) -> NDArray[Any]:
 def payload_of(piece: Piece) -> bytes:
     """As this code writes it."""
     return codec.encode(piece.old, piece.new, piece.dtype) if piece.old.any() else codec.dense(piece.new)
-
-
-if __name__ == "__main__":
-    written = {piece.name: payload_of(piece) for piece in pieces()} | {"index": msgspec.msgpack.encode(INDEX)}
-    FOLDER.mkdir(exist_ok=True)
-    for name, payload in written.items():
-        if not (FOLDER / name).exists():
-            (FOLDER / name).write_bytes(payload)

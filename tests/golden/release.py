@@ -1,0 +1,42 @@
+"""What a release leaves behind, in a folder of its name: its contract, the bytes of every record, and of what lies in
+chunks. `python -m tests.golden.release` writes the present version's.
+
+What was written down once is never written again: it is what some log holds for ever, and what somebody was told.
+"""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from pipeline.command.contracts import rendered
+from schemas.record import Record
+from schemas.wire import encode
+from tests.golden.contract import contract
+from tests.golden.examples import EXAMPLES
+from tests.golden.payloads import INDEX, payload_of, pieces
+
+RELEASES = Path(__file__).parent / "releases"
+
+PRESENT = RELEASES / version("rose-rollouts")
+
+
+def name_of(record: Record | type[Record]) -> str:
+    """Of its file."""
+    return f"{record.SCHEMA.partition('/')[0]}.msgpack"
+
+
+def write(folder: Path) -> None:
+    """Everything, as this code has it. Raises FileExistsError."""
+    payloads = folder / "payloads"
+    payloads.mkdir(parents=True)
+    (folder / "contract.json").write_text(rendered(contract()))
+    for example in EXAMPLES:
+        (folder / name_of(example)).write_bytes(encode(example))
+    for piece in pieces():
+        (payloads / piece.name).write_bytes(payload_of(piece))
+    (payloads / "index").write_bytes(msgspec.msgpack.encode(INDEX))
+
+
+if __name__ == "__main__":
+    write(PRESENT)
