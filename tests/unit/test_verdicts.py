@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.arrays import pack_logprobs, pack_tokens
+from schemas.limits import LARGEST_REWARD
 from schemas.prompts import Sampling
 from schemas.samples import Outcome, Sample, SampleTurn
 from schemas.turns import VersionSpan
@@ -30,7 +31,7 @@ def outcomes(group: JudgedGroup) -> list[Outcome]:
 MEMBERS = st.lists(
     st.builds(
         sample,
-        reward=st.sampled_from([None, 0.0, 1.0, float("nan"), 0.3, 0.1 + 0.2]),
+        reward=st.sampled_from([None, 0.0, 1.0, -LARGEST_REWARD, 0.3, 0.1 + 0.2]),
         version=st.integers(0, 4),
         failure=st.sampled_from(["", "", "no executor"]),
         sampling=st.sampled_from([Sampling(), Sampling(temperature=0), Sampling(top_p=0.5)]),
