@@ -80,7 +80,7 @@ class View:
     _refused: dict[str, int] = field(default_factory=dict)
     """By group whose prompt was refused, its size."""
     _live: set[str] = field(default_factory=set)
-    _recent: deque[tuple[bool, int]] = field(default_factory=lambda: deque(maxlen=RECENT_SAMPLES))
+    _recent: deque[tuple[bool | None, int]] = field(default_factory=lambda: deque(maxlen=RECENT_SAMPLES))
     _turn_moments: deque[float] = field(default_factory=deque)
 
     def take(self, record: Record, now: float, *, fresh: bool = True, wall: float | None = None) -> None:
@@ -96,7 +96,7 @@ class View:
                     self._turn_moments.append(now)
             case Sample():
                 self.samples += 1
-                self._recent.append((record.success is True, len(record.turns)))
+                self._recent.append((record.success, len(record.turns)))
                 if fresh:
                     self.sampled_at = now
             case Group():
@@ -167,8 +167,9 @@ class View:
 
     @property
     def solved(self) -> float | None:
-        """Share of the recent trajectories that were solved; None before the first."""
-        return sum(solved for solved, _ in self._recent) / len(self._recent) if self._recent else None
+        """Share that was solved of the recent trajectories of which that is known; None where it is of none."""
+        known = [solved for solved, _ in self._recent if solved is not None]
+        return sum(known) / len(known) if known else None
 
     @property
     def turns_each(self) -> float:

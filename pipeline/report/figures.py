@@ -46,7 +46,7 @@ def learning_curve(history: RunHistory, success: Success) -> go.Figure | None:
     if not versions:
         return None
     numbers = list(versions)
-    shares = [sum(each.success is True for each in versions[number]) / len(versions[number]) for number in numbers]
+    shares = [sum(bool(each.success) for each in versions[number]) / len(versions[number]) for number in numbers]
     sizes = [len(versions[number]) for number in numbers]
     figure = _figure(height=360)
     errors = [1.96 * float(np.sqrt(p * (1 - p) / n)) for p, n in zip(shares, sizes, strict=True)]
@@ -97,16 +97,16 @@ def learning_curve(history: RunHistory, success: Success) -> go.Figure | None:
 def trajectory_turns(history: RunHistory) -> go.Figure | None:
     """How many turns trajectories took, solved or not: the long tail."""
     counts = {
-        solved: Counter(
-            each.turns for each in history.trajectories if (each.success is True) is solved and not each.failure
-        )
-        for solved in (True, False)
+        solved: Counter(each.turns for each in history.trajectories if each.success is solved and not each.failure)
+        for solved in (True, False, None)
     }
     if not any(counts.values()):
         return None
     figure = _figure(height=320)
-    for solved, name, colour in ((True, "solved", TEAL), (False, "not solved", GREY)):
+    for solved, name, colour in ((True, "solved", TEAL), (False, "not solved", GREY), (None, "not judged", GREY)):
         turns = sorted(counts[solved])
+        if not turns:
+            continue
         figure.add_bar(
             x=turns,
             y=[counts[solved][turn] for turn in turns],

@@ -132,13 +132,13 @@ class RunHistory:
         return {standing.worker for standing in self.standings}
 
     def by_version(self) -> dict[int, list[TrajectoryFact]]:
-        """Trajectories by the policy version that they began under, infrastructure failures left out.
+        """Trajectories by the policy version that they began under, without those of which success is not known.
 
         Unlike the steps that trained on them, this does not depend on which of them ended first.
         """
         versions: dict[int, list[TrajectoryFact]] = {}
         for trajectory in self.trajectories:
-            if not trajectory.failure and trajectory.first_version >= 0:
+            if trajectory.success is not None and not trajectory.failure and trajectory.first_version >= 0:
                 versions.setdefault(trajectory.first_version, []).append(trajectory)
         return dict(sorted(versions.items()))
 

@@ -228,3 +228,11 @@ def test_a_run_without_turns_still_has_a_report() -> None:
     history = fold_history([])
     page = report_html(summary_of(history), history, configuration="")
     assert "Plotly.newPlot" not in page.split("</script>", 1)[1]
+
+
+def test_where_no_environment_speaks_of_success_none_is_shown() -> None:
+    records = [msgspec.structs.replace(each, success=None) if isinstance(each, Sample) else each for each in RECORDS]
+    history = fold_history(records)
+    assert figures.learning_curve(history, Success()) is None
+    turns = figures.trajectory_turns(history)
+    assert turns is not None and [(bar.name, sum(bar.y)) for bar in turns.data] == [("not judged", 2)]
