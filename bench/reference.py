@@ -77,7 +77,7 @@ class Reference:
         tasks = self._settings.tasks
         seeds = range(tasks.held_out_seed, tasks.held_out_seed + tasks.held_out)
         played = self._play(self._model, seeds, torch.Generator().manual_seed(0))
-        return sum(one.last is not None and one.last.success is True for one in played) / len(played)
+        return sum(one.last is not None and bool(one.last.success) for one in played) / len(played)
 
     def step(self, prompts: Sequence[Prompt], number: int) -> Point:
         """Sample the groups of a step with the oldest version kept, and learn from them."""

@@ -234,7 +234,7 @@ def held_out_success(
         generator=torch.Generator().manual_seed(seed),
         max_tokens=MAX_TURN_TOKENS,
     )
-    return sum(one.last is not None and one.last.success is True for one in played) / tasks
+    return sum(one.last is not None and bool(one.last.success) for one in played) / tasks
 
 
 def main(

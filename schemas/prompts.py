@@ -74,6 +74,9 @@ class Prompt(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     SCHEMA: ClassVar[str] = "prompt/3"
 
+    MOST_BYTES: ClassVar[int] = Record.MOST_BYTES - 1024
+    """The record of its group holds it, with its sampling in full."""
+
     group_id: GroupId
     """Unique for ever; trajectories are `<group_id>:<index>`. A second prompt of the same id is dead-lettered."""
     group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE)]
@@ -89,10 +92,10 @@ class Prompt(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def task_seed(self) -> int:
-        """What the environment is seeded with."""
+        """What the environment is seeded with; of 31 bits if it was made, which every generator takes."""
         if self.seed is not None:
             return self.seed
-        return int.from_bytes(hashlib.blake2b(self.group_id.encode(), digest_size=8).digest(), "little") >> 1
+        return int.from_bytes(hashlib.blake2b(self.group_id.encode(), digest_size=4).digest(), "little") >> 1
 
 
 def trajectory_id(group_id: str, index: int) -> str:

@@ -4,8 +4,6 @@ Keeps true, from 0.2.0 on
 - Fields are only ever added, with defaults; unknown fields are ignored, but of a prompt. Nothing becomes narrower:
   `tests/golden/` has the bytes and the contract of every release.
 - What becomes wider, a bound or an enumeration, is read by a release and only written by the next.
-- What an older reader must not read without knowing it is written under the record's next number, and only that: it
-  refuses the message, and says so.
 """
 
 from typing import ClassVar
@@ -19,7 +17,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """A typed, immutable record: one MessagePack map of field names to values on the wire."""
 
     SCHEMA: ClassVar[str]
-    """`<record>/<number>`, as the header `rose-schema` says it."""
+    """`<record>/<number>`, as the header `rose-schema` says it. Readers look at the name; the number tells people how
+    often it has grown.
+    """
 
     MOST_BYTES: ClassVar[int] = RECORD_BYTES + RECORD_OVERHEAD_BYTES
     """Of the record encoded, with what a newer writer has added to it."""

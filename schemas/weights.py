@@ -41,7 +41,7 @@ FileName = Annotated[str, Meta(pattern=r"^anchor-[A-Za-z0-9._:-]{1,190}\Z")]
 """In the store that a receiver's own configuration names; never a path."""
 
 
-class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One tensor of the model, whole."""
 
     name: TensorName
@@ -50,14 +50,14 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """`float32`, `bfloat16` or `float16`."""
 
 
-class ChunkRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class ChunkRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Where one chunk lies and what it must hold."""
 
     partition: Partition
     """Of the chunks topic; if the manifest has files, the number of one of them."""
     offset: Count
     """In the partition; in a file, in bytes."""
-    bytes: Annotated[int, Meta(ge=0, le=RECORD_BYTES)]
+    bytes: Annotated[int, Meta(ge=1, le=RECORD_BYTES)]
     """Of the chunk's payload."""
     digest: Digest
     """Of the payload."""
@@ -70,7 +70,7 @@ class FirstChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     offset: Count
 
 
-class SliceRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class SliceRef(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One slice of a tensor: rows [row_start, row_start + rows), columns [column_start, column_start + columns)."""
 
     tensor: Annotated[int, Meta(ge=0, lt=TENSORS)]

@@ -4,8 +4,7 @@ Keeps true
 - The wire is plain MessagePack: any implementation reads it.
 - Nothing is decoded unchecked: types, lengths and ranges are those of the record, and a breach is a RecordError.
 - Nothing is encoded that would not decode: what a reader would refuse, its writer is told.
-- The header `rose-schema` names the record; bytes under another name are refused, and those with a higher number, which
-  their writer gives to what must not be read without knowing all of it.
+- The header `rose-schema` names the record; bytes under another name are refused.
 - A prompt has no field that is not known: whoever writes one has misspelt it, or asks for what this ROSE cannot do.
 - Only a Prompt may also come as JSON, told by its first byte: MessagePack maps never begin with `{`.
 """
@@ -70,6 +69,10 @@ _loose: dict[type[Record], Callable[[Any], object]] = {
 _unpack = partial(msgpack.unpackb, strict_map_key=False, object_pairs_hook=lambda pairs: [*chain.from_iterable(pairs)])
 """A map as the list of its keys and values: those too that come under one key, of which msgspec leaves the last."""
 
+_names_in_json = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_names_in_msgpack = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
+"""Of a map, without looking at what they name."""
+
 _names: dict[type[msgspec.Struct], set[str]] = {
     struct: {field.encode_name for field in msgspec.structs.fields(struct)} for struct in (Prompt, PromptSampling)
 }
@@ -95,11 +98,22 @@ def decode(record: type[R], wire: bytes, headers: Headers = ()) -> R:
     """The typed record. Raises RecordError when the bytes, their size or the schema header are wrong."""
     _check_size(record, wire)
     _check_schema(record, headers)
+    return _decoded(record, wire)
+
+
+def read_prompt(text: bytes) -> Prompt:
+    """A prompt that somebody wrote as JSON, which may be longer than what travels of it. Raises RecordError."""
+    if text[:1] != b"{":
+        raise RecordError("it does not begin with {: a prompt is one JSON object")
+    return _decoded(Prompt, text)
+
+
+def _decoded(record: type[R], wire: bytes) -> R:
     try:
         as_json = record is Prompt and wire[:1] == b"{"
         decoded: R = msgspec.json.decode(wire, type=record) if as_json else _decoders[record].decode(wire)
         if record is Prompt:
-            _check_known(msgspec.json.decode(wire) if as_json else msgspec.msgpack.decode(wire))
+            _check_known(wire, _names_in_json if as_json else _names_in_msgpack)
         if record is TurnRequest and wire != _encoder.encode(decoded):
             msgspec.msgpack.decode(wire)  # it goes on as it came, with what is not known of it
             _check_levels(record, _unpack(wire))
@@ -149,17 +163,17 @@ def _check_levels(record: Record | type[Record], value: object) -> None:
     raise RecordError(f"{record.SCHEMA} holds more than {NESTED} lists and maps within one another")
 
 
-def _check_known(prompt: dict[Any, Any]) -> None:
-    for said, struct in ((prompt, Prompt), (prompt.get("sampling", {}), PromptSampling)):
-        if unknown := sorted(str(name) for name in said.keys() - _names[struct]):
+def _check_known(wire: bytes, names_in: Callable[[bytes], dict[str, msgspec.Raw]]) -> None:
+    said = names_in(wire)
+    sampling = names_in(bytes(said["sampling"])) if "sampling" in said else {}
+    for names, struct in ((said, Prompt), (sampling, PromptSampling)):
+        if unknown := sorted(names.keys() - _names[struct]):
             raise RecordError(f"{struct.__name__} has no field `{unknown[0][:NAME_CHARACTERS]}`")
 
 
 def _check_schema(record: type[Record], headers: Headers) -> None:
-    known, _, own = record.SCHEMA.partition("/")
     for name, value in headers:
         if name == SCHEMA_HEADER:
             said = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-            named, _, number = said.partition("/")
-            if named != known or not number.isdecimal() or int(number[:NAME_CHARACTERS]) > int(own):
+            if said.partition("/")[0] != record.SCHEMA.partition("/")[0]:
                 raise RecordError(f"header {SCHEMA_HEADER} says {said}, the topic holds {record.SCHEMA}")

@@ -21,9 +21,9 @@ TOPIC = f"{PREFIX}topic"
 PARTITION = f"{PREFIX}partition"
 OFFSET = f"{PREFIX}offset"
 KEY = f"{PREFIX}key"
-"""Of the message, where it lay; its place is the letter's."""
+"""Of the message, where it lay; its place is the letter's. Left out of one that had none."""
 
-ORIGIN = (REASON, TOPIC, PARTITION, OFFSET, KEY)
+ORIGIN = (REASON, TOPIC, PARTITION, OFFSET)
 """What every letter says."""
 
 SENT_BACK = f"{PREFIX}sent-back"
@@ -49,16 +49,17 @@ def labelled(found: Envelope | Spoiled, reason: str, *, topic: str, sent_back: b
         topic.encode(),
         b"%d" % found.partition,
         b"%d" % found.offset,
-        raw.key or b"",
     )
-    headers = (*unlabelled(raw).headers, *zip(ORIGIN, said, strict=True), *[(SENT_BACK, b"")] * sent_back)
+    key = [(KEY, raw.key)] if raw.key is not None else []
+    headers = (*unlabelled(raw).headers, *zip(ORIGIN, said, strict=True), *key, *[(SENT_BACK, b"")] * sent_back)
     return Raw(f"{topic}/{found.partition}/{found.offset}".encode(), raw.value, headers)
 
 
 def unlabelled(letter: Raw) -> Raw:
     """The message that it holds, under the key that it had."""
     own = tuple(header for header in letter.headers if not header[0].startswith(PREFIX))
-    return Raw(letter.header(KEY) or None, letter.value, own)
+    key = next((value for name, value in reversed(letter.headers) if name == KEY), None)
+    return Raw(key, letter.value, own)
 
 
 def _beginning(raw: Raw) -> Raw:

@@ -143,7 +143,7 @@ def send_back(settings: BusSettings, letter: Letter, mended: Raw, *, partition: 
     """Write this message to the letter's topic, under its own key, and note that on the letter. Raises BusError."""
     writer = Writer(settings, "rose-letters", transactional_id=LETTERS_WRITER)
     writer.begin()
-    writer.forward(letter.topic, mended, partition=partition, key=mended.key or b"")
+    writer.forward(letter.topic, mended, partition=partition, key=mended.key)
     noted = Spoiled(letter.topic, letter.partition, letter.offset, letter.raw, letter.reason)
     writer.dead_letter(noted, letter.reason, sent_back=True)
     writer.commit()

@@ -154,7 +154,7 @@ class Writer:
             self._settings.topic(topic), key.encode(), None, partition, [], on_delivery, metrics.written(topic)
         )
 
-    def forward(self, topic: Topic, raw: Raw, *, partition: int, key: bytes) -> None:
+    def forward(self, topic: Topic, raw: Raw, *, partition: int, key: bytes | None) -> None:
         """Write a message as it came, to another place and under this key."""
         headers, counted = list(raw.headers), metrics.written(topic)
         self._produce(self._settings.topic(topic), key, raw.value, partition, headers, None, counted)

@@ -134,7 +134,7 @@ class _Table:
     async def _step(self, game: _Played, action: Sequence[int]) -> None:
         step = await game.environment.step(self.turn_format.action_text(action))
         game.turns += 1
-        game.solved = step.success is True
+        game.solved = bool(step.success)
         observation = self.turn_format.observation_tokens(step.observation, first=False)
         no_room = len(game.tokens) + len(observation) >= self.max_context_tokens
         game.done = step.done or game.turns >= self.max_turns or no_room

@@ -49,7 +49,7 @@ LABELS = {
     TOPIC: "Where it lay, with the namespace.",
     PARTITION: "Its partition there, in decimal digits.",
     OFFSET: "Its offset there, in decimal digits.",
-    KEY: "The key that it had there, or nothing.",
+    KEY: "The key that it had there, if it had one.",
     SENT_BACK: "There once it was sent back; its value is nothing.",
 }
 """What is written on a dead letter."""
@@ -150,7 +150,7 @@ def _message(record: type[Record], topic: Topic, content: str) -> Schema:
         SCHEMA_HEADER: {
             "type": "string",
             "default": record.SCHEMA,
-            "pattern": f"^{record.SCHEMA.partition('/')[0]}/[0-9]+$",
+            "pattern": f"^{record.SCHEMA.partition('/')[0]}/",
         },
         TRACE_HEADER: {"type": "string", "description": TRACEPARENT},
     }

@@ -12,7 +12,7 @@ import msgspec
 from schemas.errors import RecordError, UsageError
 from schemas.homes import home_of
 from schemas.prompts import Prompt, unpriced
-from schemas.wire import decode, encode
+from schemas.wire import encode, read_prompt
 from topics.catalog import PROMPTS
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -102,8 +102,6 @@ def send_prompts(settings: BusSettings, prompts: Iterable[Prompt], *, sent: Call
 
 
 def _prompt(line: bytes) -> Prompt:
-    if not line.lstrip().startswith(b"{"):
-        raise UsageError("it does not begin with {: write one JSON object a line")
-    prompt = decode(Prompt, line.strip())
+    prompt = read_prompt(line.strip())
     encode(prompt)  # refuses what is too large to travel
     return prompt

@@ -7,7 +7,7 @@ Keeps true
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -196,7 +196,12 @@ def _prompt_of(group_id: str, message: Keyed) -> Prompt | None:
 
 def _names(value: bytes | None, group_id: str) -> bool:
     """Whether a record may be of the group: what does not hold its id need not be decoded."""
-    return value is not None and group_id.encode() in value
+    if value is None:
+        return False
+    if value[:1] == b"{" and b"\\" in value:  # JSON, which may have the id in escapes
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            value = msgspec.json.encode(msgspec.json.decode(value))
+    return group_id.encode() in value
 
 
 def _decoded(record: type[R], message: Keyed) -> R | None:

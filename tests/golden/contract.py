@@ -12,6 +12,7 @@ import msgspec
 from pipeline.command.config import load
 from pipeline.command.contracts import asyncapi
 from pipeline.command.options import Common
+from schemas.limits import INFO_BYTES, NESTED
 from schemas.wire import RECORDS
 from topics.catalog import CATALOG, Topic
 
@@ -45,6 +46,7 @@ def contract() -> Schema:
             }
             for name, message in components["messages"].items()
         },
+        "limits": {"nested": NESTED, "info bytes": INFO_BYTES},
         "bytes": {record.__name__: record.MOST_BYTES for record in RECORDS},
         "schemas": {name: _bare(schema) for name, schema in components["schemas"].items()},
     }
@@ -71,6 +73,7 @@ def broken(shipped: Schema, now: Schema) -> list[str]:
         other = now["messages"].get(name, {})
         found += [f"{name}: another {what}" for what in ("record", "content") if message[what] != other.get(what)]
         found += [f"{name}: no header {header}" for header in set(message["headers"]) - set(other.get("headers", ()))]
+    found += [f"fewer {name}" for name, most in shipped["limits"].items() if now["limits"].get(name, 0) < most]
     found += [f"{name}: fewer bytes" for name, most in shipped["bytes"].items() if now["bytes"].get(name, 0) < most]
     for name, schema in shipped["schemas"].items():
         found += _narrower(schema, now["schemas"].get(name), name)
@@ -107,7 +110,7 @@ def _breaks(key: str, old: Schema, new: Schema) -> bool:
     """Whether the keyword, which holds no schema, takes less than it did."""
     was, is_now = old.get(key), new.get(key)
     if key in SAME:
-        return (key in old, was) != (key in new, is_now)
+        return (key in old, repr(was)) != (key in new, repr(is_now))  # True is 1
     if was is None or is_now is None:
         return is_now is not None
     return bool(is_now > was if key in LEAST else is_now < was)

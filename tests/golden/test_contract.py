@@ -53,6 +53,8 @@ BREAKS: dict[str, Callable[[dict[str, Any]], object]] = {
     "another record inside": lambda now: fields(now)["outcome"].update({"$ref": "#/components/schemas/Outcome"}),
     "a place moved": lambda now: now["schemas"]["TurnTimes"]["items"].reverse(),
     "a place is gone": lambda now: now["schemas"]["TurnTimes"]["items"].pop(),
+    "another kind of default": lambda now: fields(now)["cached_tokens"].update(default=False),
+    "fewer levels": lambda now: now["limits"].update(nested=4),
     "fewer bytes": lambda now: now["bytes"].update(Sample=1000),
     "a rule that is not known": lambda now: fields(now)["turn"].update(multipleOf=2),
 }

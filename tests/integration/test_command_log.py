@@ -240,6 +240,17 @@ def test_why_follows_a_trajectory_from_its_prompt_to_its_end(log: Log, capsys: p
     assert "g:0: ended as trained at step 1" in why()
 
 
+@pytest.mark.parametrize("spelt", [rb"math\/1", rb"math\u002f1"])
+def test_why_finds_a_prompt_whose_json_has_its_id_in_escapes(
+    log: Log, capsys: pytest.CaptureFixture[str], spelt: bytes
+) -> None:
+    line = b'{"group_id": "%s", "group_size": 2, "environment": "calculator"}' % spelt
+    offset = produce(log.settings, line, key=b"math/1", partition=log.home("math/1"))
+    produce(log.settings, rb'{"group_id": "math\/2", "group_size": 2}', key=b"math/2", partition=log.home("math/2"))
+    tell_why(common(log.settings), "math/1:0")
+    assert f"its prompt waits at {PROMPTS.name}/{log.home('math/1')}/{offset}" in capsys.readouterr().out
+
+
 def test_why_tells_that_a_prompt_was_refused(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     offset = log.prompt("g")
     bury(log, "g", log.home("g"), offset)

@@ -1,5 +1,6 @@
 """The command's cores: prompt files, restarts, tasks, and the live view."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pipeline.command.view import View
 from pipeline.routing.liveness import FORGET_SECONDS
 from schemas.environments import Group, GroupState
 from schemas.errors import UsageError
+from schemas.prompts import Prompt
 from schemas.samples import Sample, SampleOutcome
 from schemas.slack import ExecutorState, SlackHeartbeat
 from tests.golden.examples import EXAMPLES
@@ -40,6 +42,14 @@ def test_a_good_prompt_file_is_read_whole(tmp_path: Path) -> None:
     prompts = read_prompts(file, BUILT_IN)
     assert [prompt.group_id for prompt in prompts] == ["g1", "g2"]
     assert prompts[1].arguments == {"max_operands": 3}
+
+
+def test_what_is_longer_as_json_than_on_the_bus_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    said = {"group_id": "g1", "group_size": 2, "environment": "calculator", "arguments": {"text": "\u8bed" * 160_000}}
+    file.write_text(json.dumps(said))
+    assert file.stat().st_size > Prompt.MOST_BYTES
+    assert read_prompts(file, BUILT_IN) == [msgspec.convert(said, Prompt)]
 
 
 def test_every_bad_line_is_named_with_its_reason(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from schemas.environments import Group, GroupState
 from schemas.errors import RecordError, UsageError
-from schemas.limits import GROUP_ID_CHARACTERS, RECORD_BYTES, RECORD_OVERHEAD_BYTES
+from schemas.limits import GROUP_ID_CHARACTERS, RECORD_BYTES, RECORD_OVERHEAD_BYTES, STOPS
 from schemas.prompts import Prompt, PromptSampling, Sampling
 from schemas.samples import Sample
 from schemas.wire import decode, encode
@@ -86,6 +86,14 @@ def test_whatever_a_line_says_it_is_refused_or_can_be_written(line: dict[str, An
 def test_a_prompt_near_the_limit_is_refused_when_its_group_is_over_it(size: int) -> None:
     prompt = prompt_of(arguments={"text": "x" * size})
     assert bool(assert_decided(prompt)) == (size > RECORD_BYTES)
+
+
+def test_no_prompt_that_travels_is_too_large_for_the_record_of_its_group() -> None:
+    wide = replace(RULES, sampling=Sampling(stop_token_ids=(2**32 - 1,) * STOPS, seed=2**63 - 1))
+    prompt = prompt_of(group_id="g" * GROUP_ID_CHARACTERS, seed=2**63 - 1, arguments={"text": ""})
+    prompt = msgspec.structs.replace(prompt, arguments={"text": "x" * (Prompt.MOST_BYTES - len(encode(prompt)) - 4)})
+    assert len(encode(prompt)) == Prompt.MOST_BYTES
+    assert not refusal_of(prompt, wide, known)
 
 
 @pytest.mark.parametrize(

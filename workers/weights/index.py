@@ -3,16 +3,28 @@
 Keeps true
 - What a manifest says does not depend on where it says it: `opened` gives back what was given to `sealed`.
 - The record names every chunk of its index by digest, so its signature speaks for the index too.
-- Nothing is put on the shelf that no reader would take: its publisher is told.
+- An index that no reader would take is not put on the shelf, nor what is in tensors that none would: their publisher is
+  told.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import msgspec
 
 from schemas.limits import RECORD_BYTES
-from schemas.weights import INDEX_CHUNKS, ChunkRef, FirstChunk, WeightChunk, WeightIndex, WeightManifest
+from schemas.weights import (
+    INDEX_CHUNKS,
+    SLICES,
+    TENSORS,
+    ChunkRef,
+    FirstChunk,
+    SliceRef,
+    TensorSpec,
+    WeightChunk,
+    WeightIndex,
+    WeightManifest,
+)
 from workers.weights.checks import check_chunk
 from workers.weights.geometry import LayoutError
 from workers.weights.refusals import Refusal, VersionRefused
@@ -30,7 +42,22 @@ INDEX = ":index"
 Fetch = Callable[[list[ChunkRef]], Iterable[tuple[ChunkRef, WeightChunk]]]
 """Hands out what lies at every reference, in no order. May raise VersionRefused."""
 
+BATCH = 1_000
+"""Tensors or slices read back at once: other threads run between two."""
+
 _decoder = msgspec.msgpack.Decoder(WeightIndex)
+_tensors = msgspec.msgpack.Decoder(tuple[TensorSpec, ...]).decode
+_slices = msgspec.msgpack.Decoder(tuple[SliceRef, ...]).decode
+
+
+def check_layout(tensors: Sequence[TensorSpec], slices: int) -> None:
+    """Raises LayoutError for tensors that no receiver would take, or more of them or of slices than one would."""
+    try:
+        _check_readable(_tensors, tensors, TENSORS)
+        if slices > SLICES:
+            raise ValueError(f"{slices} slices, and {SLICES} are the most")
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        raise LayoutError(f"no receiver would take these tensors: {error}") from error
 
 
 def sealed(manifest: WeightManifest, shelf: Shelf) -> WeightManifest:
@@ -56,11 +83,19 @@ def _index_of(manifest: WeightManifest) -> bytes:
         index = msgspec.msgpack.encode(WeightIndex(tensors=manifest.tensors, slices=manifest.slices))
         if len(index) > INDEX_BYTES:
             raise ValueError(f"it takes {len(index)} bytes, and an index holds {INDEX_BYTES}")
-        _decoder.decode(index)
+        _check_readable(_tensors, manifest.tensors, TENSORS)
+        _check_readable(_slices, manifest.slices, SLICES)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
         what = f"no receiver would take what version {manifest.version} says of its tensors and slices"
         raise LayoutError(f"{what}: {error}") from error
     return index
+
+
+def _check_readable(read: Callable[[bytes], object], values: Sequence[object], most: int) -> None:
+    if len(values) > most:
+        raise ValueError(f"there are {len(values)} of them, and {most} are the most")
+    for at in range(0, len(values), BATCH):
+        read(msgspec.msgpack.encode(values[at : at + BATCH]))
 
 
 def opened(manifest: WeightManifest, fetch: Fetch) -> WeightManifest:

@@ -45,7 +45,7 @@ from workers.weights.anchor_store import AnchorStore, store_of
 from workers.weights.config import DEFAULT_RUN, WeightsConfig
 from workers.weights.digests import NO_BASE, whole_digest
 from workers.weights.geometry import Box, LayoutError, cut
-from workers.weights.index import sealed
+from workers.weights.index import check_layout, sealed
 from workers.weights.manifests import PLACE, SignedManifest, read_manifests, signed
 from workers.weights.numbering import Numbering
 from workers.weights.retention import release
@@ -231,12 +231,17 @@ class WeightPublisher:
             if (self._anchor_due(snapshot) if anchor is None else anchor)
             else self._fitting_base(snapshot, version)
         )
-        shelf = self._log if base is not None else self._shelf_of_anchor(snapshot, version)
-        pending = [
-            (number, name, box, self._put_slice(shelf, name, box, snapshot, base, version))
+        boxes = [
+            (number, name, box)
             for number, name in enumerate(snapshot.specs)
             if name in snapshot.words
             for box in cut(snapshot.boxes[name], column_parts=self._column_parts)
+        ]
+        check_layout(tuple(snapshot.specs.values()), len(boxes))
+        shelf = self._log if base is not None else self._shelf_of_anchor(snapshot, version)
+        pending = [
+            (number, name, box, self._put_slice(shelf, name, box, snapshot, base, version))
+            for number, name, box in boxes
         ]
         shelf.close()
         slices = tuple(
