@@ -6,13 +6,15 @@ Keeps true
 - A test never sees what another left: it takes its own `namespace` before topics, groups and transactional ids.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from confluent_kafka.admin import AdminClient
 
-from topics.admin import reach
+from tests.waiting import WAIT_SECONDS
 from topics.apache_kafka import Cluster, start_cluster
 from topics.broker import Broker
 from topics.embedded import start_broker
@@ -66,9 +68,9 @@ AnyBroker = Broker | ExternalBroker
 
 
 def clear(broker: AnyBroker, namespace: str) -> None:
-    """Delete the topics of a namespace."""
-    admin = reach(broker.settings())
-    names = [name for name in admin.list_topics(timeout=30).topics if name.startswith(namespace)]
+    """Delete the topics of a namespace. The embedded broker may be saving all that a test has left, for seconds."""
+    admin = AdminClient(broker.settings().client("tests"), logger=logging.getLogger("tests.brokers"))
+    names = [name for name in admin.list_topics(timeout=WAIT_SECONDS).topics if name.startswith(namespace)]
     for deleted in admin.delete_topics(names).values() if names else ():
         deleted.result()
 
