@@ -20,7 +20,7 @@ from tests.chaos.storm import NAMESPACE, Report, blow
 from tests.chaos.storm_log import read_all
 from tests.chaos.storm_shape import Shape
 from tests.upgrade.next_version import FIELD, ROOT, VALUE, make_next
-from tests.upgrade.rolling import FLEET, OF_A_PRODUCER, rolling
+from tests.upgrade.rolling import FLEET, rolling
 from tests.upgrade.sites import build, install
 from topics.catalog import DISPATCHED, GRANTS, PROMPTS, RECORD_TOPICS, REQUESTED
 from topics.settings import BusSettings
@@ -86,18 +86,15 @@ def test_every_role_goes_to_the_next_version_and_back_under_load(tmp_path: Path,
 
 
 def both_hands_wrote(settings: BusSettings) -> None:
-    """Every kind of record came from both versions, and prompts from a producer, wherever they were sent on from."""
-    topics = {settings.topic(topic): topic for topic in RECORD_TOPICS if topic is not GRANTS}
+    """Every kind of record came from both versions, but for prompts, which a producer wrote."""
+    topics = {settings.topic(topic): topic for topic in RECORD_TOPICS if topic not in (GRANTS, PROMPTS)}
     hands: defaultdict[object, Counter[object]] = defaultdict(Counter)
     for found in read_all(settings, [*topics]):
         if found.value is None:
             continue
-        if topics[found.topic] is PROMPTS:
-            assert f'"{FIELD}": "{OF_A_PRODUCER}"'.encode() in found.value
-        else:
-            hands[topics[found.topic].name][found.record.get(FIELD)] += 1
+        hands[topics[found.topic].name][found.record.get(FIELD)] += 1
     print({name: dict(counts) for name, counts in hands.items()})
-    assert len(hands) == len(topics) - 1
+    assert len(hands) == len(topics)
     for name, counts in hands.items():
         assert counts.keys() == {None, VALUE}, (name, counts)
 
