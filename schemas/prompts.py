@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from schemas.limits import GROUP_SIZE, STOPS, TURNS, GroupId, Seed
+from schemas.limits import GROUP_SIZE, STOPS, TURNS, GroupId, Seed, Text
 from schemas.record import Record
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -89,6 +89,8 @@ class Prompt(Record, frozen=True, kw_only=True, omit_defaults=True):
     sampling: PromptSampling = PromptSampling()
     max_turns: Annotated[int, Meta(ge=1, le=TURNS)] = 64
     """A trajectory that is not done by then ends as it stands."""
+    note: Text = ""
+    """The submitter's own, such as a mark to find the prompt by: it stays with it, on the log and in dead letters."""
 
     @property
     def task_seed(self) -> int:

@@ -33,6 +33,7 @@ PROMPT = Prompt(
     arguments={"min_operands": 1, "max_operands": 8},
     sampling=PromptSampling(temperature=0.5, max_tokens=32, stop_token_ids=(), seed=11),
     max_turns=12,
+    note="golden",
 )
 TIMES = TurnTimes(
     requested_at=1.5,
