@@ -58,8 +58,7 @@ def labelled(found: Envelope | Spoiled, reason: str, *, topic: str, sent_back: b
 def unlabelled(letter: Raw) -> Raw:
     """The message that it holds, under the key that it had."""
     own = tuple(header for header in letter.headers if not header[0].startswith(PREFIX))
-    key = next((value for name, value in reversed(letter.headers) if name == KEY), None)
-    return Raw(key, letter.value, own)
+    return Raw(dict(letter.headers).get(KEY), letter.value, own)
 
 
 def _beginning(raw: Raw) -> Raw:

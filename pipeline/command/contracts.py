@@ -33,9 +33,9 @@ NUMBERS = frozenset({"retention.ms", "retention.bytes", "max.message.bytes", "se
 ABOUT = """The topics of ROSE and the records on them. Who produces prompts, or reads samples and outcomes, needs the
 operations below; all other topics are ROSE's own, listed so that a log can be read. A value is one MessagePack map of
 field names to values (a prompt may be JSON), a byte string is MessagePack's `bin`, and fields that a reader does not
-know are to be ignored: they are only ever added, with defaults. Records are written in transactions, so read with
-isolation.level=read_committed. Of a key, `{field}` is what the record has there, and of `[a|b]` there is one or none.
-Topics are created by `rose topics create` alone."""
+know are to be ignored: they are only ever added, with defaults. (Those of a prompt ROSE refuses.) Records are written
+in transactions, so read with isolation.level=read_committed. Of a key, `{field}` is what the record has
+there, and of `[a|b]` there is one or none. Topics are created by `rose topics create` alone."""
 
 TRACEPARENT = (
     "W3C trace context, on records of a trajectory. The trace is the trajectory: BLAKE2b of its id with a digest of 16 "
@@ -147,11 +147,7 @@ def _messages(topic: Topic) -> dict[str, Schema]:
 def _message(record: type[Record], topic: Topic, content: str) -> Schema:
     said = inspect.cleandoc(record.__doc__ or "").partition("\n\n")[0]
     headers: dict[str, Any] = {
-        SCHEMA_HEADER: {
-            "type": "string",
-            "default": record.SCHEMA,
-            "pattern": f"^{record.SCHEMA.partition('/')[0]}/",
-        },
+        SCHEMA_HEADER: {"type": "string", "default": record.SCHEMA, "pattern": f"^{record.SCHEMA.partition('/')[0]}/"},
         TRACE_HEADER: {"type": "string", "description": TRACEPARENT},
     }
     if record is WeightManifest:
