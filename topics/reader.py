@@ -159,18 +159,7 @@ class Reader:
 
         Waits so long for a coordinator that is coming up. Raises BusError.
         """
-        wanted = [self._partition(place, 0) for place in places]
-
-        def ask(left: float) -> list[TopicPartition]:
-            try:
-                answers: list[TopicPartition] = self._consumer.committed(wanted, timeout=min(left, ENDS_TURN_SECONDS))
-                return answers
-            except KafkaException:
-                self._raise_refusal()
-                raise
-
-        answers = insist("reading committed offsets", ask, seconds, self.right_to_group, meanwhile=self._meanwhile)
-        _refuse_errors(answers, "reading committed offsets")
+        answers = self._asked(self._consumer, places, seconds)
         return {
             place: answer.offset if answer.offset >= 0 else None for place, answer in zip(places, answers, strict=True)
         }
@@ -181,16 +170,8 @@ class Reader:
         Waits for a coordinator that is coming up. Raises BusError.
         """
         alike = {name: value for name, value in self._config.items() if name != "group.instance.id"}
-        wanted = [self._partition(place, 0) for place in places]
         with closing(Consumer({**alike, "isolation.level": "read_uncommitted"})) as asking:
-
-            def ask(left: float) -> list[TopicPartition]:
-                answers: list[TopicPartition] = asking.committed(wanted, timeout=min(left, ENDS_TURN_SECONDS))
-                return answers
-
-            doing = "reading committed offsets"
-            answers = insist(doing, ask, COORDINATOR_SECONDS, self.right_to_group, meanwhile=self._meanwhile)
-        _refuse_errors(answers, doing)
+            answers = self._asked(asking, places, COORDINATOR_SECONDS)
         return {place: answer.metadata or "" for place, answer in zip(places, answers, strict=True)}
 
     def commit(self, offsets: Mapping[Place, int]) -> None:
@@ -261,12 +242,24 @@ class Reader:
         if leaving.is_alive():
             structlog.get_logger("bus").warning("not left in time", seconds=CLOSE_SECONDS)
 
-    def _raise_refusal(self) -> None:
-        """That the group may not be looked for is said where messages come: who reads nothing yet never hears of it."""
-        if self._join is None and not self._assigned and (said := self._consumer.poll(0)) is not None:
-            error = said.error()
-            if error is not None and error.code() in REFUSED_RIGHTS:
-                raise KafkaException(error)
+    def _asked(self, consumer: Consumer, places: Sequence[Place], seconds: float) -> list[TopicPartition]:
+        """What a client of the group is told of its committed offsets. Raises BusError."""
+        wanted = [self._partition(place, 0) for place in places]
+        reads = consumer is self._consumer and (self._join is not None or bool(self._assigned))
+
+        def ask(left: float) -> list[TopicPartition]:
+            try:
+                answers: list[TopicPartition] = consumer.committed(wanted, timeout=min(left, ENDS_TURN_SECONDS))
+                return answers
+            except KafkaException:
+                if not reads:
+                    _raise_refusal(consumer)
+                raise
+
+        doing = "reading committed offsets"
+        answers = insist(doing, ask, seconds, self.right_to_group, meanwhile=self._meanwhile)
+        _refuse_errors(answers, doing)
+        return answers
 
     def _connected(self) -> Consumer:
         # With nothing held at the broker a waiting consumer would ask without end: this one rests.
@@ -339,6 +332,14 @@ class Reader:
                 return Spoiled(*place, raw, str(error))
         key = raw.key.decode(errors="replace") if raw.key else ""
         return Envelope(record, *place, key, message.timestamp()[1] / 1000, raw)
+
+
+def _raise_refusal(consumer: Consumer) -> None:
+    """That the group may not be looked for is said where messages come: who reads nothing yet never hears of it."""
+    if (said := consumer.poll(0)) is not None:
+        error = said.error()
+        if error is not None and error.code() in REFUSED_RIGHTS:
+            raise KafkaException(error)
 
 
 def _refuse_errors(answers: Iterable[TopicPartition], asked: str) -> None:
