@@ -151,10 +151,13 @@ def test_work_wakes_a_lender_its_end_parks_it_and_without_a_control_app_its_leas
             until_lends(router)
             freeze(control)
             until_parked(router, "its grant ran out")
+            router.until(lambda: not router.beats[-1].holds)
+            guest.answers = True  # not sooner: a turn that it was not let answer it never does
             thaw(control)
-            until_lends(router)
-            guest.answers = True
-            router.until(lambda: not router.beats[-1].holds or router.beats[-1].state is ExecutorState.PAUSED)
+            asking.until_done()
+            guest.answers = False
+            asking.turns(5)
+            router.until(lambda: len(router.beats[-1].holds) == 5 * 8)
             stop(control)
         until_parked(router, "its grant ran out")
     grants = [each.record for each in read_topics(settings, [GRANTS]) if isinstance(each.record, CapacityGrant)]
