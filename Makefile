@@ -12,9 +12,9 @@ UV := $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(VENV)/bin/uv
 export OMP_NUM_THREADS ?= 1
 
 # A storm has more processes than there are cores, and its roles may not stand still: it comes last, alone. So do those
-# whose brokers are upgraded, of which nothing excuses a stall.
+# of upgrades, of which nothing excuses a stall.
 STORM := tests/chaos/test_storm.py
-ALONE := $(STORM) tests/upgrade/test_nodes.py
+ALONE := $(STORM) tests/upgrade/test_nodes.py tests/upgrade/test_rolling.py
 # Tests mostly wait for brokers and processes: six files at once, the long ones (chaos) first. PYTEST='-m "not slow"'.
 PARALLEL := -n 6 --dist loadfile --no-loadscope-reorder
 
