@@ -12,9 +12,10 @@ UV := $(if $(FIND_LINKS),UV_FIND_LINKS="$(FIND_LINKS)") $(VENV)/bin/uv
 export OMP_NUM_THREADS ?= 1
 
 # A storm has more processes than there are cores, and its roles may not stand still: it comes last, alone. So do those
-# of upgrades, of which nothing excuses a stall.
+# of upgrades, of which nothing excuses a stall. Ranks of vLLM spin for as long as they live: beside them, on two cores,
+# a broker stands still for a minute.
 STORM := tests/chaos/test_storm.py
-ALONE := $(STORM) tests/upgrade/test_nodes.py tests/upgrade/test_rolling.py
+ALONE := $(STORM) tests/upgrade/test_nodes.py tests/upgrade/test_rolling.py tests/integration/test_lender_ranks.py
 # Tests mostly wait for brokers and processes: six files at once, the long ones (chaos) first. PYTEST='-m "not slow"'.
 PARALLEL := -n 6 --dist loadfile --no-loadscope-reorder
 
