@@ -34,8 +34,8 @@ ABOUT = """The topics of ROSE and the records on them. Who produces prompts, or 
 operations below; all other topics are ROSE's own, listed so that a log can be read. A value is one MessagePack map of
 field names to values (a prompt may be JSON), a byte string is MessagePack's `bin`, and fields that a reader does not
 know are to be ignored: they are only ever added, with defaults. (Those of a prompt ROSE refuses.) Records are written
-in transactions, so read with isolation.level=read_committed. Of a key, `{field}` is what the record has
-there, and of `[a|b]` there is one or none. Topics are created by `rose topics create` alone."""
+in transactions, so read with isolation.level=read_committed. Of a key, `{field}` is what the record has there, and of
+`[a|b]` there is one or none. Topics are created by `rose topics create` alone."""
 
 TRACEPARENT = (
     "W3C trace context, on records of a trajectory. The trace is the trajectory: BLAKE2b of its id with a digest of 16 "
