@@ -1,9 +1,9 @@
 """Committed offsets that a broker keeps back, since it takes a transaction for open that is over.
 
-A broker that crashes may take a transaction for ended whose end its group never heard of (seen with Apache Kafka 4.3.1:
-the transaction coordinator's log has COMPLETE_ABORT, `__consumer_offsets` no marker). Then it answers nobody who asks
-for the group's offsets, for ever: neither a timeout nor the next owner of the transactional id ends what has ended. The
-next transaction of that id does.
+A broker that crashes may take a transaction for ended whose end its group never heard of (KAFKA-20734, seen with 4.3.1:
+a partition that has no leader at that moment counts as deleted; the transaction coordinator's log has COMPLETE_ABORT,
+`__consumer_offsets` no marker). Then it answers nobody who asks for the group's offsets, for ever: neither a timeout
+nor the next owner of the transactional id ends what has ended. The next transaction of that id does.
 
 Keeps true
 - What is told are the offsets of all that was ever committed: an open transaction is waited for, for as long as the

@@ -1,7 +1,8 @@
 """A run with a server that lends under its users' traffic, as real processes, and what is done to all but the server.
 
 Keeps true
-- The seed draws every fault and its moment; the server itself, and its users, are never touched.
+- The seed draws every fault and its moment; the server itself, and its users, are never touched. Who waits for a
+  transaction whose end Apache Kafka says that it has lost is killed, and the transaction aborted.
 - Whoever ends is started again; whatever happens, no process that was started here is left behind.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from tests.brokers import flags
+from tests.chaos.hanging import WAITS, WRITERS, abort_hanging, lost_ends
 from tests.integration.lender_kit import MODEL, SERVING, healthy, server_flags
 from tests.waiting import WAIT_SECONDS, until
 from topics.admin import create_topics
@@ -106,6 +108,9 @@ KV_CACHE_BYTES = 16 << 20
 SERVING_TROUBLE = re.compile(r"\bERROR \d\d-\d\d (?!.*rose: the guest is dropped)|Traceback|lends no more|Server Error")
 """What must not be in the server's log."""
 
+PARTITIONS = Partitions(home=2, slots=2, samples=2, chunks=2)
+"""As CONFIG has them."""
+
 GUEST = re.compile(r"rose: the guest is (built|dropped|parked)")
 
 
@@ -130,11 +135,15 @@ class Run:
     faults: Counter[str] = field(default_factory=Counter)
     ended: list[str] = field(default_factory=list)
     """Who ended by itself, and what it said last."""
+    waited: Counter[str] = field(default_factory=Counter)
+    """How often each has said that it waits for a transaction."""
+    aborted: Counter[str] = field(default_factory=Counter)
+    """Transactions of each whose end Kafka had lost when one was aborted."""
     port: int = 0
 
     def prepare(self) -> None:
         """Topics, configuration, and prompts for longer than the run takes."""
-        create_topics(self.settings, Partitions(home=2, slots=2, samples=2, chunks=2))
+        create_topics(self.settings, PARTITIONS)
         self.guest_faults.write_text(str(self.seed))
         environment = SERVING | UNCACHED | {"PYTHONPATH": str(ROOT), GUEST_FAULTS: str(self.guest_faults)}
         said = ", ".join(f'{name} = "{value}"' for name, value in environment.items())
@@ -230,7 +239,9 @@ class Run:
         self.start(victim)
 
     def tick(self) -> None:
-        """Start again who has ended; of the server and its users nobody may."""
+        """Start again who has ended; of the server and its users nobody may. End what hangs on Apache Kafka."""
+        if not self.broker.embedded:
+            self._end_hanging()
         for name, process in list(self.processes.items()):
             if process.poll() is not None:
                 last = self.log(name).read_text(errors="replace").splitlines()[-1:]
@@ -238,6 +249,23 @@ class Run:
                 assert name not in ("lender", "users"), self.ended[-1]
                 time.sleep(AGAIN_SECONDS)  # as its orchestrator would
                 self.start(name)
+
+    def _end_hanging(self) -> None:
+        for name in WRITERS.keys() & self.processes.keys():
+            waited = self._waits(name)
+            if waited > self.waited[name] and (lost := self._lost(name)) > self.aborted[name]:
+                self.processes[name].kill()
+                self.processes[name].wait()
+                self.waited[name], self.aborted[name] = self._waits(name), lost
+                abort_hanging(self.settings, name, PARTITIONS)
+                self.ended.append(f"{name} was killed, and a transaction of it aborted whose end Kafka had lost")
+                self.start(name)
+
+    def _waits(self, name: str) -> int:
+        return self.log(name).read_text(errors="replace").count(WAITS)
+
+    def _lost(self, name: str) -> int:
+        return lost_ends(self.broker.log, self.settings, name)
 
     def wake(self) -> None:
         """By a grant."""

@@ -46,6 +46,6 @@ class Rose:
         return told
 
 
-def small(**more: int) -> list[str]:
+def small(**more: int | Path) -> list[str]:
     changes = SMALL | {name.replace("__", "."): value for name, value in more.items()}
     return [word for name, value in changes.items() for word in ("--set", f"{name}={value}")]

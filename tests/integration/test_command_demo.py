@@ -1,6 +1,7 @@
 """The demo as a user runs it, only smaller: every role on a real broker, a policy that is trained, a report."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_the_demo_trains_settles_every_trajectory_and_reports(rose: Rose) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize("broker_kind", [EMBEDDED], indirect=True)
 def test_the_demo_trains_on_a_server_that_its_users_ask_meanwhile(rose: Rose) -> None:
-    told = rose("demo", *small(run__executors=0, run__lenders=1))
+    told = rose("demo", *small(run__executors=0, run__lenders=1, users__trace=steady_users(rose.folder)))
     run = rose.folder / "runs" / "demo"
     lending = json.loads((run / "summary.json").read_text())["lending"]
     rows = [json.loads(line) for line in (run / "moments.jsonl").read_text().splitlines()]
@@ -50,3 +51,12 @@ def test_the_demo_trains_on_a_server_that_its_users_ask_meanwhile(rose: Rose) ->
     assert any(row["asked"] and row["turns"] for row in rows)
     assert 'id="lending"' in (run / "report.html").read_text()
     assert "requests of users" in told
+
+
+def steady_users(folder: Path) -> Path:
+    """A trace of a request a second: ROSE's own has half a minute of silence, and a small demo may fall in it."""
+    ask = {"input_length": 512, "output_length": 16}
+    trace = folder / "users.jsonl"
+    rows = [json.dumps({"timestamp": 1000 * second, "hash_ids": [second], **ask}) for second in range(60)]
+    trace.write_text("\n".join(rows))
+    return trace

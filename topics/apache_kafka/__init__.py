@@ -64,7 +64,7 @@ class Addition:
     settings: str = ""
     """Lines of server.properties: what is said again there is what counts. Its ports are words between at signs."""
     logging: str = ""
-    """Lines of log4j2.yaml, among its loggers."""
+    """Lines of log4j2.yaml, at the end of its list of loggers."""
     format_options: tuple[str, ...] = ()
     """For the tool that formats a new node."""
     client: Mapping[str, str] = field(default_factory=dict)

@@ -165,7 +165,7 @@ def start_secured(
         settings = settings.replace(f"@{word}@", value)
     addition = Addition(
         settings=settings,
-        logging=f"    Logger:\n      - name: kafka.authorizer.logger\n        level: {'DEBUG' if audit else 'INFO'}\n",
+        logging=f"      - name: kafka.authorizer.logger\n        level: {'DEBUG' if audit else 'INFO'}\n",
         format_options=("--add-scram", f"SCRAM-SHA-512=[name={ADMIN_USER},password={password}]"),
         client=_signed_in(ADMIN_USER, password, keys / "ca.pem"),
     )

@@ -1,0 +1,45 @@
+"""What an operator does about a transaction whose end Apache Kafka has lost.
+
+A lone node that comes up leads nothing for a moment; of a transaction that is ended just then it tells the partitions
+nothing, as if they had been deleted (KAFKA-20734; docs/operations.md). Who waits for that end says so and waits for
+ever, as nobody knows whether it was committed: a person aborts it. The tool for that is not among Kafka's libraries;
+here another transaction of the same id is aborted instead, which fences who writes under it.
+"""
+
+from pathlib import Path
+
+from topics.access import ENVIRONMENT, TRAINER, Role
+from topics.catalog import ENVIRONMENT_WRITERS, TRAINER_NAMES, Partitions
+from topics.settings import BusSettings
+from topics.writer import Writer
+
+WAITS = "waiting for a transaction in"
+"""What is said of it in a worker's log."""
+
+LOST = "these partitions are likely deleted already"
+"""What is said of it in the broker's."""
+
+WRITERS: dict[str, tuple[Role, str]] = {
+    "environment-0": (ENVIRONMENT, f"{ENVIRONMENT_WRITERS}environment-0"),
+    "trainer": (TRAINER, f"{TRAINER_NAMES}policy"),
+}
+"""By the name of a process, what it writes and under which transactional id."""
+
+
+def lost_ends(broker_log: Path, settings: BusSettings, process: str) -> int:
+    """How many transactions of this process the broker says that it has ended so."""
+    whose = f"transaction markers for {settings.name(WRITERS[process][1])},"
+    return sum(LOST in line and whose in line for line in broker_log.read_text(errors="replace").splitlines())
+
+
+def abort_hanging(settings: BusSettings, process: str, partitions: Partitions) -> None:
+    """Abort what hangs in any partition of the topics that this process, which has been killed, writes."""
+    role, transactional_id = WRITERS[process]
+    writer = Writer(settings, "operator", transactional_id=transactional_id)
+    writer.begin()
+    for topic in role.writes:
+        for partition in range(partitions.of(topic.spread)):
+            writer.tombstone(topic, key="nothing", partition=partition)
+    writer.flush()
+    writer.abort()
+    writer.close()
