@@ -92,6 +92,19 @@ def test_storms_tell_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert status == 0 and said.startswith("1 storms, 1 clean")
 
 
+def test_a_clean_storm_that_misses_a_bound_is_told_by_the_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KAFKA_HOME", "somewhere")
+    leaves = Counter({"leave router": 30})
+    monkeypatch.setattr(storm, "storm", lambda seed, _shape: Report(seed, "kafka", Path(), faults=leaves))
+    assert printed(storm.main, "--leaves", "30", "--seeds", "1", capsys=capsys)[0] == 0
+    left = Counter({1: 1})
+    monkeypatch.setattr(storm, "storm", lambda seed, _shape: Report(seed, "kafka", Path(), faults=leaves, left=left))
+    status, said = printed(storm.main, "--leaves", "30", "--seeds", "1", capsys=capsys)
+    assert status == 1 and said.startswith("1 storms, 1 clean")
+
+
 def test_who_leaves_when_a_storm_is_over_was_not_asked_to_in_it() -> None:
     few = Report(7, "kafka", Path(), faults=Counter({"leave router": 20, "leave trainer": 3}), left=Counter({0: 33}))
     found = {check.name: check for check in storm.checks_of([few], leaves=30)}
