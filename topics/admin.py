@@ -97,12 +97,16 @@ def reach(settings: BusSettings) -> AdminClient:
         client.list_topics(timeout=REACH_SECONDS)
     except KafkaException as error:
         client.poll(0)
-        complaint = complaints[0] if complaints else error.args[0]
-        detail = complaint.str().partition(" (after ")[0].split(": ", 1)[-1]
-        if complaint.code() in (KafkaError._AUTHENTICATION, KafkaError._SSL):
-            raise NotLetIn(settings.bootstrap, detail) from None
-        raise BrokerUnreachable(settings.bootstrap, detail) from None
+        raise _why_not(settings.bootstrap, complaints or [error.args[0]]) from None
     return client
+
+
+def _why_not(bootstrap: str, complaints: Sequence[KafkaError]) -> NotLetIn | BrokerUnreachable:
+    """Why a broker was not reached, by what the client said of its attempts."""
+    distrusts = (each for each in complaints if each.code() in (KafkaError._AUTHENTICATION, KafkaError._SSL))
+    distrust = next(distrusts, None)  # of a certificate that it does not trust the client may first say: disconnected
+    detail = (distrust or complaints[0]).str().partition(" (after ")[0].split(": ", 1)[-1]
+    return BrokerUnreachable(bootstrap, detail) if distrust is None else NotLetIn(bootstrap, detail)
 
 
 def create_topics(settings: BusSettings, partitions: Partitions, *, replication_factor: int = 1) -> list[str]:

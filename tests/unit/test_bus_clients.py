@@ -7,17 +7,19 @@ from collections.abc import Callable
 from threading import Event, current_thread
 from time import monotonic
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
+from schemas.errors import RoseError
 from tests.unit.test_health import Clock
 from tests.waiting import until
-from topics import settings, transactions
+from topics import admin, settings, transactions
 from topics.asking import KNOWN_SECONDS, ends_of
 from topics.catalog import HEARTBEATS, PROMPTS
-from topics.errors import BusError, TopicMissing
+from topics.errors import BrokerUnreachable, BusError, NotLetIn, TopicMissing
 from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -270,3 +272,30 @@ def test_the_first_of_several_servers_that_is_away_is_no_trouble_and_all_that_ar
     with structlog.testing.capture_logs() as logs:
         heard(KafkaError(KafkaError._ALL_BROKERS_DOWN, said))
     assert [line["error"] for line in logs] == [said] * told
+
+
+@pytest.mark.parametrize(
+    ("said", "raised"),
+    [
+        ((KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._SSL, KafkaError._TRANSPORT), NotLetIn),
+        ((KafkaError._AUTHENTICATION, KafkaError._ALL_BROKERS_DOWN), NotLetIn),
+        ((KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN), BrokerUnreachable),
+        ((), BrokerUnreachable),
+    ],
+)
+def test_a_broker_that_hangs_up_before_it_is_distrusted_is_not_away(
+    monkeypatch: pytest.MonkeyPatch, said: tuple[int, ...], raised: type[RoseError]
+) -> None:
+    class Refused:
+        def __init__(self, config: dict[str, Any], **_: Any) -> None:
+            self.complain = config["error_cb"]
+
+        def list_topics(self, *_: Any, **__: Any) -> Any:
+            raise KafkaException(KafkaError(KafkaError._TRANSPORT))
+
+        def poll(self, *_: Any, **__: Any) -> int:
+            return len([self.complain(KafkaError(code)) for code in said])
+
+    monkeypatch.setattr(admin, "AdminClient", Refused)
+    with pytest.raises(raised):
+        admin.reach(NOBODY)
