@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import socket
 import weakref
 from collections.abc import Callable
 from threading import Event, current_thread
@@ -101,9 +102,6 @@ def test_a_writer_that_is_closed_is_freed_with_what_it_could_not_store() -> None
 
 def test_a_writer_that_is_closed_does_not_wait_for_the_threads_of_brokers(capfd: pytest.CaptureFixture[str]) -> None:
     """One may be held by a name server that does not answer, and who waits for it holds up the whole process."""
-    writer = Writer(BusSettings(NOBODY.bootstrap, properties={"debug": "queue", "log_level": "7"}), "test")
-    writer.tombstone(HEARTBEATS, key="a", partition=0)
-    writer.close()
     said = ""
 
     def told() -> bool:
@@ -111,7 +109,12 @@ def test_a_writer_that_is_closed_does_not_wait_for_the_threads_of_brokers(capfd:
         said += capfd.readouterr().err
         return "Purging queues" in said.rpartition("\n")[0]
 
-    until(told)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # of one that refuses it the thread may end before it purges
+        nobody = f"127.0.0.1:{silent.getsockname()[1]}"
+        writer = Writer(BusSettings(nobody, properties={"debug": "queue", "log_level": "7"}), "test")
+        writer.tombstone(HEARTBEATS, key="a", partition=0)
+        writer.close()
+        until(told)
     assert "Purging queues with flags queue,inflight,non-blocking" in said
 
 
