@@ -8,6 +8,7 @@ Keeps true
 """
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from topics.asking import metadata_of, offset_in
 from topics.catalog import CATALOG, DISPATCHED, LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, Spread, Topic
 from topics.errors import BROKER_AWAY, BrokerUnreachable, BusError, NotLetIn
 from topics.settings import BusSettings
+
+_BROKEN_OFF = re.compile("transport (failure|error)|[Tt]imed out|destroyed")
+"""In librdkafka's words for a connection that ended while it was signing in."""
 
 REACH_SECONDS = 5.0
 """How long a broker may take to answer at all."""
@@ -103,10 +107,15 @@ def reach(settings: BusSettings) -> AdminClient:
 
 def _why_not(bootstrap: str, complaints: Sequence[KafkaError]) -> NotLetIn | BrokerUnreachable:
     """Why a broker was not reached, by what the client said of its attempts."""
-    distrusts = (each for each in complaints if each.code() in (KafkaError._AUTHENTICATION, KafkaError._SSL))
-    distrust = next(distrusts, None)  # of a certificate that it does not trust the client may first say: disconnected
-    detail = (distrust or complaints[0]).str().partition(" (after ")[0].split(": ", 1)[-1]
+    distrust = next(filter(_distrusts, complaints), None)  # it may have said before that it was disconnected
+    foremost = complaints[0] if distrust is None else distrust
+    detail = foremost.str().partition(" (after ")[0].split(": ", 1)[-1]
     return BrokerUnreachable(bootstrap, detail) if distrust is None else NotLetIn(bootstrap, detail)
+
+
+def _distrusts(complaint: KafkaError) -> bool:
+    """Whether one does not trust the other; a connection that breaks off amid signing in has the same code."""
+    return complaint.code() in (KafkaError._AUTHENTICATION, KafkaError._SSL) and not _BROKEN_OFF.search(complaint.str())
 
 
 def create_topics(settings: BusSettings, partitions: Partitions, *, replication_factor: int = 1) -> list[str]:

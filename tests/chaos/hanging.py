@@ -2,10 +2,13 @@
 
 A lone node that comes up leads nothing for a moment; of a transaction that is ended just then it tells the partitions
 nothing, as if they had been deleted (KAFKA-20734; docs/operations.md). Who waits for that end says so and waits for
-ever, as nobody knows whether it was committed: a person aborts it. The tool for that is not among Kafka's libraries;
-here another transaction of the same id is aborted instead, which fences who writes under it.
+ever, as nobody knows whether it was committed: a person aborts it, and what it may have committed there is lost. The
+tool for that is not among the libraries of Kafka that these tests are run with: here another transaction of the same id
+is aborted, which fences who writes under it.
 """
 
+import time
+from contextlib import closing
 from pathlib import Path
 
 from topics.access import ENVIRONMENT, TRAINER, Role
@@ -19,6 +22,9 @@ WAITS = "waiting for a transaction in"
 LOST = "these partitions are likely deleted already"
 """What is said of it in the broker's."""
 
+SECONDS = 60.0
+"""Within which a broker that has come up answers who fences."""
+
 WRITERS: dict[str, tuple[Role, str]] = {
     "environment-0": (ENVIRONMENT, f"{ENVIRONMENT_WRITERS}environment-0"),
     "trainer": (TRAINER, f"{TRAINER_NAMES}policy"),
@@ -27,7 +33,7 @@ WRITERS: dict[str, tuple[Role, str]] = {
 
 
 def lost_ends(broker_log: Path, settings: BusSettings, process: str) -> int:
-    """How many transactions of this process the broker says that it has ended so."""
+    """How often the broker says that it has ended a transaction of this process so."""
     whose = f"transaction markers for {settings.name(WRITERS[process][1])},"
     return sum(LOST in line and whose in line for line in broker_log.read_text(errors="replace").splitlines())
 
@@ -35,11 +41,12 @@ def lost_ends(broker_log: Path, settings: BusSettings, process: str) -> int:
 def abort_hanging(settings: BusSettings, process: str, partitions: Partitions) -> None:
     """Abort what hangs in any partition of the topics that this process, which has been killed, writes."""
     role, transactional_id = WRITERS[process]
-    writer = Writer(settings, "operator", transactional_id=transactional_id)
-    writer.begin()
-    for topic in role.writes:
-        for partition in range(partitions.of(topic.spread)):
-            writer.tombstone(topic, key="nothing", partition=partition)
-    writer.flush()
-    writer.abort()
-    writer.close()
+    patient = time.monotonic() + SECONDS
+    writing = Writer(settings, "operator", transactional_id=transactional_id, wanted=lambda: time.monotonic() < patient)
+    with closing(writing) as writer:
+        writer.begin()
+        for topic in role.writes:
+            for partition in range(partitions.of(topic.spread)):
+                writer.tombstone(topic, key="nothing", partition=partition)
+        writer.flush()
+        writer.abort()

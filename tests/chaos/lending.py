@@ -240,8 +240,6 @@ class Run:
 
     def tick(self) -> None:
         """Start again who has ended; of the server and its users nobody may. End what hangs on Apache Kafka."""
-        if not self.broker.embedded:
-            self._end_hanging()
         for name, process in list(self.processes.items()):
             if process.poll() is not None:
                 last = self.log(name).read_text(errors="replace").splitlines()[-1:]
@@ -249,17 +247,19 @@ class Run:
                 assert name not in ("lender", "users"), self.ended[-1]
                 time.sleep(AGAIN_SECONDS)  # as its orchestrator would
                 self.start(name)
+        if not self.broker.embedded:
+            for name in WRITERS.keys() & self.processes.keys():
+                self._end_hanging(name)
 
-    def _end_hanging(self) -> None:
-        for name in WRITERS.keys() & self.processes.keys():
-            waited = self._waits(name)
-            if waited > self.waited[name] and (lost := self._lost(name)) > self.aborted[name]:
-                self.processes[name].kill()
-                self.processes[name].wait()
-                self.waited[name], self.aborted[name] = self._waits(name), lost
-                abort_hanging(self.settings, name, PARTITIONS)
-                self.ended.append(f"{name} was killed, and a transaction of it aborted whose end Kafka had lost")
-                self.start(name)
+    def _end_hanging(self, name: str) -> None:
+        before, self.waited[name] = self.waited[name], self._waits(name)
+        if self.waited[name] > before and (lost := self._lost(name)) > self.aborted[name]:
+            self.processes[name].kill()
+            self.processes[name].wait()
+            self.waited[name], self.aborted[name] = self._waits(name), lost
+            abort_hanging(self.settings, name, PARTITIONS)
+            self.ended.append(f"{name} waited for a transaction of its own whose end Kafka had lost: it was aborted")
+            self.start(name)
 
     def _waits(self, name: str) -> int:
         return self.log(name).read_text(errors="replace").count(WAITS)

@@ -277,17 +277,29 @@ def test_the_first_of_several_servers_that_is_away_is_no_trouble_and_all_that_ar
     assert [line["error"] for line in logs] == [said] * told
 
 
+DISCONNECTED = KafkaError(KafkaError._TRANSPORT, "host:9/bootstrap: Disconnected")
+REFUSED = KafkaError(KafkaError._TRANSPORT, "host:9/bootstrap: Connect failed: Connection refused")
+ALL_DOWN = KafkaError(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down")
+UNTRUSTED = KafkaError(KafkaError._SSL, "host:9/bootstrap: SSL handshake failed: certificate verify failed")
+UNKNOWN = KafkaError(KafkaError._AUTHENTICATION, "host:9/bootstrap: SASL authentication error: wrong password")
+BROKEN_OFF = (
+    KafkaError(KafkaError._AUTHENTICATION, "host:9/bootstrap: handshake failed: Local: Broker transport failure"),
+    KafkaError(KafkaError._SSL, "host:9/bootstrap: SSL transport error: Broken pipe"),
+)
+
+
 @pytest.mark.parametrize(
-    ("said", "raised"),
+    ("said", "raised", "why"),
     [
-        ((KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._SSL, KafkaError._TRANSPORT), NotLetIn),
-        ((KafkaError._AUTHENTICATION, KafkaError._ALL_BROKERS_DOWN), NotLetIn),
-        ((KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN), BrokerUnreachable),
-        ((), BrokerUnreachable),
+        ((DISCONNECTED, ALL_DOWN, UNTRUSTED, DISCONNECTED), NotLetIn, "certificate verify failed"),
+        ((UNKNOWN, ALL_DOWN), NotLetIn, "wrong password"),
+        ((*BROKEN_OFF, UNKNOWN), NotLetIn, "wrong password"),
+        ((REFUSED, ALL_DOWN, *BROKEN_OFF), BrokerUnreachable, "Connection refused"),
+        ((), BrokerUnreachable, "transport failure"),
     ],
 )
-def test_a_broker_that_hangs_up_before_it_is_distrusted_is_not_away(
-    monkeypatch: pytest.MonkeyPatch, said: tuple[int, ...], raised: type[RoseError]
+def test_who_is_not_trusted_is_told_so_whatever_else_was_heard(
+    monkeypatch: pytest.MonkeyPatch, said: tuple[KafkaError, ...], raised: type[RoseError], why: str
 ) -> None:
     class Refused:
         def __init__(self, config: dict[str, Any], **_: Any) -> None:
@@ -297,8 +309,8 @@ def test_a_broker_that_hangs_up_before_it_is_distrusted_is_not_away(
             raise KafkaException(KafkaError(KafkaError._TRANSPORT))
 
         def poll(self, *_: Any, **__: Any) -> int:
-            return len([self.complain(KafkaError(code)) for code in said])
+            return len([self.complain(error) for error in said])
 
     monkeypatch.setattr(admin, "AdminClient", Refused)
-    with pytest.raises(raised):
+    with pytest.raises(raised, match=why):
         admin.reach(NOBODY)
