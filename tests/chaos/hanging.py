@@ -13,14 +13,17 @@ from pathlib import Path
 
 from topics.access import ENVIRONMENT, TRAINER, Role
 from topics.catalog import ENVIRONMENT_WRITERS, TRAINER_NAMES, Partitions
-from topics.settings import BusSettings
+from topics.errors import BusError
+from topics.log import await_decided
+from topics.records import Place
+from topics.settings import TRANSACTION_MILLISECONDS, BusSettings
 from topics.writer import Writer
 
-WAITS = "waiting for a transaction in"
-"""What is said of it in a worker's log."""
-
 LOST = "these partitions are likely deleted already"
-"""What is said of it in the broker's."""
+"""What is said of it in the broker's log."""
+
+UNDECIDED_SECONDS = 1.5 * TRANSACTION_MILLISECONDS / 1000
+"""The broker has ended by then what it knows to be open."""
 
 SECONDS = 60.0
 """Within which a broker that has come up answers who fences."""
@@ -38,15 +41,29 @@ def lost_ends(broker_log: Path, settings: BusSettings, process: str) -> int:
     return sum(LOST in line and whose in line for line in broker_log.read_text(errors="replace").splitlines())
 
 
+def hangs(settings: BusSettings, process: str, partitions: Partitions) -> bool:
+    """Whether a transaction is open in a topic that this process writes for longer than the broker lets it be."""
+    try:
+        await_decided(settings, _places(process, partitions), seconds=UNDECIDED_SECONDS)
+    except BusError:
+        return True
+    return False
+
+
 def abort_hanging(settings: BusSettings, process: str, partitions: Partitions) -> None:
     """Abort what hangs in any partition of the topics that this process, which has been killed, writes."""
-    role, transactional_id = WRITERS[process]
     patient = time.monotonic() + SECONDS
-    writing = Writer(settings, "operator", transactional_id=transactional_id, wanted=lambda: time.monotonic() < patient)
+    writing = Writer(
+        settings, "operator", transactional_id=WRITERS[process][1], wanted=lambda: time.monotonic() < patient
+    )
     with closing(writing) as writer:
         writer.begin()
-        for topic in role.writes:
-            for partition in range(partitions.of(topic.spread)):
-                writer.tombstone(topic, key="nothing", partition=partition)
+        for topic, partition in _places(process, partitions):
+            writer.tombstone(topic, key="nothing", partition=partition)
         writer.flush()
         writer.abort()
+
+
+def _places(process: str, partitions: Partitions) -> list[Place]:
+    role, _ = WRITERS[process]
+    return [(topic, partition) for topic in role.writes for partition in range(partitions.of(topic.spread))]

@@ -1,8 +1,8 @@
 """A run with a server that lends under its users' traffic, as real processes, and what is done to all but the server.
 
 Keeps true
-- The seed draws every fault and its moment; the server itself, and its users, are never touched. Who waits for a
-  transaction whose end Apache Kafka says that it has lost is killed, and the transaction aborted.
+- The seed draws every fault and its moment; the server itself, and its users, are never touched. Only
+  who has a transaction that hangs, whose end Apache Kafka says that it has lost, is killed, and that is aborted.
 - Whoever ends is started again; whatever happens, no process that was started here is left behind.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from tests.brokers import flags
-from tests.chaos.hanging import WAITS, WRITERS, abort_hanging, lost_ends
+from tests.chaos.hanging import WRITERS, abort_hanging, hangs, lost_ends
 from tests.integration.lender_kit import MODEL, SERVING, healthy, server_flags
 from tests.waiting import WAIT_SECONDS, until
 from topics.admin import create_topics
@@ -135,10 +135,8 @@ class Run:
     faults: Counter[str] = field(default_factory=Counter)
     ended: list[str] = field(default_factory=list)
     """Who ended by itself, and what it said last."""
-    waited: Counter[str] = field(default_factory=Counter)
-    """How often each has said that it waits for a transaction."""
-    aborted: Counter[str] = field(default_factory=Counter)
-    """Transactions of each whose end Kafka had lost when one was aborted."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """How often Kafka has said of each that it lost the end of a transaction of it."""
     port: int = 0
 
     def prepare(self) -> None:
@@ -252,20 +250,13 @@ class Run:
                 self._end_hanging(name)
 
     def _end_hanging(self, name: str) -> None:
-        before, self.waited[name] = self.waited[name], self._waits(name)
-        if self.waited[name] > before and (lost := self._lost(name)) > self.aborted[name]:
+        before, self.lost[name] = self.lost[name], lost_ends(self.broker.log, self.settings, name)
+        if self.lost[name] > before and hangs(self.settings, name, PARTITIONS):
             self.processes[name].kill()
             self.processes[name].wait()
-            self.waited[name], self.aborted[name] = self._waits(name), lost
             abort_hanging(self.settings, name, PARTITIONS)
-            self.ended.append(f"{name} waited for a transaction of its own whose end Kafka had lost: it was aborted")
+            self.ended.append(f"{name} had a transaction that hung, whose end Kafka had lost: it was aborted")
             self.start(name)
-
-    def _waits(self, name: str) -> int:
-        return self.log(name).read_text(errors="replace").count(WAITS)
-
-    def _lost(self, name: str) -> int:
-        return lost_ends(self.broker.log, self.settings, name)
 
     def wake(self) -> None:
         """By a grant."""
