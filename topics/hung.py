@@ -6,14 +6,13 @@ group cannot be reached (#5456), also where another one has long taken over, as 
 Keeps true
 - Only looks count that this process was awake for: a call is not given up because the process was frozen.
 - A call that waits for a broker that is away is waited for: what makes it a lost one is that the broker has answered
-  others for half of the time. Nor does its loop count as hung meanwhile (`topics/health.py`). Who is asked to leave
-  waits for no broker that is away, and no longer than for a first call.
-- A coordinator that is slow holds up, and is no loss: after a call that was given up the next ones are waited for until
-  the broker itself has ended their transaction, as long as none returns as soon as calls do.
+  others for half of the time; of a group's offsets the broker is its coordinator. Nor does its loop count as hung
+  meanwhile (`topics/health.py`). Who is asked to leave waits for no broker that is away.
+- A coordinator that is slow holds up, and is no loss: it is waited for until the broker has ended the transaction.
 - What a call that was given up holds is let go when it returns after all, if ever.
 
 Example
-    unless_hung(lambda: producer.send_offsets_to_transaction(...), Wait(lambda: reach(settings)))
+    unless_hung(lambda: producer.send_offsets_to_transaction(...), Wait(lambda: reader.reach_coordinator(place)))
 """
 
 from collections.abc import Callable
@@ -28,36 +27,14 @@ from topics.settings import TRANSACTION_MILLISECONDS
 LOOK_SECONDS = 1.0
 """Between two looks."""
 
-HUNG_SECONDS = 5.0
-"""A coordinator is another's place within one or two; so is a small request answered by a busy broker."""
-
-PATIENT_SECONDS = 1.2 * TRANSACTION_MILLISECONDS / 1000
-"""The broker has long ended a transaction that lasts longer than this."""
+HUNG_SECONDS = 1.2 * TRANSACTION_MILLISECONDS / 1000
+"""The broker has long ended a transaction that lasts longer than this: whoever gives up then gives up nothing that
+might still be kept. A coordinator that is another's, or that waits until a dead copy of its log counts as one, needs
+some ten seconds of it with Kafka's own settings."""
 
 
 class HungCall(RoseError):
     """It has not returned though the broker answers, or does not answer whoever wants to leave."""
-
-
-class Patience:
-    """How long calls are waited for, after what became of those before."""
-
-    def __init__(self, hung_seconds: float = HUNG_SECONDS, patient_seconds: float = PATIENT_SECONDS) -> None:
-        self.hung_seconds, self._patient_seconds = hung_seconds, patient_seconds
-        self.seconds = hung_seconds
-
-    def returned(self, after_seconds: float) -> None:
-        """A call has, and did what it should."""
-        if after_seconds < self.hung_seconds:
-            self.seconds = self.hung_seconds
-
-    def gave_up(self) -> None:
-        """A call has not returned."""
-        self.seconds = self._patient_seconds
-
-
-PATIENCE = Patience()
-"""This process's."""
 
 
 class Wait:
@@ -70,25 +47,23 @@ class Wait:
         excuse: Callable[[], object] = HEALTH.turned_over,
         wanted: Callable[[], bool] = lambda: True,
         look_seconds: float = LOOK_SECONDS,
-        patience: Patience = PATIENCE,
+        seconds: float = HUNG_SECONDS,
     ) -> None:
         """`reach` raises RoseError while no broker answers, `excuse` is called at looks at which that is so.
 
-        `wanted`: whether the call is waited for even then, and as long as one after a call that was given up.
+        `wanted`: whether the call is waited for even then. One that is answered others is for `seconds`.
         """
         self.look_seconds = look_seconds
-        self._reach, self._excuse, self._wanted, self._patience = reach, excuse, wanted, patience
-        self._patient = patience.seconds
+        self._reach, self._excuse, self._wanted = reach, excuse, wanted
+        self._half = seconds / look_seconds / 2
         self._looks, self._answered = 0, 0
 
     def look(self) -> None:
         """It has not returned for a look's time more. Raises HungCall."""
         self._looks += 1
-        half = (self._patient if self._wanted() else self._patience.hung_seconds) / self.look_seconds / 2
-        if self._looks <= half:
+        if self._looks <= self._half:
             return
-        if self._answered >= half - 1:  # and the call had a look's time since: it may have returned amid that one
-            self._patience.gave_up()
+        if self._answered >= self._half - 1:  # and the call had a look's time since: it may have returned amid that one
             seconds = self._looks * self.look_seconds
             raise HungCall(f"it has not returned for {seconds:.0f} s, though the broker answers others")
         if _answers(self._reach):
@@ -97,10 +72,6 @@ class Wait:
             raise HungCall("no broker answers, and nobody waits for it any more")
         else:
             self._excuse()
-
-    def returned(self) -> None:
-        """It has, and did what it should."""
-        self._patience.returned(self._looks * self.look_seconds)
 
 
 def unless_hung(call: Callable[[], object], wait: Wait) -> None:
@@ -119,7 +90,6 @@ def unless_hung(call: Callable[[], object], wait: Wait) -> None:
                 raise raised
             finally:
                 del raised  # its traceback has this frame, and so all that the call has
-        wait.returned()
         return
 
 
@@ -130,7 +100,6 @@ def until_done(call: Callable[[float], bool], wait: Wait) -> None:
     """
     while not call(wait.look_seconds):
         wait.look()
-    wait.returned()
 
 
 def _make(call: Callable[[], object], ended: "Queue[BaseException | None]") -> None:

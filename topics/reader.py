@@ -169,10 +169,22 @@ class Reader:
 
         Waits for a coordinator that is coming up. Raises BusError.
         """
-        alike = {name: value for name, value in self._config.items() if name != "group.instance.id"}
-        with closing(Consumer({**alike, "isolation.level": "read_uncommitted"})) as asking:
+        with closing(self._beside()) as asking:
             answers = self._asked(asking, places, COORDINATOR_SECONDS)
         return {place: answer.metadata or "" for place, answer in zip(places, answers, strict=True)}
+
+    def reach_coordinator(self, place: Place) -> None:
+        """See that the group's coordinator answers who asks for what is committed of `place`, whatever is open.
+
+        Reads nothing meanwhile. Raises BusError within about three seconds.
+        """
+        doing = "reaching the coordinator of a group"
+        with closing(self._beside()) as asking:
+            try:
+                answers = asking.committed([self._partition(place, 0)], timeout=ENDS_TURN_SECONDS)
+            except KafkaException as error:
+                raise BusError(doing, error.args[0], self.right_to_group) from error
+        _refuse_errors(answers, doing)
 
     def commit(self, offsets: Mapping[Place, int]) -> None:
         """Have the next offset to read of each partition committed, by the time of `close` at the latest.
@@ -264,6 +276,11 @@ class Reader:
     def _connected(self) -> Consumer:
         # With nothing held at the broker a waiting consumer would ask without end: this one rests.
         return (RestingConsumer if self._settings.embedded else Consumer)(self._config)
+
+    def _beside(self) -> Consumer:
+        """A client that is no member of the group, and is told also of offsets whose transaction is open."""
+        alike = {name: value for name, value in self._config.items() if name != "group.instance.id"}
+        return Consumer({**alike, "isolation.level": "read_uncommitted"})
 
     def _come_again(self) -> None:
         assert self._join is not None

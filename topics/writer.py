@@ -29,7 +29,7 @@ from topics.admin import reach
 from topics.asking import nothing, partitions_of
 from topics.catalog import PROMPTS, Topic
 from topics.errors import BusError
-from topics.hung import PATIENCE, PATIENT_SECONDS, HungCall, Patience, Wait, unless_hung, until_done
+from topics.hung import HungCall, Wait, unless_hung, until_done
 from topics.labels import labelled
 from topics.reader import Reader
 from topics.records import Envelope, Place, Raw, Spoiled
@@ -41,9 +41,6 @@ STALL_SECONDS = 60.0
 
 LOOK_SECONDS = 1.0
 """How often a flush looks whether anything was stored."""
-
-TO_ITS_END = Patience(PATIENT_SECONDS)
-"""For a commit: what is still to be stored may wait for a leader, nearly as long as the broker keeps a transaction."""
 
 CLOSE_SECONDS = 1.0
 """How long a writer that is closed waits for the reports of what it gives up; they are there at once."""
@@ -71,17 +68,13 @@ class Writer:
         client_id: str,
         *,
         transactional_id: str | None = None,
-        patience: Patience = PATIENCE,
         wanted: Callable[[], bool] = lambda: True,
         meanwhile: Callable[[], None] = nothing,
     ) -> None:
-        """`patience`: how long a commit may hang though the broker answers others.
-
-        `wanted`: whether it, and a commit, still wait for a broker that is away. `meanwhile` is called every second or
+        """`wanted`: whether a commit still waits for a broker that is away. `meanwhile` is called every second or
         so while this one takes the place of the last owner of the `transactional_id`; what it raises ends that.
         """
         self._settings = settings
-        self._patience = patience
         self._wanted = wanted
         self._meanwhile = meanwhile
         self._transactional = transactional_id is not None
@@ -207,7 +200,7 @@ class Writer:
 
     def abort(self) -> None:
         abort = in_turns(self._producer.abort_transaction)
-        self._guarded("aborting a transaction", until_done, abort, self._wait(TO_ITS_END))
+        self._guarded("aborting a transaction", until_done, abort, self._to_its_end())
 
     def transact(
         self,
@@ -304,18 +297,17 @@ class Writer:
     def _commit(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader | None, mark: str = "") -> None:
         if offsets and reader is not None:
             self._send(producer, offsets, reader, mark)
-        self._guarded(
-            "committing a transaction", until_done, in_turns(producer.commit_transaction), self._wait(TO_ITS_END)
-        )
+        self._guarded("committing a transaction", until_done, in_turns(producer.commit_transaction), self._to_its_end())
 
     def _send(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader, mark: str = "") -> None:
         places = [TopicPartition(self._settings.topic(topic), part, at, mark) for (topic, part), at in offsets.items()]
         self._rights = (*self._rights[:2], reader.right_to_group)
         send = partial(producer.send_offsets_to_transaction, places, reader.group_metadata())
-        self._guarded("committing offsets", unless_hung, partial(until_taken, send), self._wait(self._patience))
+        wait = Wait(partial(reader.reach_coordinator, next(iter(offsets))), wanted=self._wanted)
+        self._guarded("committing offsets", unless_hung, partial(until_taken, send), wait)
 
-    def _wait(self, patience: Patience) -> Wait:
-        return Wait(partial(reach, self._settings), wanted=self._wanted, patience=patience)
+    def _to_its_end(self) -> Wait:
+        return Wait(partial(reach, self._settings), wanted=self._wanted)
 
     def _produce(
         self,

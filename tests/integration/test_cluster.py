@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from threading import Timer
 
@@ -16,7 +16,8 @@ from confluent_kafka.admin import AdminClient
 
 from tests.brokers import KAFKA, flags, home_of
 from tests.golden.examples import OUTCOME
-from topics.admin import create_topics
+from tests.waiting import until
+from topics.admin import create_topics, reach
 from topics.apache_kafka import Cluster
 from topics.broker import Broker
 from topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, Partitions
@@ -129,6 +130,42 @@ def test_a_commit_ends_though_its_coordinator_is_frozen_and_one_given_up_is_deci
     assert keys() == [*decided, "after"]
 
 
+def group_coordinator_of(cluster: Cluster, settings: BusSettings, group: str) -> Broker:
+    """As the cluster says; asking for offsets has it come up."""
+    with closing(Reader(settings, "test", group=group)) as reader:
+        reader.committed([(OUTCOMES, 0)])
+    admin, name = AdminClient({"bootstrap.servers": cluster.bootstrap}), settings.name(group)
+    number: int = admin.describe_consumer_groups([name])[name].result(WAIT_SECONDS).coordinator.id
+    return cluster.nodes[number - 1]
+
+
+def test_a_commit_of_offsets_is_not_given_up_before_another_is_the_coordinator(
+    cluster: Cluster, namespace: str
+) -> None:
+    """That brokers answer others says nothing while nobody has taken the coordinator's place, or loads its groups."""
+    settings = cluster.settings(namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
+    cluster.await_in_sync(WAIT_SECONDS)
+    frozen = group_coordinator_of(cluster, settings, ENVIRONMENT_GROUP)
+    with closing(Reader(settings, "test", group=ENVIRONMENT_GROUP)) as reader:
+        reader.reach_coordinator((OUTCOMES, 0))
+        frozen.send_signal(signal.SIGSTOP)
+        reach(settings)
+        with pytest.raises(BusError, match="reaching the coordinator"):
+            reader.reach_coordinator((OUTCOMES, 0))
+        until(partial(_reaches, reader))
+    frozen.send_signal(signal.SIGCONT)
+    cluster.await_in_sync(WAIT_SECONDS)
+
+
+def _reaches(reader: Reader) -> bool:
+    try:
+        reader.reach_coordinator((OUTCOMES, 0))
+    except BusError:
+        return False
+    return True
+
+
 SOUNDER = """
 import sys
 from threading import Event
@@ -151,12 +188,7 @@ def test_who_sounds_a_cluster_out_survives_the_loss_of_a_coordinator(cluster: Cl
     settings = cluster.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=1), replication_factor=3)
     cluster.await_in_sync(WAIT_SECONDS)
-    group = settings.name(ENVIRONMENT_GROUP)
-    with closing(Reader(settings, "test", group=ENVIRONMENT_GROUP)) as reader:
-        reader.committed([(OUTCOMES, 0)])  # its coordinator has come up
-    admin = AdminClient({"bootstrap.servers": cluster.bootstrap})
-    described = admin.describe_consumer_groups([group])[group].result(WAIT_SECONDS)
-    coordinator = cluster.nodes[described.coordinator.id - 1]
+    coordinator = group_coordinator_of(cluster, settings, ENVIRONMENT_GROUP)
     command = [sys.executable, "-c", SOUNDER, settings.bootstrap, settings.namespace]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=REPOSITORY, stdin=pipe, stdout=pipe, bufsize=0) as child:

@@ -14,11 +14,11 @@ from tests.unit.test_health import Clock
 from tests.waiting import until
 from topics.errors import BrokerUnreachable
 from topics.health import HUNG_SECONDS, Health
-from topics.hung import HungCall, Patience, Wait, unless_hung, until_done
+from topics.hung import HungCall, Wait, unless_hung, until_done
 
 
 def soon(call: Callable[[], object], reach: Callable[[], object]) -> None:
-    unless_hung(call, Wait(reach, look_seconds=0.01, patience=Patience(0.05, 0.05)))
+    unless_hung(call, Wait(reach, look_seconds=0.01, seconds=0.05))
 
 
 class Away:
@@ -46,7 +46,7 @@ def test_what_never_returns_is_given_up_and_what_does_is_not() -> None:
 def test_a_signal_amid_a_look_does_not_make_it_endless() -> None:
     never = threading.Event()
     with signals_come(), pytest.raises(HungCall, match="though the broker answers others"):
-        unless_hung(never.wait, Wait(lambda: None, look_seconds=0.002, patience=Patience(0.1, 0.1)))
+        unless_hung(never.wait, Wait(lambda: None, look_seconds=0.002, seconds=0.1))
     never.set()
 
 
@@ -74,7 +74,7 @@ def test_it_waits_while_no_broker_answers_anybody_and_the_loop_does_not_count_as
         raise BrokerUnreachable("127.0.0.1:9")
 
     with pytest.raises(HungCall):
-        wait = Wait(reach, excuse=health.turned_over, look_seconds=0.01, patience=Patience(0.05, 0.05))
+        wait = Wait(reach, excuse=health.turned_over, look_seconds=0.01, seconds=0.05)
         unless_hung(never.wait, wait)
     assert away.asked > 100
     never.set()
@@ -96,7 +96,7 @@ def test_what_the_client_raises_amid_a_look_keeps_nothing_of_the_call() -> None:
     held = Held()
     gone = weakref.ref(held)
     with pytest.raises(HungCall):
-        unless_hung(held, Wait(reach, wanted=lambda: False, look_seconds=0.01, patience=Patience(0.05, 0.05)))
+        unless_hung(held, Wait(reach, wanted=lambda: False, look_seconds=0.01, seconds=0.05))
     never.set()
     del held
     until(lambda: gc.collect() >= 0 and gone() is None)
@@ -108,7 +108,7 @@ def test_who_is_asked_to_leave_waits_for_no_broker_that_is_away() -> None:
     def wait() -> Wait:  # asked to leave at the tenth look at which no broker answers
         begins = away.asked
         wanted = lambda: away.asked - begins < 10  # noqa: E731
-        return Wait(away.reach, excuse=lambda: None, wanted=wanted, look_seconds=LOOK, patience=Patience(0.05, 0.05))
+        return Wait(away.reach, excuse=lambda: None, wanted=wanted, look_seconds=LOOK, seconds=0.05)
 
     with pytest.raises(HungCall, match="no broker answers"):
         unless_hung(never.wait, wait())
@@ -129,7 +129,7 @@ def test_who_returns_once_the_broker_is_back_is_not_given_up_however_long_it_was
             away.back.set()
         away.reach()
 
-    unless_hung(call, Wait(reach, excuse=lambda: None, look_seconds=0.01, patience=Patience(2.0)))
+    unless_hung(call, Wait(reach, excuse=lambda: None, look_seconds=0.01, seconds=2.0))
     assert away.asked >= 100
 
 
@@ -154,35 +154,8 @@ class Slow:
 
 def test_a_call_that_returns_amid_the_last_look_is_not_given_up() -> None:
     slow = Slow(looks=2)
-    unless_hung(slow.call, Wait(slow.reach, look_seconds=0.2, patience=Patience(1.0)))
+    unless_hung(slow.call, Wait(slow.reach, look_seconds=0.2, seconds=1.0))
     assert not slow.left
-
-
-def test_a_coordinator_that_is_slow_is_given_up_once_and_then_waited_for() -> None:
-    patience, never = Patience(0.05, 0.2), threading.Event()
-
-    def patient(call: Callable[[], object], reach: Callable[[], object]) -> None:
-        unless_hung(call, Wait(reach, look_seconds=0.01, patience=patience))
-
-    with pytest.raises(HungCall):
-        patient(never.wait, lambda: None)
-    for _ in range(3):
-        slow = Slow(looks=5)
-        patient(slow.call, slow.reach)
-    patient(lambda: None, lambda: None)
-    assert patience.seconds == 0.05, "who answers soon again is waited for as at first"
-    never.set()
-
-
-def test_who_is_asked_to_leave_waits_no_longer_than_for_a_first_call() -> None:
-    never, away, patience = threading.Event(), Away(), Patience(0.05, 60.0)
-    patience.gave_up()
-    with pytest.raises(HungCall, match="no broker answers"):
-        unless_hung(never.wait, Wait(away.reach, wanted=lambda: False, look_seconds=LOOK, patience=patience))
-    with pytest.raises(HungCall, match="though the broker answers others"):
-        unless_hung(never.wait, Wait(lambda: None, wanted=lambda: False, look_seconds=LOOK, patience=patience))
-    assert away.asked == 1
-    never.set()
 
 
 LOOK = 0.01
@@ -202,14 +175,14 @@ class Transaction:
 
 def test_what_can_be_gone_on_with_is_until_it_is_done_or_given_up() -> None:
     slow = Transaction(turns=5)
-    until_done(slow.commit, Wait(lambda: None, look_seconds=LOOK, patience=Patience(0.05)))
+    until_done(slow.commit, Wait(lambda: None, look_seconds=LOOK, seconds=0.05))
     assert not slow.left
     with pytest.raises(HungCall, match="though the broker answers others"):
-        until_done(Transaction(turns=100).commit, Wait(lambda: None, look_seconds=LOOK, patience=Patience(0.05)))
+        until_done(Transaction(turns=100).commit, Wait(lambda: None, look_seconds=LOOK, seconds=0.05))
 
 
 def test_a_commit_waits_for_a_broker_that_answers_nobody() -> None:
     away, slow = Away(), Transaction(turns=100)
-    wait = Wait(away.reach, excuse=lambda: None, look_seconds=LOOK, patience=Patience(0.05))
+    wait = Wait(away.reach, excuse=lambda: None, look_seconds=LOOK, seconds=0.05)
     until_done(slow.commit, wait)
     assert not slow.left and away.asked > 90

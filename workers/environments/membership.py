@@ -20,6 +20,11 @@ SESSION_MILLISECONDS = "10000"
 """After so long a silence a worker's homes go to the others. Kafka's default of 45 s would stall its trajectories."""
 
 
+HEARTBEAT_MILLISECONDS = "1000"
+"""So long after the others a worker hears that homes are shared out anew; and of a session that a dead coordinator has
+cut off no more than this was over when it died. Kafka's default is 3 s."""
+
+
 class WorkerFenced(RoseError):
     """Another worker has this worker's name."""
 
@@ -37,7 +42,8 @@ class Membership:
     def __init__(self, settings: BusSettings, name: str, group: str, *, meanwhile: Callable[[], None]) -> None:
         """`meanwhile`: see Reader."""
         session: dict[str, Any] = {
-            "session.timeout.ms": settings.properties.get("session.timeout.ms", SESSION_MILLISECONDS)
+            "session.timeout.ms": settings.properties.get("session.timeout.ms", SESSION_MILLISECONDS),
+            "heartbeat.interval.ms": settings.properties.get("heartbeat.interval.ms", HEARTBEAT_MILLISECONDS),
         }
         self._name = name
         self.reader = Reader(settings, f"rose-{name}", group=group, member=name, meanwhile=meanwhile, **session)

@@ -20,7 +20,6 @@ from confluent_kafka import KafkaError
 from schemas.errors import UsageError
 from topics.catalog import OUTCOMES, TRAINER_NAMES
 from topics.errors import BusError
-from topics.hung import PATIENCE, PATIENT_SECONDS, Patience
 from topics.reader import Reader
 from topics.records import Envelope, Place, Spoiled
 from topics.settings import BusSettings
@@ -127,11 +126,9 @@ class Standing:
         raise BusError("settling, while another stream of the model is there,", KafkaError(KafkaError._FENCED))
 
     def _fencing(self) -> Writer:
-        whole = Patience(PATIENT_SECONDS)  # who gives up there ends, and would begin as impatient as before
         return Writer(
             self._settings,
             self._client_id,
             transactional_id=self._id,
-            patience=whole if self._settings.embedded else PATIENCE,
             wanted=lambda: not self._stop.is_set(),
         )
