@@ -81,7 +81,8 @@ def test_a_router_that_was_sent_fewer_heartbeats_than_its_fleet_sends_costs_no_l
 
 
 def test_storms_tell_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def blown(seed: int, _shape: Shape) -> Report:
+    def blown(seed: int, _shape: Shape, *, leaves: int) -> Report:
+        assert not leaves
         return Report(seed, "embedded", Path(), breaches=["lost"] * (seed == 8))
 
     monkeypatch.setattr(storm, "storm", blown)
@@ -96,11 +97,13 @@ def test_a_clean_storm_that_misses_a_bound_is_told_by_the_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KAFKA_HOME", "somewhere")
-    leaves = Counter({"leave router": 30})
-    monkeypatch.setattr(storm, "storm", lambda seed, _shape: Report(seed, "kafka", Path(), faults=leaves))
+    faults = Counter({"leave router": 30})
+    monkeypatch.setattr(storm, "storm", lambda seed, _shape, leaves: Report(seed, "kafka", Path(), faults=faults))
     assert printed(storm.main, "--leaves", "30", "--seeds", "1", capsys=capsys)[0] == 0
     left = Counter({1: 1})
-    monkeypatch.setattr(storm, "storm", lambda seed, _shape: Report(seed, "kafka", Path(), faults=leaves, left=left))
+    monkeypatch.setattr(
+        storm, "storm", lambda seed, _shape, leaves: Report(seed, "kafka", Path(), faults=faults, left=left)
+    )
     status, said = printed(storm.main, "--leaves", "30", "--seeds", "1", capsys=capsys)
     assert status == 1 and said.startswith("1 storms, 1 clean")
 
