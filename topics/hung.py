@@ -5,10 +5,11 @@ group cannot be reached (#5456), also where another one has long taken over, as 
 
 Keeps true
 - Only looks count that this process was awake for: a call is not given up because the process was frozen.
-- A call that waits for a broker that is away is waited for: what makes it a lost one is that the broker has answered
-  others for half of the time; of a group's offsets the broker is its coordinator. Nor does its loop count as hung
-  meanwhile (`topics/health.py`). Who is asked to leave waits for no broker that is away.
-- A coordinator that is slow holds up, and is no loss: it is waited for until the broker has ended the transaction.
+- A call whose broker is away is waited for: what makes it a lost one is that the broker has answered others, for as
+  many looks as half of the time has. The broker is the coordinator of the group whose offsets are committed; of a
+  commit or an abort, whose coordinator no client can ask for, any. Nor does its loop count as hung meanwhile
+  (`topics/health.py`). Who is asked to leave waits for no broker that is away.
+- A coordinator that is slow holds up, and is no loss: it is waited for as long as a transaction may be open.
 - What a call that was given up holds is let go when it returns after all, if ever.
 
 Example
@@ -20,6 +21,8 @@ from contextlib import suppress
 from queue import Empty, Queue
 from threading import Thread
 
+import structlog
+
 from schemas.errors import RoseError
 from topics.health import HEALTH
 from topics.settings import TRANSACTION_MILLISECONDS
@@ -27,10 +30,13 @@ from topics.settings import TRANSACTION_MILLISECONDS
 LOOK_SECONDS = 1.0
 """Between two looks."""
 
-HUNG_SECONDS = 1.2 * TRANSACTION_MILLISECONDS / 1000
-"""The broker has long ended a transaction that lasts longer than this: whoever gives up then gives up nothing that
-might still be kept. A coordinator that is another's, or that waits until a dead copy of its log counts as one, needs
-some ten seconds of it with Kafka's own settings."""
+GIVEN_UP_SECONDS = 1.2 * TRANSACTION_MILLISECONDS / 1000
+"""A transaction that lasts longer than TRANSACTION_MILLISECONDS is aborted by the broker, when it looks for such next.
+A commit of offsets also waits, as long as a broker's session lasts, for a copy of the coordinator's log on one that
+died: 6 s where ROSE starts the brokers, 9 s with Kafka's own settings."""
+
+LEAVING_SECONDS = 5.0
+"""The same for whoever is asked to leave, of what the next owner does again."""
 
 
 class HungCall(RoseError):
@@ -47,31 +53,46 @@ class Wait:
         excuse: Callable[[], object] = HEALTH.turned_over,
         wanted: Callable[[], bool] = lambda: True,
         look_seconds: float = LOOK_SECONDS,
-        seconds: float = HUNG_SECONDS,
+        seconds: float = GIVEN_UP_SECONDS,
+        leaving_seconds: float | None = None,
     ) -> None:
-        """`reach` raises RoseError while no broker answers, `excuse` is called at looks at which that is so.
+        """`reach` raises RoseError while the broker is away, `excuse` is called at looks at which that is so.
 
-        `wanted`: whether the call is waited for even then. One that is answered others is for `seconds`.
+        `wanted`: whether the call is waited for even then. `seconds`: how long it is though the broker answers others,
+        which is asked for in the second half of that; three looks or more. `leaving_seconds`: the same once it is not
+        wanted, if that is less.
         """
         self.look_seconds = look_seconds
         self._reach, self._excuse, self._wanted = reach, excuse, wanted
-        self._half = seconds / look_seconds / 2
-        self._looks, self._answered = 0, 0
+        self._seconds = seconds
+        self._leaving_seconds = seconds if leaving_seconds is None else leaving_seconds
+        self._looks, self._answered, self._told = 0, 0, False
 
     def look(self) -> None:
         """It has not returned for a look's time more. Raises HungCall."""
         self._looks += 1
-        if self._looks <= self._half:
+        half = (self._seconds if self._wanted() else self._leaving_seconds) / self.look_seconds / 2
+        if self._looks <= half:
             return
-        if self._answered >= self._half - 1:  # and the call had a look's time since: it may have returned amid that one
+        if self._answered >= half - 1:  # and the call had a look's time since: it may have returned amid that one
             seconds = self._looks * self.look_seconds
             raise HungCall(f"it has not returned for {seconds:.0f} s, though the broker answers others")
-        if _answers(self._reach):
+        if self._is_answered():
             self._answered += 1
         elif not self._wanted():
-            raise HungCall("no broker answers, and nobody waits for it any more")
+            raise HungCall("the broker answers nobody, and nobody waits for it any more")
         else:
             self._excuse()
+
+    def _is_answered(self) -> bool:
+        try:
+            self._reach()
+        except RoseError as error:
+            if not self._told:
+                structlog.get_logger("bus").warning("a call waits for the broker", reason=str(error))
+            self._told = True
+            return False
+        return True
 
 
 def unless_hung(call: Callable[[], object], wait: Wait) -> None:
@@ -109,11 +130,3 @@ def _make(call: Callable[[], object], ended: "Queue[BaseException | None]") -> N
         ended.put(error)  # for the thread that waits
     else:
         ended.put(None)
-
-
-def _answers(reach: Callable[[], object]) -> bool:
-    try:
-        reach()
-    except RoseError:
-        return False
-    return True

@@ -29,7 +29,7 @@ from topics.admin import reach
 from topics.asking import nothing, partitions_of
 from topics.catalog import PROMPTS, Topic
 from topics.errors import BusError
-from topics.hung import HungCall, Wait, unless_hung, until_done
+from topics.hung import LEAVING_SECONDS, HungCall, Wait, unless_hung, until_done
 from topics.labels import labelled
 from topics.reader import Reader
 from topics.records import Envelope, Place, Raw, Spoiled
@@ -71,8 +71,9 @@ class Writer:
         wanted: Callable[[], bool] = lambda: True,
         meanwhile: Callable[[], None] = nothing,
     ) -> None:
-        """`wanted`: whether a commit still waits for a broker that is away. `meanwhile` is called every second or
-        so while this one takes the place of the last owner of the `transactional_id`; what it raises ends that.
+        """`wanted`: whether this one, and a commit or an abort, still wait for a broker that is away. `meanwhile` is
+        called every second or so while it takes the place of the last owner of the `transactional_id`; what that
+        raises ends it.
         """
         self._settings = settings
         self._wanted = wanted
@@ -303,7 +304,8 @@ class Writer:
         places = [TopicPartition(self._settings.topic(topic), part, at, mark) for (topic, part), at in offsets.items()]
         self._rights = (*self._rights[:2], reader.right_to_group)
         send = partial(producer.send_offsets_to_transaction, places, reader.group_metadata())
-        wait = Wait(partial(reader.reach_coordinator, next(iter(offsets))), wanted=self._wanted)
+        reach_it = partial(reader.reach_coordinator, next(iter(offsets)))
+        wait = Wait(reach_it, wanted=self._wanted, leaving_seconds=LEAVING_SECONDS)
         self._guarded("committing offsets", unless_hung, partial(until_taken, send), wait)
 
     def _to_its_end(self) -> Wait:

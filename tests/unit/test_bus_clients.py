@@ -5,6 +5,7 @@ import logging
 import socket
 import weakref
 from collections.abc import Callable
+from functools import partial
 from threading import Event, current_thread
 from time import monotonic
 from types import SimpleNamespace
@@ -18,9 +19,10 @@ from schemas.errors import RoseError
 from tests.unit.test_health import Clock
 from tests.waiting import until
 from topics import admin, settings, transactions
-from topics.asking import KNOWN_SECONDS, ends_of
+from topics.asking import KNOWN_SECONDS, ends_of, nothing
 from topics.catalog import HEARTBEATS, PROMPTS
 from topics.errors import BrokerUnreachable, BusError, NotLetIn, TopicMissing
+from topics.hung import Wait
 from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
@@ -153,7 +155,7 @@ def drop(writer: Writer) -> None:
 
 def drop_after_an_error(writer: Writer) -> None:
     """Which has the writer until it is forgotten."""
-    reader = SimpleNamespace(right_to_group="", group_metadata=lambda: None)
+    reader = SimpleNamespace(right_to_group="", group_metadata=lambda: None, reach_coordinator=nothing)
     with pytest.raises(BusError):
         writer.commit({(PROMPTS, 0): 1}, reader)  # type: ignore[arg-type]
     writer.close()
@@ -242,7 +244,7 @@ def test_offsets_go_to_the_next_coordinator_when_theirs_has_moved(
     client.send_offsets_to_transaction = send  # type: ignore[method-assign, assignment]
     client.commit_transaction = lambda seconds: None  # type: ignore[attr-defined]
     writer._producer = client
-    reader = SimpleNamespace(right_to_group="", group_metadata=lambda: None)
+    reader = SimpleNamespace(right_to_group="", group_metadata=lambda: None, reach_coordinator=nothing)
     if gone_on_for is None:
         writer.commit({(PROMPTS, 0): 1}, reader)  # type: ignore[arg-type]
         assert not left
@@ -250,6 +252,32 @@ def test_offsets_go_to_the_next_coordinator_when_theirs_has_moved(
         with pytest.raises(BusError):
             writer.commit({(PROMPTS, 0): 1}, reader)  # type: ignore[arg-type]
         assert clock.now - began == pytest.approx(gone_on_for, abs=0.21)
+    writer.close()
+
+
+def test_a_commit_of_offsets_is_given_up_once_the_coordinator_answers_others_not_because_some_broker_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    never, asked, away_for = Event(), 0, 50
+
+    def reach_coordinator(place: tuple[object, int]) -> None:
+        nonlocal asked
+        assert place == (PROMPTS, 0)
+        asked += 1
+        if asked <= away_for:
+            raise BusError("reaching the coordinator of a group", KafkaError(KafkaError._TIMED_OUT))
+
+    monkeypatch.setattr("topics.writer.reach", lambda _: None)
+    monkeypatch.setattr("topics.writer.Wait", partial(Wait, look_seconds=0.001, seconds=0.01))
+    writer = Writer(NOBODY, "test")
+    client = Client([])
+    client.send_offsets_to_transaction = lambda *_: never.wait()  # type: ignore[method-assign, assignment]
+    writer._producer = client
+    reader = SimpleNamespace(right_to_group="", group_metadata=lambda: None, reach_coordinator=reach_coordinator)
+    with pytest.raises(BusError, match="it has not returned"):
+        writer.commit({(PROMPTS, 0): 1}, reader)  # type: ignore[arg-type]
+    assert asked == away_for + 4, "at one look less than half of them, of which there are ten"
+    never.set()
     writer.close()
 
 

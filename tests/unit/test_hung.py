@@ -110,9 +110,9 @@ def test_who_is_asked_to_leave_waits_for_no_broker_that_is_away() -> None:
         wanted = lambda: away.asked - begins < 10  # noqa: E731
         return Wait(away.reach, excuse=lambda: None, wanted=wanted, look_seconds=LOOK, seconds=0.05)
 
-    with pytest.raises(HungCall, match="no broker answers"):
+    with pytest.raises(HungCall, match="answers nobody"):
         unless_hung(never.wait, wait())
-    with pytest.raises(HungCall, match="no broker answers"):
+    with pytest.raises(HungCall, match="answers nobody"):
         until_done(lambda seconds: never.wait(seconds), wait())
     assert away.asked == 20
     never.set()
@@ -156,6 +156,30 @@ def test_a_call_that_returns_amid_the_last_look_is_not_given_up() -> None:
     slow = Slow(looks=2)
     unless_hung(slow.call, Wait(slow.reach, look_seconds=0.2, seconds=1.0))
     assert not slow.left
+
+
+def test_who_is_asked_to_leave_does_not_wait_as_long() -> None:
+    never, away = threading.Event(), Away()
+
+    def leaving(reach: Callable[[], object]) -> Wait:
+        return Wait(reach, wanted=lambda: False, look_seconds=LOOK, seconds=60.0, leaving_seconds=0.05)
+
+    with pytest.raises(HungCall, match="answers nobody"):
+        unless_hung(never.wait, leaving(away.reach))
+    with pytest.raises(HungCall, match="though the broker answers others"):
+        unless_hung(never.wait, leaving(lambda: None))
+    assert away.asked == 1
+    never.set()
+
+
+def test_a_call_is_given_up_after_twelve_looks_when_the_broker_has_answered_others_at_five() -> None:
+    asked: list[int] = []
+    wait = Wait(lambda: asked.append(looks))
+    for looks in range(1, 12):  # noqa: B007
+        wait.look()
+    with pytest.raises(HungCall, match="for 12 s"):
+        wait.look()
+    assert asked == [7, 8, 9, 10, 11]
 
 
 LOOK = 0.01

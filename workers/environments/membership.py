@@ -19,10 +19,9 @@ from topics.settings import BusSettings
 SESSION_MILLISECONDS = "10000"
 """After so long a silence a worker's homes go to the others. Kafka's default of 45 s would stall its trajectories."""
 
-
 HEARTBEAT_MILLISECONDS = "1000"
-"""So long after the others a worker hears that homes are shared out anew; and of a session that a dead coordinator has
-cut off no more than this was over when it died. Kafka's default is 3 s."""
+"""About so long after the others, at most, a worker hears that homes are shared out anew; and so much of a session is
+over, by the worker's own clock, when its coordinator dies. librdkafka's default is 3 s."""
 
 
 class WorkerFenced(RoseError):
