@@ -43,7 +43,7 @@ def storm(seed: int, shape: Shape, *, leaves: int) -> Report:
     if missed:
         for words in list(data.rglob("broker.log")):
             words.rename(folder / f"{words.parent.name}.log")
-        say(f"{len(missed)} bounds missed: journal and logs are in {folder}")
+        say(f"{len(missed)} bounds missed: {folder} is kept")
     shutil.rmtree(data if missed else folder)
     return report
 

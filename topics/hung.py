@@ -60,7 +60,7 @@ class Wait:
 
         `wanted`: whether the call is waited for even then. `seconds`: how long it is though the broker answers others,
         which is asked for in the second half of that; three looks or more. `leaving_seconds`: the same once it is not
-        wanted, if that is less.
+        wanted, if that differs.
         """
         self.look_seconds = look_seconds
         self._reach, self._excuse, self._wanted = reach, excuse, wanted

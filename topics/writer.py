@@ -304,8 +304,8 @@ class Writer:
         places = [TopicPartition(self._settings.topic(topic), part, at, mark) for (topic, part), at in offsets.items()]
         self._rights = (*self._rights[:2], reader.right_to_group)
         send = partial(producer.send_offsets_to_transaction, places, reader.group_metadata())
-        reach_it = partial(reader.reach_coordinator, next(iter(offsets)))
-        wait = Wait(reach_it, wanted=self._wanted, leaving_seconds=LEAVING_SECONDS)
+        reach_coordinator = partial(reader.reach_coordinator, next(iter(offsets)))
+        wait = Wait(reach_coordinator, wanted=self._wanted, leaving_seconds=LEAVING_SECONDS)
         self._guarded("committing offsets", unless_hung, partial(until_taken, send), wait)
 
     def _to_its_end(self) -> Wait:

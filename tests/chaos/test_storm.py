@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.brokers import EMBEDDED, IF_KAFKA, KAFKA, start, start_nodes
+from tests.chaos.stalls import SESSION_SECONDS
 from tests.chaos.storm import LEAST_ASKED, blow
 from tests.chaos.storm_plan import draw
 from tests.chaos.storm_shape import Shape, leaving
@@ -69,6 +70,8 @@ def test_thirty_that_are_asked_to_leave_are_gone_in_time_and_no_turn_waits_for_a
     members = report.faults["leave environment"] + report.faults["leave router"]
     assert sum(LEFT in line for line in said) >= members > 0
     assert not [line for line in said if EXPIRED in line], "a member that left was waited for"
+    for role, seconds in report.waits.items():
+        assert seconds < SESSION_SECONDS[role], (role, seconds)
 
 
 @pytest.mark.long

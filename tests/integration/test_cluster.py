@@ -17,7 +17,7 @@ from confluent_kafka.admin import AdminClient
 from tests.brokers import KAFKA, flags, home_of
 from tests.golden.examples import OUTCOME
 from tests.waiting import until
-from topics.admin import create_topics
+from topics.admin import create_topics, reach
 from topics.apache_kafka import Cluster
 from topics.broker import Broker
 from topics.catalog import ENVIRONMENT_GROUP, OUTCOMES, Partitions
@@ -153,6 +153,7 @@ def test_a_coordinator_that_is_frozen_is_not_reached_until_another_has_its_place
         try:
             with pytest.raises(BusError, match="reaching the coordinator"):
                 reader.reach_coordinator((OUTCOMES, 0))
+            reach(settings)
             until(partial(_reaches, reader))
         finally:
             frozen.send_signal(signal.SIGCONT)
