@@ -5,14 +5,15 @@ Keeps true
 - What was taken from an executor without a word of it stays there as a ghost: it fills room, and the turn comes back to
   it if it still waits once the executor is heard to hold it. If it was dispatched elsewhere it runs twice, and the
   first COMPLETED result wins.
-- An execution that a living executor does not list for LEASE_SECONDS is lost. Only time in which somebody was heard
-  counts, by the router's clock alone.
+- An execution that a living executor does not list for LEASE_SECONDS is lost, a ghost too: it may beat before it has
+  read what was sent to it. Only time in which somebody was heard counts, by the router's clock alone.
+- One that was listed and is not any more has ended.
 
 Example
     t's attempt 0 is dispatched to w1; w1 falls silent   -> a ghost at w1, t waits as attempt 1
     w1 is heard again and lists attempt 0, t waits on    -> t is w1's again, as attempt 0, and nothing was lost
     w1 lists it after attempt 1 went to w2               -> both run it; w1's room is as much less
-    w1 lists it no more                                  -> the ghost is gone
+    w1 lists it no more, or not within the lease         -> the ghost is gone
 """
 
 from collections.abc import Iterable
@@ -77,7 +78,9 @@ class Custody:
         execution = turn.execution
         executor = self._leave(turn)
         if executor is not None:
-            executor.ghosts[execution] = Execution(*turn.key, turn.room_tokens, turn.new_tokens, charged)
+            executor.ghosts[execution] = Execution(
+                *turn.key, turn.room_tokens, turn.new_tokens, charged, turn.seen_clock
+            )
 
     def held_by(self, executor: Executor) -> list[Turn]:
         """The turns in its books."""
@@ -103,10 +106,10 @@ class Custody:
             self._vanish(executor, execution)
 
     def excuse(self, executor: Executor) -> None:
-        """It was only silent: what its silence was charged with is given back."""
+        """It was only silent: what its silence was charged with is given back, and what it has not read it may yet."""
         for execution, ghost in executor.ghosts.items():
+            executor.ghosts[execution] = ghost._replace(charged=False, sent_clock=self._liveness.clock)
             if ghost.charged:
-                executor.ghosts[execution] = ghost._replace(charged=False)
                 turn = self._turns.get(ghost.trajectory_id)
                 if turn is not None and turn.turn == ghost.turn and turn.failures:
                     turn.failures -= 1
@@ -130,10 +133,10 @@ class Custody:
             if turn.execution in before:
                 turn.seen_at, turn.seen_clock = at, clock
         for each, ghost in list(executor.ghosts.items()):
-            if each not in listed:
-                self._vanish(executor, each)
-            else:
+            if each in listed:
                 self._give_back(executor, each, ghost, now)
+            elif each in before or clock - ghost.sent_clock >= LEASE_SECONDS:
+                self._vanish(executor, each)
         if beat.state is ExecutorState.STOPPING:
             return missing
         return [turn for turn in missing if self._liveness.clock - turn.seen_clock >= LEASE_SECONDS]
@@ -142,8 +145,8 @@ class Custody:
         """Enter what the log says was dispatched; return the turns whose executor has started anew since, which are its
         own until the log's results are known: it may have answered them before.
 
-        Each turn goes where its newest dispatch sent it. Older ones are ghosts: the first heartbeat tells whether they
-        run. No attempt is numbered twice, and no failure is forgotten.
+        Each turn goes where its newest dispatch sent it. Older ones are ghosts: heartbeats tell whether they run. No
+        attempt is numbered twice, and no failure is forgotten.
         """
         of_turn: dict[str, dict[bytes, TurnDispatch]] = {}
         newest_of: dict[str, TurnDispatch] = {}
@@ -163,7 +166,7 @@ class Custody:
             for execution, dispatch in found.items():
                 if dispatch is not newest and _same_start(dispatch, newest_of[dispatch.worker]):
                     self._liveness.executors[dispatch.worker].ghosts[execution] = Execution(
-                        *dispatch.key, turn.room_tokens, 0.0, charged=False
+                        *dispatch.key, turn.room_tokens, 0.0, charged=False, sent_clock=self._liveness.clock
                     )
             turn.failures = newest.failures  # of its request the log has the original: what is dispatched is a copy
             turn.attempt = newest.attempt

@@ -66,6 +66,8 @@ class Execution(NamedTuple):
     new_tokens: float
     charged: bool
     """It counts as a failure of its turn, until its executor comes back."""
+    sent_clock: float
+    """On the clock of `Liveness`: from when on its executor should have listed it."""
 
 
 class Listing:

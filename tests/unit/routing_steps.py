@@ -30,6 +30,7 @@ STEPS = st.one_of(
         st.sampled_from(ExecutorState),
         st.integers(-1, 2),
     ),
+    st.tuples(st.just("beat_unread"), WORKERS),
     st.tuples(st.just("beats")),
     st.tuples(st.just("beats_of"), st.sets(WORKERS), st.integers(1, 40)),
     st.tuples(st.just("restart"), WORKERS),
@@ -64,6 +65,8 @@ def step(world: World, what: str, *values: object) -> None:
         case "beat", int(worker), int(turns), int(tokens), ExecutorState() as state, int(lag):
             version = -1 if lag < 0 else max(-1, world.version - lag)
             world.beat(worker, max_turns=turns, token_budget=tokens, state=state, policy_version=version)
+        case "beat_unread", int(worker):
+            world.beat_unread(worker)
         case ("beats",):
             for worker in range(3):
                 world.beat(worker, policy_version=world.version)

@@ -228,6 +228,18 @@ class World:
             model.held.clear()
         self.feed(beat)
 
+    def beat_unread(self, worker: int) -> None:
+        """It beats before it has read what was sent to it since it last did."""
+        model = self.executors.get(f"w{worker}")
+        if model is None or model.beat is None:
+            return
+        listed = {held for (held,) in struct.iter_unpack("<Q", model.beat.holds)}
+        old = [each for each in model.held.values() if held_hash(each.key) in listed]
+        new = [each for each in model.held.values() if held_hash(each.key) not in listed]
+        if all(each.dispatched_at >= model.heard_at for each in new):
+            model.beat, model.heard_at = msgspec.structs.replace(model.beat, holds=packed(old)), self.now
+            self.feed(model.beat)
+
     def hand_back(self, worker: int) -> None:
         """It stops; the router hears of that before it reads the results."""
         model = self.executors.setdefault(f"w{worker}", Model())

@@ -7,7 +7,7 @@ from pipeline.routing.lengths import Means
 from pipeline.routing.liveness import FORGET_SECONDS, HEARING_SECONDS, Liveness, Standing
 from pipeline.routing.turn import Trajectory, Turn
 from schemas.slack import ExecutorState
-from tests.unit.routing_world import TTL_SECONDS, heartbeat
+from tests.unit.routing_world import TTL_SECONDS, World, heartbeat, request
 
 TURN = Turn(
     trajectory_id="g:0",
@@ -199,3 +199,35 @@ def test_an_executor_too_far_behind_is_stale_until_it_has_caught_up() -> None:
         standings.append(liveness.executors["w0"].standing)
     # One behind keeps a LIVE one, it makes none.
     assert standings == [Standing.LIVE, Standing.STALE, Standing.STALE, Standing.LIVE]
+
+
+def test_a_turn_that_ended_elsewhere_fills_room_where_it_was_sent_before_that_is_listed() -> None:
+    world = World()
+    world.beat(0, max_turns=1)
+    world.ask(request("g0:0"))
+    (first,) = world.sent.values()
+    world.beat(1, max_turns=1)
+    world.beat(0, restart=True, max_turns=0)
+    assert world.held["g0:0"].worker == "w1"
+    world.complete(first)  # by the start that is gone
+    world.ask(request("g1:0"))
+    world.beat_unread(1)
+    assert len(world.router.waiting) == 1, "w1 has yet to read that it was sent the turn"
+    world.beat(1, max_turns=1)
+    assert len(world.router.waiting) == 1
+    world.executors["w1"].held.clear()
+    world.beat(1, max_turns=1)
+    assert world.held["g1:0"].worker == "w1"
+
+
+def test_what_an_executor_never_lists_fills_its_room_for_a_lease() -> None:
+    world = World()
+    world.beat(0, max_turns=1)
+    world.ask(request("g0:0"))
+    (lost,) = world.sent.values()
+    world.executors["w0"].held.clear()
+    world.ask(request("g0:0", 1))
+    while not world.held:
+        world.now += 0.2
+        world.beat(0, max_turns=1)
+    assert 5.0 <= world.now <= 5.4 and world.held["g0:0"].request.turn == lost.request.turn + 1
