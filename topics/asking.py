@@ -42,6 +42,9 @@ ENDS_SECONDS = 30.0
 ENDS_TURN_SECONDS = 3.0
 """How long one question to a leader may take before the leaders are looked up again."""
 
+LATEST, EARLIEST = -1, -2
+"""What a broker takes for the end and the beginning of a partition where it is asked by time."""
+
 KNOWN_SECONDS = 1.0
 """How long a broker may take to hear of a topic that was made through another, or made anew."""
 
@@ -78,6 +81,31 @@ def ends_of(consumer: Consumer, partition: TopicPartition, meanwhile: Callable[[
     name = partition.topic
     right, moves = f"Describe on topic {name}", (*MOVES, *NO_SUCH_PLACE)
     return insist(f"reading the ends of {name}", ask, ENDS_SECONDS, right, moves=moves, meanwhile=meanwhile)
+
+
+def all_ends_of(
+    consumer: Consumer, partitions: Sequence[TopicPartition], meanwhile: Callable[[], None] = nothing
+) -> list[tuple[int, int]]:
+    """`ends_of` each, in their order, with one question to each leader; one by one where one of them has no answer.
+
+    Raises TopicMissing or BusError.
+    """
+    if not partitions:
+        return []
+    with suppress(KafkaException):
+        return list(zip(*(_offsets_at(consumer, partitions, end) for end in (EARLIEST, LATEST)), strict=True))
+    meanwhile()
+    return [ends_of(consumer, each, meanwhile) for each in partitions]
+
+
+def _offsets_at(consumer: Consumer, partitions: Sequence[TopicPartition], timestamp: int) -> list[int]:
+    """Of each partition. Raises KafkaException."""
+    asked = [TopicPartition(each.topic, each.partition, timestamp) for each in partitions]
+    answers = consumer.offsets_for_times(asked, timeout=ENDS_TURN_SECONDS)
+    for each in answers:
+        if each.error is not None or each.offset < 0:
+            raise KafkaException(each.error or KafkaError(KafkaError._TIMED_OUT))
+    return [int(each.offset) for each in answers]
 
 
 def metadata_of(client: AdminClient) -> ClusterMetadata:

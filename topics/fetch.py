@@ -75,9 +75,12 @@ class Fetch:
             self._reader.assign({})
 
     def _leave_out_what_is_gone(self) -> None:
+        partitions = {
+            topic: self._reader.partitions(topic) for topic in dict.fromkeys(topic for topic, _ in self._wanted)
+        }
+        ends = self._reader.all_watermarks([place for place in self._wanted if place[1] < partitions[place[0]]])
         for place, offsets in list(self._wanted.items()):
-            partitions = self._reader.partitions(place[0])
-            low, high = self._reader.watermarks(place) if place[1] < partitions else (0, 0)
+            low, high = ends.get(place, (0, 0))
             self.missing += [(place, offset) for offset in offsets if not low <= offset < high]
             offsets[:] = [offset for offset in offsets if low <= offset < high]
             self._drop_if_done(place)
@@ -137,8 +140,7 @@ def _value_bytes(item: Item | Passed) -> int:
 def _assign(reader: Reader, begins: Mapping[Place, int]) -> None:
     """Read on from there at once: librdkafka looks for what it was assigned once a second, or when it is asked."""
     reader.assign(begins)
-    for place in begins:
-        reader.watermarks(place)
+    reader.all_watermarks(list(begins))
 
 
 Name = TypeVar("Name", bound=Hashable)
@@ -170,7 +172,7 @@ class Find(Generic[Name]):
 
     def __iter__(self) -> Iterator[tuple[Name, Envelope]]:
         """Ends early when `stopped`. Raises TopicMissing, BusError or FetchStalled."""
-        ends = {place: self._reader.watermarks(place) for place in self._wanted}
+        ends = self._reader.all_watermarks(list(self._wanted))
         begins = {place: low for place, (low, _) in ends.items()}
         for place, (_, end) in ends.items():
             self._leave_out_what_never_was(place, end)

@@ -7,7 +7,6 @@ Keeps true
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from operator import attrgetter
 from threading import Event, Thread
 
@@ -43,8 +42,7 @@ class Following:
         """What was there has been read."""
         self.failure: RoseError | None = None
         """What time does not mend, while it is so."""
-        patient = {} if settings.embedded else PATIENT
-        self._settings = replace(settings, properties={**patient, **settings.properties})
+        self._settings = settings if settings.embedded else settings.preferring(PATIENT)
         self._topic = topic
         self._name = name
         self._take = take

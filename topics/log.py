@@ -43,7 +43,7 @@ def read_back(
     `spoiled` is told what does not decode. `meanwhile` is called at least once a second: for who must not fall silent
     elsewhere; what it raises ends the reading. Raises TopicMissing or BusError.
     """
-    reader = Reader(settings, client_id, ends=True, meanwhile=meanwhile)
+    reader = Reader(settings.to_an_end(), client_id, ends=True, meanwhile=meanwhile)
     open_places = set(begins)
     try:
         reader.assign(begins)
@@ -91,13 +91,16 @@ def await_decided(
     written = Reader(settings, client_id, meanwhile=meanwhile, **uncommitted)
     deadline = time.monotonic() + seconds
     try:
-        for place in places:
-            end = written.watermarks(place)[1]
-            while committed.watermarks(place)[1] < end:
-                if time.monotonic() > deadline:
-                    where = f"{settings.topic(place[0])} [{place[1]}]"
-                    ends = "kafka-transactions.sh find-hanging tells whose it is, and abort ends it"
-                    raise BusError(f"waiting for a transaction in {where} ({ends})", KafkaError(KafkaError._TIMED_OUT))
+        ends = {place: end for place, (_, end) in written.all_watermarks(places).items()}
+        while ends:
+            decided = committed.all_watermarks(list(ends))
+            ends = {place: end for place, end in ends.items() if decided[place][1] < end}
+            if ends and time.monotonic() > deadline:
+                topic, partition = next(iter(ends))
+                ended = "kafka-transactions.sh find-hanging tells whose it is, and abort ends it"
+                where = f"{settings.topic(topic)} [{partition}]"
+                raise BusError(f"waiting for a transaction in {where} ({ended})", KafkaError(KafkaError._TIMED_OUT))
+            if ends:
                 meanwhile()
                 written.read(1, DECIDED_POLL_SECONDS)
     finally:

@@ -33,6 +33,7 @@ from topics.asking import (
     ENDS_SECONDS,
     ENDS_TURN_SECONDS,
     NO_SUCH_PLACE,
+    all_ends_of,
     ends_of,
     insist,
     missing,
@@ -218,6 +219,11 @@ class Reader:
         """The first offset kept and the next one to be written. Raises TopicMissing or BusError."""
         return ends_of(self._consumer, self._partition(place, 0), self._meanwhile)
 
+    def all_watermarks(self, places: Sequence[Place]) -> dict[Place, tuple[int, int]]:
+        """`watermarks` of each, asked for at once. Raises TopicMissing or BusError."""
+        wanted = [self._partition(place, 0) for place in places]
+        return dict(zip(places, all_ends_of(self._consumer, wanted, self._meanwhile), strict=True))
+
     def partitions(self, topic: Topic) -> int:
         """How many partitions the topic has on the broker. Raises TopicMissing or BusError."""
         return partitions_of(self._consumer, self._settings.topic(topic), self._meanwhile)
@@ -298,7 +304,7 @@ class Reader:
 
     def _take_on(self, places: Mapping[Place, int]) -> None:
         """Assign, and resume: librdkafka keeps an application's pause of a partition over any assignment."""
-        partitions = [self._partition(place, self._found(place, at)) for place, at in places.items()]
+        partitions = [self._partition(place, at) for place, at in self._found(places).items()]
         try:
             self._consumer.assign(partitions)
             self._consumer.resume(partitions)
@@ -310,12 +316,10 @@ class Reader:
         topic, partition = place
         return TopicPartition(self._settings.topic(topic), partition, offset)
 
-    def _found(self, place: Place, offset: int) -> int:
-        """The offset as a number, asked for here: librdkafka takes half a second to find the beginning or the end."""
-        if offset not in (OFFSET_BEGINNING, OFFSET_END):
-            return offset
-        low, high = self.watermarks(place)
-        return low if offset == OFFSET_BEGINNING else high
+    def _found(self, places: Mapping[Place, int]) -> dict[Place, int]:
+        """The offsets as numbers, asked for here: librdkafka takes half a second to find the beginning or the end."""
+        ends = self.all_watermarks([place for place, at in places.items() if at in (OFFSET_BEGINNING, OFFSET_END)])
+        return {place: ends[place][at == OFFSET_END] if place in ends else at for place, at in places.items()}
 
     def _place(self, partition: TopicPartition) -> Place:
         return self._topics[partition.topic], partition.partition

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,10 @@ TRANSACTION_MILLISECONDS = 10_000
 FETCH_MILLISECONDS = 100
 """An idle reader asks the broker again after so long. A new record wakes the fetch under way; a partition that is
 assigned or resumed meanwhile waits for its end."""
+
+END_MILLISECONDS = 10
+"""The same for a reader that stops at an end: of that it is told by a fetch that finds nothing, and what it asks the
+broker next waits for the end of a fetch under way."""
 
 FULL_MILLISECONDS = 10
 """A reader that has fetched ahead as much as it may looks again after so long; librdkafka would after a second, with
@@ -61,6 +65,14 @@ class BusSettings:
     def topic(self, topic: Topic) -> str:
         """The topic's name on this broker."""
         return f"{self.namespace}{topic.name}"
+
+    def preferring(self, properties: Mapping[str, str]) -> "BusSettings":
+        """The same with these properties, where the user gave none of the name."""
+        return replace(self, properties={**properties, **self.properties})
+
+    def to_an_end(self) -> "BusSettings":
+        """For readers that stop at an end."""
+        return self if self.embedded else self.preferring({"fetch.wait.max.ms": str(END_MILLISECONDS)})
 
     def name(self, name: str) -> str:
         """A consumer group or transactional id on this broker."""

@@ -11,7 +11,6 @@ Keeps true
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 from threading import Event
 
 import structlog
@@ -117,10 +116,8 @@ class RouterLoop:
             return
         if self._station is None:
             settings, name = self._settings, self._name
-            ahead = replace(settings, properties={**FETCH_AHEAD, **settings.properties})
-            self._station = Station(
-                settings, self._config, name, self._seats, Reader(ahead, name), Writer(settings, name)
-            )
+            reader = Reader(settings.preferring(FETCH_AHEAD), name)
+            self._station = Station(settings, self._config, name, self._seats, reader, Writer(settings, name))
         for seat in sorted(held - self.reigns.keys()):
             began = time.monotonic()
             HEALTH.says(f"takes cell {seat.cell}, and reads back the turns that are under way", ready=False)

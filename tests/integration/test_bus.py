@@ -24,7 +24,7 @@ from tests.golden.examples import OUTCOME, PROMPT
 from tests.integration.bus_kit import BAD, WAIT_SECONDS, put, read_until, with_topics
 from tests.waiting import until
 from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
-from topics.errors import BusError
+from topics.errors import BusError, TopicMissing
 from topics.fetch import REACH, Fetch, Find
 from topics.labels import BEGINNING_BYTES, REASON_CHARACTERS
 from topics.letters import buried, read_letters
@@ -272,6 +272,25 @@ def test_a_transaction_with_a_record_that_no_broker_takes_is_not_made_again(sett
     with pytest.raises(BusError):
         writer.transact(write)
     assert len(tried) == 1
+
+
+def test_many_ends_asked_for_at_once_are_those_that_each_partition_tells(settings: BusSettings) -> None:
+    writer = Writer(settings, "test", transactional_id="test")
+    writer.transact(lambda: writer.write(OUTCOMES, OUTCOME, key="done"))
+    await_decided(settings, [(OUTCOMES, 0)], client_id="test")
+    writer.begin()
+    writer.write(PROMPTS, PROMPT, key="open", partition=0)
+    places: list[Place] = [(PROMPTS, 0), (OUTCOMES, 0), (PROMPTS, 1)]
+    uncommitted: dict[str, Any] = {"isolation.level": "read_uncommitted"}
+    for isolation in (dict[str, Any](), uncommitted):
+        with closing(Reader(settings, "test", **isolation)) as reader:
+            while isolation and not reader.watermarks(places[0])[1]:
+                writer.poll(0.01)
+            assert reader.all_watermarks(places) == {place: reader.watermarks(place) for place in places}
+            assert reader.all_watermarks([]) == {}
+            with pytest.raises(TopicMissing):
+                reader.all_watermarks([(OUTCOMES, 0), (PROMPTS, 99)])
+    writer.abort()
 
 
 def test_a_transaction_of_who_was_fenced_is_not_made_again(settings: BusSettings) -> None:

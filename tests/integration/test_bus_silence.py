@@ -135,12 +135,13 @@ def test_nor_does_who_is_asked_to_leave_while_it_looks_who_owned_the_name(
 QUESTIONS: list[Callable[[Reader], object]] = [
     lambda reader: reader.committed([(PROMPTS, 0)]),
     lambda reader: reader.watermarks((PROMPTS, 0)),
+    lambda reader: reader.all_watermarks([(PROMPTS, 0)]),
     lambda reader: reader.partitions(PROMPTS),
 ]
 
 
 @any_broker
-@pytest.mark.parametrize("ask", QUESTIONS, ids=["committed", "watermarks", "partitions"])
+@pytest.mark.parametrize("ask", QUESTIONS, ids=["committed", "watermarks", "all_watermarks", "partitions"])
 def test_a_question_ends_when_whoever_asks_says_so(
     settings: BusSettings, own_broker: Broker, ask: Callable[[Reader], object]
 ) -> None:

@@ -63,8 +63,9 @@ def take_over(
     committed = offsets([(topic, partition) for partition in partitions for topic in (PROMPTS, COMPLETED)])
     written = (GROUPS, PROGRESS, SNAPSHOTS, REQUESTED)
     await_decided(settings, [(topic, partition) for topic in written for partition in partitions], meanwhile=meanwhile)
-    request_ends = {partition: reader.watermarks((REQUESTED, partition))[1] for partition in partitions}
-    unknown = [place for place, offset in committed.items() if offset is None and reader.watermarks(place)[1] > 0]
+    new = [place for place, offset in committed.items() if offset is None]
+    ends = reader.all_watermarks([*new, *((REQUESTED, partition) for partition in partitions)])
+    unknown = [place for place in new if ends[place][1] > 0]
     letters = _letters(settings, unknown, meanwhile)
     recoveries = {
         partition: Recovery(Home(partition, homes=homes, buried=frozenset(letters.get(partition, ()))))
@@ -82,6 +83,7 @@ def take_over(
         begins[PROMPTS, partition], begins[COMPLETED, partition] = prompts, results
         home.begin(prompts_from=prompts, results_from=results)
     found = {partition: recovery.home for partition, recovery in recoveries.items()}
+    request_ends = {partition: ends[REQUESTED, partition][1] for partition in partitions}
     return TakenOver(found, broken, begins, request_ends, newest, fetched)
 
 
@@ -136,7 +138,7 @@ def _contents(settings: BusSettings, recoveries: dict[int, Recovery], meanwhile:
     # The embedded broker answers a fetch with all the rest of a partition: there jumps cost more than they save.
     far = sys.maxsize if settings.embedded else FAR
     requests = {(REQUESTED, partition): recovery.requests for partition, recovery in recoveries.items()}
-    with closing(Reader(settings, "rose-recovery", ends=True, meanwhile=meanwhile)) as reader:
+    with closing(Reader(settings.to_an_end(), "rose-recovery", ends=True, meanwhile=meanwhile)) as reader:
         find = Find(reader, requests, _turn_of, far=far, stopped=stopped)
         for _, envelope in find:
             if isinstance(envelope.record, TurnRequest):

@@ -9,7 +9,7 @@ Keeps true
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -20,6 +20,7 @@ from schemas.turns import TurnResult
 from topics import tracing
 from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS
 from topics.health import HEALTH
+from topics.log import read_back
 from topics.metrics import export
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
@@ -85,9 +86,7 @@ class EnvironmentWorker:
         self._check_environment = check_environment
         self._clock = clock
         self._member = Membership(settings, name, ENVIRONMENT_GROUP, meanwhile=self._meanwhile)
-        self._outcomes = Reader(
-            settings, f"rose-{name}-outcomes", group=ENVIRONMENT_GROUP, ends=True, meanwhile=self._meanwhile
-        )
+        self._outcomes = Reader(settings, f"rose-{name}-outcomes", group=ENVIRONMENT_GROUP, meanwhile=self._meanwhile)
         self._outbox = Outbox(
             settings,
             name,
@@ -203,12 +202,14 @@ class EnvironmentWorker:
 
     def _recall_outcomes(self) -> None:
         """Read the outcomes of the groups that are open, to the present end."""
-        low, end = self._outcomes.watermarks((OUTCOMES, 0))
+        place: Place = (OUTCOMES, 0)
+        low, end = self._member.reader.watermarks(place)  # its fetches are over: no question to a broker waits for one
         begin = outcomes_from(self._homes.values())
-        self._outcomes_next = end if begin is None else min(max(low, begin), end)
-        self._outcomes.assign({(OUTCOMES, 0): self._outcomes_next})
-        while not self._settle(self._outcomes.read(BATCH, IDLE_SECONDS)):
-            self._meanwhile()
+        if begin is not None and begin < end:
+            begins = {place: max(low, begin)}
+            self._settle(read_back(self._settings, begins, client_id="rose-recovery", meanwhile=self._meanwhile))
+        self._outcomes_next = end
+        self._outcomes.assign({place: end})
         for home in self._homes.values():
             for group_id in home.settle_forgotten(low):
                 log.warning("outcomes_forgotten", group=group_id, reason="outcomes are kept for 30 days")
@@ -278,18 +279,13 @@ class EnvironmentWorker:
         home.results.read(offset)
         self._ready.append(Ready(home, name, asked_again(trajectory, self._rules, self._clock()), offset))
 
-    def _settle(self, items: Sequence[Item]) -> bool:
-        """Take outcomes in; whether the end of the topic was reached."""
-        at_end = False
+    def _settle(self, items: Iterable[Item]) -> None:
+        """Take outcomes in."""
         for item in items:
-            if isinstance(item, EndOfPartition):
-                at_end = True
-                continue
             self._outcomes_next = item.offset + 1
             if isinstance(item, Envelope) and isinstance(item.record, SampleOutcome):
                 for home in self._homes.values():
                     home.outcome(item.record.group_id, item.record.trajectory_id, item.offset)
-        return at_end
 
     def _open_groups(self) -> None:
         """Decide prompts, home by home in turn, while the window has room; read more only while none waits."""

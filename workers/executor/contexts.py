@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from queue import Empty, Queue, SimpleQueue
 from threading import Event, Thread
 
@@ -99,8 +98,7 @@ class Contexts:
     """Kept ones, and a thread that reads the others back. `close` it."""
 
     def __init__(self, settings: BusSettings, name: str) -> None:
-        scattered = {} if settings.embedded else SCATTERED
-        self._settings = replace(settings, properties={**scattered, **settings.properties})
+        self._settings = settings if settings.embedded else settings.preferring(SCATTERED)
         self._name = name
         self._kept = Kept()
         self._reading: dict[TurnKey, float] = {}

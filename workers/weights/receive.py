@@ -11,7 +11,7 @@ Keeps true
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Event, Thread
 from time import perf_counter
@@ -221,7 +221,7 @@ class WeightReceiver:
                 self._stopping.wait(RETRY_SECONDS)
 
     def _follow(self) -> None:
-        small = replace(self._settings, properties={**SMALL_FETCHES, **self._settings.properties})
+        small = self._settings.preferring(SMALL_FETCHES)
         with (
             closing(Reader(self._settings, self._client_id, ends=True)) as manifests,
             closing(Reader(small, self._client_id, ends=True)) as chunks,
