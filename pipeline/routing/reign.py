@@ -146,9 +146,8 @@ class Reign:
         self._claim(self._places[DISPATCHED])
         places = [place for topic in (REQUESTED, DISPATCHED, COMPLETED) for place in self._places[topic]]
         committed = self._seats.committed(places)
-        for place in places:
-            self._hold()
-            low, high = self._reader.watermarks(place)
+        self._hold()
+        for place, (low, high) in self._reader.all_watermarks(places).items():
             self._next[place] = min(max(low, committed[place] or 0), high)
         self._low_water = LowWater(self._next)
         decisions = self.router.restore(
