@@ -26,6 +26,7 @@ MOVES = (
     KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.OFFSET_NOT_AVAILABLE,
     *BROKER_AWAY,
 )
 """What is said of a group in its first seconds, and while a coordinator or a leader moves to another broker."""
@@ -41,6 +42,9 @@ ENDS_SECONDS = 30.0
 
 ENDS_TURN_SECONDS = 3.0
 """How long one question to a leader may take before the leaders are looked up again."""
+
+AT_ONCE_SECONDS = 2.0
+"""How long all leaders may take that are asked at once; then each is asked by itself."""
 
 LATEST, EARLIEST = -1, -2
 """What a broker takes for the end and the beginning of a partition where it is asked by time."""
@@ -86,22 +90,26 @@ def ends_of(consumer: Consumer, partition: TopicPartition, meanwhile: Callable[[
 def all_ends_of(
     consumer: Consumer, partitions: Sequence[TopicPartition], meanwhile: Callable[[], None] = nothing
 ) -> list[tuple[int, int]]:
-    """`ends_of` each, in their order, with one question to each leader; one by one where one of them has no answer.
-
-    Raises TopicMissing or BusError.
+    """`ends_of` each, in their order. Of several, each leader is asked once for all that it has; where one of them does
+    not answer, partition by partition. Raises TopicMissing or BusError.
     """
-    if not partitions:
-        return []
+    if len(partitions) < 2:
+        return [ends_of(consumer, each, meanwhile) for each in partitions]
     with suppress(KafkaException):
-        return list(zip(*(_offsets_at(consumer, partitions, end) for end in (EARLIEST, LATEST)), strict=True))
-    meanwhile()
-    return [ends_of(consumer, each, meanwhile) for each in partitions]
+        lows = offsets_at(consumer, partitions, EARLIEST)
+        meanwhile()
+        return list(zip(lows, offsets_at(consumer, partitions, LATEST), strict=True))
+    found: list[tuple[int, int]] = []
+    for each in partitions:
+        meanwhile()
+        found.append(ends_of(consumer, each, meanwhile))
+    return found
 
 
-def _offsets_at(consumer: Consumer, partitions: Sequence[TopicPartition], timestamp: int) -> list[int]:
-    """Of each partition. Raises KafkaException."""
+def offsets_at(consumer: Consumer, partitions: Sequence[TopicPartition], timestamp: int) -> list[int]:
+    """Of each partition. Raises KafkaException, also where one is not answered: it keeps its time, which is below 0."""
     asked = [TopicPartition(each.topic, each.partition, timestamp) for each in partitions]
-    answers = consumer.offsets_for_times(asked, timeout=ENDS_TURN_SECONDS)
+    answers = consumer.offsets_for_times(asked, timeout=AT_ONCE_SECONDS)
     for each in answers:
         if each.error is not None or each.offset < 0:
             raise KafkaException(each.error or KafkaError(KafkaError._TIMED_OUT))

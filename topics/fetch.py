@@ -138,9 +138,9 @@ def _value_bytes(item: Item | Passed) -> int:
 
 
 def _assign(reader: Reader, begins: Mapping[Place, int]) -> None:
-    """Read on from there at once: librdkafka looks for what it was assigned once a second, or when it is asked."""
+    """Read on from there at once."""
     reader.assign(begins)
-    reader.all_watermarks(list(begins))
+    reader.look(list(begins))
 
 
 Name = TypeVar("Name", bound=Hashable)

@@ -55,7 +55,7 @@ def read_messages(
     second, and every few seconds while a question to the broker has no answer; what it raises ends the reading.
     Raises TopicMissing or BusError.
     """
-    consumer = Consumer({**settings.consumer(client_id, LOG_GROUP), "enable.partition.eof": True, **ahead})
+    consumer = Consumer({**settings.to_an_end().consumer(client_id, LOG_GROUP), "enable.partition.eof": True, **ahead})
     with closing(consumer):
         found = {place: _begin(consumer, place, offset, meanwhile) for place, offset in begins.items()}
         left = {place for place, begin in found.items() if begin is not None}

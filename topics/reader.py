@@ -10,7 +10,7 @@ Keeps true
 import math
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from threading import Thread
 
 import structlog
@@ -30,6 +30,7 @@ from schemas.wire import decode
 from topics import metrics
 from topics.asking import (
     COORDINATOR_SECONDS,
+    EARLIEST,
     ENDS_SECONDS,
     ENDS_TURN_SECONDS,
     NO_SUCH_PLACE,
@@ -38,6 +39,7 @@ from topics.asking import (
     insist,
     missing,
     nothing,
+    offsets_at,
     partitions_of,
 )
 from topics.catalog import LOG_GROUP, Topic
@@ -219,10 +221,20 @@ class Reader:
         """The first offset kept and the next one to be written. Raises TopicMissing or BusError."""
         return ends_of(self._consumer, self._partition(place, 0), self._meanwhile)
 
-    def all_watermarks(self, places: Sequence[Place]) -> dict[Place, tuple[int, int]]:
-        """`watermarks` of each, asked for at once. Raises TopicMissing or BusError."""
+    def all_watermarks(
+        self, places: Sequence[Place], *, meanwhile: Callable[[], None] | None = None
+    ) -> dict[Place, tuple[int, int]]:
+        """`watermarks` of each, asked for at once. `meanwhile`: if not the reader's own.
+
+        Raises TopicMissing or BusError.
+        """
         wanted = [self._partition(place, 0) for place in places]
-        return dict(zip(places, all_ends_of(self._consumer, wanted, self._meanwhile), strict=True))
+        return dict(zip(places, all_ends_of(self._consumer, wanted, meanwhile or self._meanwhile), strict=True))
+
+    def look(self, places: Sequence[Place]) -> None:
+        """Have what was assigned looked for now: librdkafka does so once a second, or when it is asked."""
+        with suppress(KafkaException):
+            offsets_at(self._consumer, [self._partition(place, 0) for place in places], EARLIEST)
 
     def partitions(self, topic: Topic) -> int:
         """How many partitions the topic has on the broker. Raises TopicMissing or BusError."""

@@ -5,9 +5,10 @@ Keeps true
 - What was taken from an executor without a word of it stays there as a ghost: it fills room, and the turn comes back to
   it if it still waits once the executor is heard to hold it. If it was dispatched elsewhere it runs twice, and the
   first COMPLETED result wins.
-- An execution that a living executor does not list for LEASE_SECONDS is lost, a ghost too: it may beat before it has
-  read what was sent to it. Only time in which somebody was heard counts, by the router's clock alone.
-- One that was listed and is not any more has ended.
+- An execution that a living executor does not list for LEASE_SECONDS is lost. Only time in which somebody was heard
+  counts, by the router's clock alone.
+- A ghost goes once it was listed and is no more, or was not for LEASE_SECONDS in which its executor was heard itself:
+  that one may beat before it has read what was sent to it, also when it comes back.
 
 Example
     t's attempt 0 is dispatched to w1; w1 falls silent   -> a ghost at w1, t waits as attempt 1
@@ -18,7 +19,7 @@ Example
 
 from collections.abc import Iterable
 
-from pipeline.routing.liveness import Execution, Executor, Listing, Liveness
+from pipeline.routing.liveness import HEARING_SECONDS, Execution, Executor, Listing, Liveness
 from pipeline.routing.placement import Placement
 from pipeline.routing.turn import Turn
 from pipeline.routing.waiting import Waiting
@@ -51,8 +52,9 @@ class Custody:
         turn.execution = listed_as(turn.key)
         if turn.next_attempt <= turn.attempt:
             turn.next_attempt = turn.attempt + 1
-        turn.seen_at, turn.seen_clock = now, self._liveness.clock
-        self._liveness.executors[worker].holds[turn.execution] = turn
+        executor = self._liveness.executors[worker]
+        turn.seen_at, turn.seen_clock, turn.unlisted_since = now, self._liveness.clock, executor.heard_seconds
+        executor.holds[turn.execution] = turn
 
     def answered(self, result: TurnResult) -> None:
         """An execution that may have been a ghost has ended."""
@@ -78,9 +80,8 @@ class Custody:
         execution = turn.execution
         executor = self._leave(turn)
         if executor is not None:
-            executor.ghosts[execution] = Execution(
-                *turn.key, turn.room_tokens, turn.new_tokens, charged, turn.seen_clock
-            )
+            room = turn.room_tokens, turn.new_tokens
+            executor.ghosts[execution] = Execution(*turn.key, *room, charged, turn.unlisted_since)
 
     def held_by(self, executor: Executor) -> list[Turn]:
         """The turns in its books."""
@@ -106,10 +107,10 @@ class Custody:
             self._vanish(executor, execution)
 
     def excuse(self, executor: Executor) -> None:
-        """It was only silent: what its silence was charged with is given back, and what it has not read it may yet."""
+        """It was only silent: what its silence was charged with is given back."""
         for execution, ghost in executor.ghosts.items():
-            executor.ghosts[execution] = ghost._replace(charged=False, sent_clock=self._liveness.clock)
             if ghost.charged:
+                executor.ghosts[execution] = ghost._replace(charged=False)
                 turn = self._turns.get(ghost.trajectory_id)
                 if turn is not None and turn.turn == ghost.turn and turn.failures:
                     turn.failures -= 1
@@ -121,8 +122,9 @@ class Custody:
         """
         beat, holds, before = executor.beat, executor.holds, executor.listed
         assert beat is not None
-        at, clock = executor.heard_at, executor.heard_clock
-        executor.heard_at, executor.heard_clock = now, self._liveness.clock
+        clock, seen = self._liveness.clock, (executor.heard_at, executor.heard_clock)
+        executor.heard_seconds += min(clock - executor.heard_clock, HEARING_SECONDS)
+        executor.heard_at, executor.heard_clock = now, clock
         if beat.holds != before.packed:  # most list what the one before did
             executor.listed = Listing(beat.holds)
         if beat.holds == b"".join(holds) and not executor.ghosts:
@@ -131,24 +133,27 @@ class Custody:
         missing = [turn for each, turn in holds.items() if each not in listed]
         for turn in missing:
             if turn.execution in before:
-                turn.seen_at, turn.seen_clock = at, clock
+                turn.seen_at, turn.seen_clock = seen
+                turn.unlisted_since = -LEASE_SECONDS
         for each, ghost in list(executor.ghosts.items()):
             if each in listed:
                 self._give_back(executor, each, ghost, now)
-            elif each in before or clock - ghost.sent_clock >= LEASE_SECONDS:
+            elif each in before or executor.heard_seconds - ghost.unlisted_since >= LEASE_SECONDS:
                 self._vanish(executor, each)
         if beat.state is ExecutorState.STOPPING:
             return missing
-        return [turn for turn in missing if self._liveness.clock - turn.seen_clock >= LEASE_SECONDS]
+        return [turn for turn in missing if clock - turn.seen_clock >= LEASE_SECONDS]
 
     def put_back(self, dispatches: Iterable[TurnDispatch], now: float) -> list[Turn]:
         """Enter what the log says was dispatched; return the turns whose executor has started anew since, which are its
         own until the log's results are known: it may have answered them before.
 
-        Each turn goes where its newest dispatch sent it. Older ones are ghosts: heartbeats tell whether they run. No
-        attempt is numbered twice, and no failure is forgotten.
+        Each turn goes where its newest dispatch sent it. Older ones are ghosts, as are those to other turns, and
+        fill room until heartbeats tell whether they run. No attempt is numbered twice, and no failure is forgotten.
         """
         of_turn: dict[str, dict[bytes, TurnDispatch]] = {}
+        of_others: list[TurnDispatch] = []
+        """To turns that are not the present ones of their trajectories: they may still run."""
         newest_of: dict[str, TurnDispatch] = {}
         """By worker, the newest to its newest start."""
         for dispatch in dispatches:
@@ -157,17 +162,20 @@ class Custody:
             turn = self._turns.get(dispatch.request.trajectory_id)
             if turn is not None and turn.turn == dispatch.request.turn:
                 of_turn.setdefault(dispatch.request.trajectory_id, {})[listed_as(dispatch.key)] = dispatch
+            else:
+                of_others.append(dispatch)
         for worker, dispatch in newest_of.items():
             self._liveness.remembered(worker, dispatch.slot, dispatch.incarnation)
+        for dispatch in of_others:
+            request = dispatch.request
+            self._may_run(dispatch, newest_of[dispatch.worker], request.context_tokens + request.sampling.max_tokens)
         orphans: list[Turn] = []
         for trajectory_id, found in of_turn.items():
             turn = self._turns[trajectory_id]
             newest = max(found.values(), key=lambda dispatch: dispatch.attempt)
-            for execution, dispatch in found.items():
-                if dispatch is not newest and _same_start(dispatch, newest_of[dispatch.worker]):
-                    self._liveness.executors[dispatch.worker].ghosts[execution] = Execution(
-                        *dispatch.key, turn.room_tokens, 0.0, charged=False, sent_clock=self._liveness.clock
-                    )
+            for dispatch in found.values():
+                if dispatch is not newest:
+                    self._may_run(dispatch, newest_of[dispatch.worker], turn.room_tokens)
             turn.failures = newest.failures  # of its request the log has the original: what is dispatched is a copy
             turn.attempt = newest.attempt
             turn.prefill_seconds = newest.cost.prefill_seconds
@@ -193,6 +201,12 @@ class Custody:
         turn.attempt = ghost.attempt
         turn.room_tokens, turn.new_tokens = ghost.room_tokens, ghost.new_tokens
         self.give(turn, executor.worker, now)
+
+    def _may_run(self, dispatch: TurnDispatch, newest: TurnDispatch, room_tokens: int) -> None:
+        """It was sent before the log was read back; `newest`: what was sent to its worker last."""
+        if _same_start(dispatch, newest):
+            ghost = Execution(*dispatch.key, room_tokens, 0.0, charged=False, unlisted_since=0.0)
+            self._liveness.executors[dispatch.worker].ghosts[listed_as(dispatch.key)] = ghost
 
     def _leave(self, turn: Turn) -> Executor | None:
         executor = self._liveness.executors.get(turn.worker)

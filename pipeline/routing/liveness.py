@@ -66,8 +66,8 @@ class Execution(NamedTuple):
     new_tokens: float
     charged: bool
     """It counts as a failure of its turn, until its executor comes back."""
-    sent_clock: float
-    """On the clock of `Liveness`: from when on its executor should have listed it."""
+    unlisted_since: float
+    """`Executor.heard_seconds` as of which it was not listed yet; of one that was, and is no more, long ago."""
 
 
 class Listing:
@@ -116,9 +116,11 @@ class Executor:
     """When that came, on the router's clock."""
     heard_clock: float = 0.0
     """The same, on the clock of `Liveness`."""
+    heard_seconds: float = 0.0
+    """In which this one was heard itself: what it was silent for beyond HEARING_SECONDS does not count."""
     ghosts: dict[bytes, Execution] = field(default_factory=dict)
-    """By execution: what it may still run though the turn was taken from it. They fill its room until it is heard
-    to hold them no more."""
+    """By execution: what it may still run though the turn was taken from it. They fill its room until they have ended
+    there, or a lease is over in which it has not listed them."""
     counted: int | None = None
     """The policy version that it is counted under."""
     before: tuple[tuple[int, int], ...] = ()

@@ -147,7 +147,7 @@ class Reign:
         places = [place for topic in (REQUESTED, DISPATCHED, COMPLETED) for place in self._places[topic]]
         committed = self._seats.committed(places)
         self._hold()
-        for place, (low, high) in self._reader.all_watermarks(places).items():
+        for place, (low, high) in self._reader.all_watermarks(places, meanwhile=self._hold).items():
             self._next[place] = min(max(low, committed[place] or 0), high)
         self._low_water = LowWater(self._next)
         decisions = self.router.restore(

@@ -93,6 +93,8 @@ class Turn(msgspec.Struct, eq=False, gc=False, kw_only=True):
     """When it was dispatched, or its executor said last but one that it holds it: see `Executor.listed`."""
     seen_clock: float = 0.0
     """The same, on the clock of `Liveness`."""
+    unlisted_since: float = 0.0
+    """See `Execution`."""
     taken_by: str = ""
     """The executor that took it back, until it is known what that costs."""
     ticket: int = 0

@@ -229,14 +229,14 @@ class World:
         self.feed(beat)
 
     def beat_unread(self, worker: int) -> None:
-        """It beats before it has read what was sent to it since it last did."""
+        """It beats before it has read what was sent to it, which it does within four seconds in which it runs."""
         model = self.executors.get(f"w{worker}")
         if model is None or model.beat is None:
             return
         listed = {held for (held,) in struct.iter_unpack("<Q", model.beat.holds)}
         old = [each for each in model.held.values() if held_hash(each.key) in listed]
         new = [each for each in model.held.values() if held_hash(each.key) not in listed]
-        if all(each.dispatched_at >= model.heard_at for each in new):
+        if all(each.dispatched_at >= min(model.heard_at, self.now - 4.0) for each in new):
             model.beat, model.heard_at = msgspec.structs.replace(model.beat, holds=packed(old)), self.now
             self.feed(model.beat)
 
@@ -316,14 +316,17 @@ class World:
     def _note_departures(self) -> None:
         for worker, executor in self.router.liveness.executors.items():
             model = self.executors.get(worker)
-            if executor.standing is not Standing.GONE or model is None or executor.beat is not model.beat:
+            if executor.standing is not Standing.GONE or model is None:
+                continue
+            if executor.beat is not None and executor.beat is not model.beat:
                 continue
             assert model.beat is not None
             if model.beat.state is ExecutorState.STOPPING:
                 continue
-            assert self.now >= model.heard_at + TTL_SECONDS, "an executor was given up within its TTL"
-            others = [other.heard_at for name, other in self.executors.items() if name != worker and other.beat]
-            assert max(others, default=0.0) >= model.heard_at + TTL_SECONDS, "nobody else was heard: who knows?"
+            if executor.beat is not None:  # else it is known from the log alone
+                assert self.now >= model.heard_at + TTL_SECONDS, "an executor was given up within its TTL"
+                others = [other.heard_at for name, other in self.executors.items() if name != worker and other.beat]
+                assert max(others, default=0.0) >= model.heard_at + TTL_SECONDS, "nobody else was heard: who knows?"
             for dispatch in model.held.values():
                 self._fault(dispatch)
 

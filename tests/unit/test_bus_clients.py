@@ -19,7 +19,7 @@ from schemas.errors import RoseError
 from tests.unit.test_health import Clock
 from tests.waiting import until
 from topics import admin, settings, transactions
-from topics.asking import KNOWN_SECONDS, ends_of, nothing
+from topics.asking import KNOWN_SECONDS, all_ends_of, ends_of, nothing
 from topics.catalog import HEARTBEATS, PROMPTS
 from topics.errors import BrokerUnreachable, BusError, NotLetIn, TopicMissing
 from topics.hung import Wait
@@ -61,6 +61,48 @@ def test_a_topic_that_is_listed_is_not_missing_though_its_leader_has_not_heard_o
     assert ends_of(broker, TopicPartition("there", 0)) == (3, 7)
     with pytest.raises(TopicMissing):
         ends_of(broker, TopicPartition("there", 1))
+
+
+class Leaders:
+    """Of partitions that begin at 3 and end at 7; of those named here one does not answer, or refuses."""
+
+    def __init__(self, silent: int = -1, refuses: int = -1) -> None:
+        self.asked: list[str] = []
+        self.silent, self.refuses = silent, refuses
+
+    def get_watermark_offsets(self, partition: TopicPartition, timeout: float) -> tuple[int, int]:
+        self.asked.append("one")
+        return 3, 7
+
+    def offsets_for_times(self, partitions: list[TopicPartition], timeout: float) -> list[SimpleNamespace]:
+        self.asked.append("all")
+        found = {-2: 3, -1: 7}
+        refusal = KafkaError(KafkaError.NOT_LEADER_FOR_PARTITION)
+        return [
+            SimpleNamespace(
+                offset=each.offset if each.partition == self.silent else found[each.offset],
+                error=refusal if each.partition == self.refuses else None,
+            )
+            for each in partitions
+        ]
+
+
+@pytest.mark.parametrize(
+    ("leaders", "partitions", "questions"),
+    [
+        (Leaders(), 0, []),
+        (Leaders(), 1, ["one"]),
+        (Leaders(), 3, ["all", "meanwhile", "all"]),
+        (Leaders(silent=1), 2, ["all", "meanwhile", "one", "meanwhile", "one"]),
+        (Leaders(refuses=0), 2, ["all", "meanwhile", "one", "meanwhile", "one"]),
+    ],
+)
+def test_ends_are_asked_for_at_once_and_one_by_one_where_a_leader_does_not_tell(
+    leaders: Leaders, partitions: int, questions: list[str]
+) -> None:
+    wanted = [TopicPartition("topic", each) for each in range(partitions)]
+    assert all_ends_of(leaders, wanted, lambda: leaders.asked.append("meanwhile")) == [(3, 7)] * partitions
+    assert leaders.asked == questions
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,19 @@
 """Laws of liveness."""
 
+from collections.abc import Callable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.routing.custody import LEASE_SECONDS
 from pipeline.routing.lengths import Means
 from pipeline.routing.liveness import FORGET_SECONDS, HEARING_SECONDS, Liveness, Standing
+from pipeline.routing.router import Router
 from pipeline.routing.turn import Trajectory, Turn
+from pipeline.routing.waiting import Asked
 from schemas.slack import ExecutorState
-from tests.unit.routing_world import TTL_SECONDS, World, heartbeat, request
+from schemas.turns import TurnDispatch
+from tests.unit.routing_world import CONFIG, TTL_SECONDS, World, dispatched, heartbeat, packed, request, result
 
 TURN = Turn(
     trajectory_id="g:0",
@@ -220,14 +226,85 @@ def test_a_turn_that_ended_elsewhere_fills_room_where_it_was_sent_before_that_is
     assert world.held["g1:0"].worker == "w1"
 
 
-def test_what_an_executor_never_lists_fills_its_room_for_a_lease() -> None:
+def beats_until(world: World, met: Callable[[], bool], *, worker: int = 0) -> float:
+    """It beats five times a second until it is so; the seconds that takes."""
+    began = world.now
+    while not met():
+        world.now += 0.2
+        world.beat(worker, max_turns=1)
+        assert world.now < began + 3 * LEASE_SECONDS
+    return world.now - began
+
+
+def with_a_lost_one() -> World:
+    """Another turn of the trajectory waits for the room of one that never came to w0, the only executor."""
     world = World()
     world.beat(0, max_turns=1)
     world.ask(request("g0:0"))
-    (lost,) = world.sent.values()
     world.executors["w0"].held.clear()
     world.ask(request("g0:0", 1))
-    while not world.held:
-        world.now += 0.2
+    return world
+
+
+def test_what_an_executor_never_lists_fills_its_room_for_a_lease() -> None:
+    world = with_a_lost_one()
+    assert LEASE_SECONDS <= beats_until(world, lambda: bool(world.held)) <= LEASE_SECONDS + 0.2
+    assert world.held["g0:0"].request.turn == 1
+
+
+def test_it_goes_too_where_the_executor_falls_silent_time_and_again() -> None:
+    world = with_a_lost_one()
+    for _ in range(int(LEASE_SECONDS / HEARING_SECONDS)):
+        for _ in range(12):
+            world.now += 0.2
+            world.beat(1, max_turns=0)
+            world.feed(None)
         world.beat(0, max_turns=1)
-    assert 5.0 <= world.now <= 5.4 and world.held["g0:0"].request.turn == lost.request.turn + 1
+    assert world.held["g0:0"].request.turn == 1
+
+
+def test_one_that_was_silent_may_still_read_what_was_sent_to_it_before() -> None:
+    world = World()
+    world.beat(0, max_turns=1)
+    world.ask(request("g0:0"))
+    for _ in range(40):
+        world.now += 0.2
+        world.beat(1, max_turns=0)
+        world.feed(None)
+    assert not world.held and world.router.liveness.executors["w0"].standing is Standing.GONE
+    world.beat(1, max_turns=1)
+    assert world.held["g0:0"].worker == "w1"
+    world.ask(request("g1:0"))
+    world.beat_unread(0)
+    assert [turn.trajectory_id for turn in world.router.waiting.turns.values()] == ["g1:0"]
+
+
+def test_so_may_one_whose_router_was_replaced() -> None:
+    old, new = dispatched(request("g0:0"), 0), dispatched(request("g0:0"), 1, attempt=1)
+    restored = Router(CONFIG)
+    restored.restore([Asked.anew(request("g0:0"))], [old, new], [], lambda: 0.0)
+    restored.on(heartbeat(0, max_turns=1), 0.1)
+    assert restored.on(request("g1:0"), 0.1) == []
+    restored.on(heartbeat(0, max_turns=1, holds=packed([old])), 0.2)
+    assert restored.on(heartbeat(0, max_turns=1), 0.3), "it has ended it"
+
+
+def test_what_ran_when_its_router_was_replaced_fills_room_though_the_trajectory_has_gone_on() -> None:
+    over = dispatched(request("g0:0"), 0)
+    restored = Router(CONFIG)
+    restored.restore([Asked.anew(request("g0:0", turn)) for turn in (0, 1)], [over], [], lambda: 0.0)
+    assert restored.on(heartbeat(0, max_turns=1, holds=packed([over])), 0.1) == []
+    (sent,) = restored.on(result(over), 0.2)
+    assert isinstance(sent, TurnDispatch) and sent.request.turn == 1
+
+
+def test_what_was_listed_and_is_no_more_fills_no_room_though_the_turn_is_taken_later() -> None:
+    world = World()
+    world.beat(0, max_turns=1)
+    world.ask(request("g0:0"))
+    world.beat(0, max_turns=1)
+    world.executors["w0"].held.clear()
+    world.beat(0, max_turns=1)
+    world.ask(request("g0:0", 1))
+    world.beat(0, max_turns=1)
+    assert world.held["g0:0"].request.turn == 1

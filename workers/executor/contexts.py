@@ -42,8 +42,8 @@ LOOK_SECONDS = 0.2
 AGAIN_SECONDS = 1.0
 """Before the broker is asked anew after trouble."""
 
-SCATTERED = {"fetch.wait.max.ms": "10", "fetch.message.max.bytes": "131072"}
-"""What is wanted next waits for a fetch under way that finds nothing, and of what lies behind it little is of use."""
+SCATTERED = {"fetch.message.max.bytes": "131072"}
+"""Of what lies behind what is wanted little is of use."""
 
 FAR = 100
 """A gap of more records than this is jumped over: that takes a few milliseconds, as reading some 200 requests does."""
@@ -98,7 +98,7 @@ class Contexts:
     """Kept ones, and a thread that reads the others back. `close` it."""
 
     def __init__(self, settings: BusSettings, name: str) -> None:
-        self._settings = settings if settings.embedded else settings.preferring(SCATTERED)
+        self._settings = settings if settings.embedded else settings.to_an_end().preferring(SCATTERED)
         self._name = name
         self._kept = Kept()
         self._reading: dict[TurnKey, float] = {}
