@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from confluent_kafka import KafkaError, Message, Producer
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from pipeline.command.health import MOST_LINES
 from pipeline.command.nursery import Forked, Nursery
@@ -219,7 +219,12 @@ class Crowd:
 
         partition = self._stranger.draw.randrange(PARTITIONS.of(topic.spread))
         name, headers = self._settings.topic(topic), list(raw.headers)
-        producer.produce(name, raw.value, raw.key, partition=partition, headers=headers, on_delivery=stored)
+        try:
+            producer.produce(name, raw.value, raw.key, partition=partition, headers=headers, on_delivery=stored)
+        except KafkaException as error:  # of its own client: no other one would send this either
+            if error.args[0].code() != KafkaError.MSG_SIZE_TOO_LARGE:
+                raise
+            self.refused["before it was sent"] += 1
         producer.poll(0)
 
 
