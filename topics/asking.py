@@ -43,7 +43,7 @@ ENDS_SECONDS = 30.0
 ENDS_TURN_SECONDS = 3.0
 """How long one question to a leader may take before the leaders are looked up again."""
 
-AT_ONCE_SECONDS = 2.0
+AT_ONCE_SECONDS = 1.0
 """How long all leaders may take that are asked at once; then each is asked by itself."""
 
 LATEST, EARLIEST = -1, -2
@@ -96,9 +96,7 @@ def all_ends_of(
     if len(partitions) < 2:
         return [ends_of(consumer, each, meanwhile) for each in partitions]
     with suppress(KafkaException):
-        lows = offsets_at(consumer, partitions, EARLIEST)
-        meanwhile()
-        return list(zip(lows, offsets_at(consumer, partitions, LATEST), strict=True))
+        return list(zip(*(ends_at(consumer, partitions, end) for end in (EARLIEST, LATEST)), strict=True))
     found: list[tuple[int, int]] = []
     for each in partitions:
         meanwhile()
@@ -106,8 +104,8 @@ def all_ends_of(
     return found
 
 
-def offsets_at(consumer: Consumer, partitions: Sequence[TopicPartition], timestamp: int) -> list[int]:
-    """Of each partition. Raises KafkaException, also where one is not answered: it keeps its time, which is below 0."""
+def ends_at(consumer: Consumer, partitions: Sequence[TopicPartition], timestamp: int) -> list[int]:
+    """Of each, EARLIEST or LATEST. Raises KafkaException, also where one has no answer: it keeps its time, below 0."""
     asked = [TopicPartition(each.topic, each.partition, timestamp) for each in partitions]
     answers = consumer.offsets_for_times(asked, timeout=AT_ONCE_SECONDS)
     for each in answers:

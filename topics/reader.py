@@ -35,11 +35,11 @@ from topics.asking import (
     ENDS_TURN_SECONDS,
     NO_SUCH_PLACE,
     all_ends_of,
+    ends_at,
     ends_of,
     insist,
     missing,
     nothing,
-    offsets_at,
     partitions_of,
 )
 from topics.catalog import LOG_GROUP, Topic
@@ -234,7 +234,7 @@ class Reader:
     def look(self, places: Sequence[Place]) -> None:
         """Have what was assigned looked for now: librdkafka does so once a second, or when it is asked."""
         with suppress(KafkaException):
-            offsets_at(self._consumer, [self._partition(place, 0) for place in places], EARLIEST)
+            ends_at(self._consumer, [self._partition(place, 0) for place in places], EARLIEST)
 
     def partitions(self, topic: Topic) -> int:
         """How many partitions the topic has on the broker. Raises TopicMissing or BusError."""

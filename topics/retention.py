@@ -54,7 +54,7 @@ def delete_before(
     places = list(needed)
     with closing(Reader(settings, client_id)) as reader:
         aged = reader.offsets_at(places, time.time() - keep_seconds)
-        begins = {place: reader.watermarks(place)[0] for place in places}
+        begins = {place: low for place, (low, _) in reader.all_watermarks(places).items()}
     before = {place: min(offset, aged[place]) for place, offset in needed.items()}
     before = {place: offset for place, offset in before.items() if offset > begins[place]}
     if before:

@@ -8,6 +8,7 @@ import time
 from contextlib import closing
 
 import msgspec
+from confluent_kafka import OFFSET_END
 
 from pipeline.command.config import load
 from pipeline.command.options import Common
@@ -59,8 +60,7 @@ def drain(common: Common, worker: str, *, within_seconds: float, reason: str) ->
     grant = _made(worker, lend=False, reason=reason, finish_seconds=within_seconds)
     settings = _reached(common)
     with closing(Reader(settings, "rose-drain")) as reader:
-        cells = [(HEARTBEATS, cell) for cell in range(reader.partitions(HEARTBEATS))]
-        reader.assign({place: reader.watermarks(place)[1] for place in cells})
+        reader.assign({(HEARTBEATS, cell): OFFSET_END for cell in range(reader.partitions(HEARTBEATS))})
         _say(settings, worker, grant, Voice.DRAIN)
         _await_empty(reader, worker, within_seconds)
     sys.stdout.write(

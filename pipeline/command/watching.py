@@ -134,7 +134,7 @@ class Watch:
     def _assign(self, settings: BusSettings, *, whole: bool) -> None:
         topics = (HEARTBEATS, MANIFESTS, GROUPS, PROGRESS, OUTCOMES, COMPLETED, SAMPLES)
         places: list[Place] = [(topic, part) for topic in topics for part in range(self._reader.partitions(topic))]
-        bounds = {place: self._reader.watermarks(place) for place in places}
+        bounds = self._reader.all_watermarks(places)
         self._history = {place: end for place, (_, end) in bounds.items()}
         beats = [place for place in places if place[0] is HEARTBEATS]
         recent = self._reader.offsets_at(beats, time.time() - HEARTBEATS_SECONDS)

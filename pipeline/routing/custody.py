@@ -152,8 +152,9 @@ class Custody:
         fill room until heartbeats tell whether they run. No attempt is numbered twice, and no failure is forgotten.
         """
         of_turn: dict[str, dict[bytes, TurnDispatch]] = {}
-        of_others: list[TurnDispatch] = []
-        """To turns that are not the present ones of their trajectories: they may still run."""
+        of_others: dict[tuple[str, int, int], dict[bytes, Execution]] = {}
+        """By start: of turns that are not the present ones of their trajectories. Their dispatches are many, and large.
+        """
         newest_of: dict[str, TurnDispatch] = {}
         """By worker, the newest to its newest start."""
         for dispatch in dispatches:
@@ -163,19 +164,19 @@ class Custody:
             if turn is not None and turn.turn == dispatch.request.turn:
                 of_turn.setdefault(dispatch.request.trajectory_id, {})[listed_as(dispatch.key)] = dispatch
             else:
-                of_others.append(dispatch)
+                room_tokens = dispatch.request.context_tokens + dispatch.request.sampling.max_tokens
+                of_others.setdefault(_start_of(dispatch), {})[listed_as(dispatch.key)] = _ghost(dispatch, room_tokens)
         for worker, dispatch in newest_of.items():
-            self._liveness.remembered(worker, dispatch.slot, dispatch.incarnation)
-        for dispatch in of_others:
-            request = dispatch.request
-            self._may_run(dispatch, newest_of[dispatch.worker], request.context_tokens + request.sampling.max_tokens)
+            executor = self._liveness.remembered(worker, dispatch.slot, dispatch.incarnation)
+            executor.ghosts.update(of_others.get(_start_of(dispatch), {}))
         orphans: list[Turn] = []
         for trajectory_id, found in of_turn.items():
             turn = self._turns[trajectory_id]
             newest = max(found.values(), key=lambda dispatch: dispatch.attempt)
-            for dispatch in found.values():
-                if dispatch is not newest:
-                    self._may_run(dispatch, newest_of[dispatch.worker], turn.room_tokens)
+            for execution, dispatch in found.items():
+                if dispatch is not newest and _start_of(dispatch) == _start_of(newest_of[dispatch.worker]):
+                    executor = self._liveness.executors[dispatch.worker]
+                    executor.ghosts[execution] = _ghost(dispatch, turn.room_tokens)
             turn.failures = newest.failures  # of its request the log has the original: what is dispatched is a copy
             turn.attempt = newest.attempt
             turn.prefill_seconds = newest.cost.prefill_seconds
@@ -183,7 +184,7 @@ class Custody:
                 turn.keep(newest.begun)
             self._waiting.remove(turn)
             self.give(turn, newest.worker, now)
-            if not _same_start(newest, newest_of[newest.worker]):
+            if _start_of(newest) != _start_of(newest_of[newest.worker]):
                 orphans.append(turn)
         return orphans
 
@@ -202,12 +203,6 @@ class Custody:
         turn.room_tokens, turn.new_tokens = ghost.room_tokens, ghost.new_tokens
         self.give(turn, executor.worker, now)
 
-    def _may_run(self, dispatch: TurnDispatch, newest: TurnDispatch, room_tokens: int) -> None:
-        """It was sent before the log was read back; `newest`: what was sent to its worker last."""
-        if _same_start(dispatch, newest):
-            ghost = Execution(*dispatch.key, room_tokens, 0.0, charged=False, unlisted_since=0.0)
-            self._liveness.executors[dispatch.worker].ghosts[listed_as(dispatch.key)] = ghost
-
     def _leave(self, turn: Turn) -> Executor | None:
         executor = self._liveness.executors.get(turn.worker)
         turn.worker = ""
@@ -221,9 +216,14 @@ class Custody:
             self._placement.release(executor.worker, ghost.room_tokens, ghost.new_tokens)
 
 
-def _same_start(one: TurnDispatch, other: TurnDispatch) -> bool:
-    """Whether both are meant for the same start of a worker."""
-    return (one.slot, one.incarnation) == (other.slot, other.incarnation)
+def _start_of(dispatch: TurnDispatch) -> tuple[str, int, int]:
+    """Which start of which worker it is meant for."""
+    return dispatch.worker, dispatch.slot, dispatch.incarnation
+
+
+def _ghost(dispatch: TurnDispatch, room_tokens: int) -> Execution:
+    """It was sent before the log was read back, and may still run."""
+    return Execution(*dispatch.key, room_tokens, 0.0, charged=False, unlisted_since=0.0)
 
 
 def _is_newer(one: TurnDispatch, known: TurnDispatch | None) -> bool:

@@ -4,12 +4,8 @@ import json
 import random
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
-from threading import Event
-from threading import enumerate as enumerate_threads
 from typing import Any
 
 import msgspec
@@ -24,7 +20,7 @@ from tests.golden.examples import OUTCOME, PROMPT
 from tests.integration.bus_kit import BAD, WAIT_SECONDS, put, read_until, with_topics
 from tests.waiting import until
 from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
-from topics.errors import BusError, TopicMissing
+from topics.errors import TopicMissing
 from topics.fetch import REACH, Fetch, Find
 from topics.labels import BEGINNING_BYTES, REASON_CHARACTERS
 from topics.letters import buried, read_letters
@@ -208,72 +204,6 @@ def test_every_place_that_is_asked_for_is_fetched_or_missing(settings: BusSettin
     assert missing == {(0, 7), (0, 40), (0, 1000), (9, 0)}
 
 
-def test_who_reads_on_sees_what_the_next_owner_of_a_transactional_id_commits(
-    settings: BusSettings, reader: Reader
-) -> None:
-    """As when a worker is killed in the midst of a transaction and started again."""
-
-    def say(writer: Writer, key: str) -> None:
-        writer.begin()
-        writer.write(PROMPTS, PROMPT, key=key, partition=0)
-
-    reader.assign({(PROMPTS, 0): 0})
-    for life in range(3):
-        writer = Writer(settings, "test", transactional_id="test")
-        say(writer, f"whole {life}")
-        writer.commit()
-        [found] = read_until(reader, 1)
-        assert isinstance(found, Envelope) and found.key == f"whole {life}"
-        say(writer, "half")
-        writer.flush()
-    Writer(settings, "test", transactional_id="test")
-    with pytest.raises(BusError) as refused:
-        writer.commit()
-    assert refused.value.fenced
-
-
-def test_a_transaction_that_the_broker_undoes_is_made_again_whole_and_once(
-    settings: BusSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first time it names a member that its group does not know, as one does that met a change of coordinators."""
-    if settings.embedded:
-        pytest.skip("the embedded broker asks nobody who it is, and hides what comes after an abort")
-    came: list[Place] = []
-
-    def assigned(places: list[Place]) -> Mapping[Place, int]:
-        came.extend(places)
-        return dict.fromkeys(places, 0)
-
-    with closing(Reader(settings, "member", group="test")) as member:
-        member.subscribe([PROMPTS], assigned=assigned, revoked=lambda places: None)
-        until(lambda: bool(member.read(1, 0.1)) or bool(came))
-        gone = member.group_metadata()
-    with closing(Reader(settings, "test", group="test")) as reader:
-        said = [gone, reader.group_metadata(), reader.group_metadata()]
-        monkeypatch.setattr(reader, "group_metadata", lambda: said.pop(0))
-        writer = Writer(settings, "test", transactional_id="test")
-        for offset in (3, 4):
-            writer.transact(lambda: writer.write(OUTCOMES, OUTCOME, key="outcome"), {(PROMPTS, 0): offset}, reader)
-            assert reader.committed([(PROMPTS, 0)]) == {(PROMPTS, 0): offset}
-        assert not said
-    found = list(read_back(settings, {(OUTCOMES, 0): 0}, client_id="test"))
-    assert [each.key for each in found] == ["outcome", "outcome"]
-
-
-def test_a_transaction_with_a_record_that_no_broker_takes_is_not_made_again(settings: BusSettings) -> None:
-    large = {**settings.properties, "message.max.bytes": str(4 * MAX_MESSAGE_BYTES)}
-    writer = Writer(replace(settings, properties=large), "test", transactional_id="test")
-    tried = []
-
-    def write() -> None:
-        tried.append(1)
-        writer.forward(OUTCOMES, Raw(b"", random.Random(1).randbytes(2 * MAX_MESSAGE_BYTES)), partition=0, key=b"large")
-
-    with pytest.raises(BusError):
-        writer.transact(write)
-    assert len(tried) == 1
-
-
 def test_many_ends_asked_for_at_once_are_those_that_each_partition_tells(settings: BusSettings) -> None:
     writer = Writer(settings, "test", transactional_id="test")
     writer.transact(lambda: writer.write(OUTCOMES, OUTCOME, key="done"))
@@ -291,50 +221,6 @@ def test_many_ends_asked_for_at_once_are_those_that_each_partition_tells(setting
             with pytest.raises(TopicMissing):
                 reader.all_watermarks([(OUTCOMES, 0), (PROMPTS, 99)])
     writer.abort()
-
-
-def test_a_transaction_of_who_was_fenced_is_not_made_again(settings: BusSettings) -> None:
-    old = Writer(settings, "test", transactional_id="test")
-    new = Writer(settings, "test", transactional_id="test")
-    with pytest.raises(BusError) as raised:
-        old.transact(lambda: old.write(OUTCOMES, OUTCOME, key="old"))
-    assert raised.value.fenced
-    new.transact(lambda: new.write(OUTCOMES, OUTCOME, key="new"))
-    assert [each.key for each in read_back(settings, {(OUTCOMES, 0): 0}, client_id="test")] == ["new"]
-
-
-def test_a_writer_that_was_fenced_amid_a_transaction_says_so_at_whatever_it_does_next(settings: BusSettings) -> None:
-    """What it writes goes out by itself: the broker refuses it before the next record is handed over."""
-    old = Writer(settings, "test", transactional_id="test")
-    old.begin()
-    Writer(settings, "test", transactional_id="test")
-    with pytest.raises(BusError) as refused:
-        for _ in range(1_000_000):
-            old.write(PROMPTS, PROMPT, key="g", partition=0)
-    assert refused.value.fenced and "fenced by a newer instance" in str(refused.value)
-
-
-def test_no_client_lives_longer_than_its_writer_nor_as_long_if_it_only_began_with_it(settings: BusSettings) -> None:
-    """On the embedded broker it ends what the owner before it left open, with a client of that one's name."""
-    before = set(enumerate_threads())
-    writer = Writer(settings, "test", transactional_id="worker")
-    until(lambda: not [each for each in set(enumerate_threads()) - before if each.name == "free"])
-    for _ in range(2):
-        writer.close()
-    del writer
-    until(lambda: not [each for each in set(enumerate_threads()) - before if each.name == "free"])
-
-
-def test_a_transactions_marker_is_a_place_where_nothing_is(settings: BusSettings, reader: Reader) -> None:
-    writer = Writer(settings, "test", transactional_id="test")
-    for _ in range(2):
-        writer.begin()
-        writer.write(PROMPTS, PROMPT, key="g", partition=0)
-        writer.commit()
-    await_decided(settings, [(PROMPTS, 0)], client_id="test")  # Kafka writes a commit's marker after it has said yes
-    fetch = Fetch(reader, {(PROMPTS, 0): range(4)})
-    fetched = [envelope.offset for envelope in fetch]
-    assert len(fetched) == 2 and sorted(fetched + [offset for _, offset in fetch.missing]) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("far", [0, 5, 10**9])
@@ -406,26 +292,3 @@ def test_a_record_that_readers_refuse_is_refused_at_its_writer(settings: BusSett
         writer.write(PROMPTS, broken, key="g", partition=0)
     writer.write(OUTCOMES, OUTCOME, key="g", partition=0)
     writer.flush()
-
-
-def test_another_thread_commits_what_a_reader_has_read_while_it_reads_on(settings: BusSettings) -> None:
-    """The client lets one thread in at a time, and a reader that waits for records is in it nearly always."""
-    put(settings, [encode(PROMPT)])
-    done = Event()
-
-    def read_on(reader: Reader) -> None:
-        while not done.is_set():
-            reader.read(100, 0.2)
-
-    with closing(Reader(settings, "test", group="test")) as reader, ThreadPoolExecutor(1) as pool:
-        reader.assign({(PROMPTS, 0): 0})
-        writer = Writer(settings, "test", transactional_id="test")
-        reading = pool.submit(read_on, reader)
-        try:
-            for offset in range(20):
-                writer.begin()
-                writer.commit({(PROMPTS, 0): offset}, reader)
-        finally:
-            done.set()
-        reading.result()
-        assert reader.committed([(PROMPTS, 0)]) == {(PROMPTS, 0): 19}

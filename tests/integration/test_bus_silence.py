@@ -135,7 +135,7 @@ def test_nor_does_who_is_asked_to_leave_while_it_looks_who_owned_the_name(
 QUESTIONS: list[Callable[[Reader], object]] = [
     lambda reader: reader.committed([(PROMPTS, 0)]),
     lambda reader: reader.watermarks((PROMPTS, 0)),
-    lambda reader: reader.all_watermarks([(PROMPTS, 0)]),
+    lambda reader: reader.all_watermarks([(PROMPTS, 0), (PROMPTS, 1)]),
     lambda reader: reader.partitions(PROMPTS),
 ]
 

@@ -92,7 +92,7 @@ class Leaders:
     [
         (Leaders(), 0, []),
         (Leaders(), 1, ["one"]),
-        (Leaders(), 3, ["all", "meanwhile", "all"]),
+        (Leaders(), 3, ["all", "all"]),
         (Leaders(silent=1), 2, ["all", "meanwhile", "one", "meanwhile", "one"]),
         (Leaders(refuses=0), 2, ["all", "meanwhile", "one", "meanwhile", "one"]),
     ],

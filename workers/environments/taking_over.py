@@ -79,7 +79,7 @@ def take_over(
         home = recovery.home
         home.trajectories, cannot, home.strays = recovery.finish(rules.max_context_tokens)
         broken += [(home, lost) for lost in cannot]
-        prompts, results = (_begin(reader, recovery, (topic, partition), committed) for topic in (PROMPTS, COMPLETED))
+        prompts, results = (_begin(recovery, (topic, partition), committed, ends) for topic in (PROMPTS, COMPLETED))
         begins[PROMPTS, partition], begins[COMPLETED, partition] = prompts, results
         home.begin(prompts_from=prompts, results_from=results)
     found = {partition: recovery.home for partition, recovery in recoveries.items()}
@@ -87,11 +87,13 @@ def take_over(
     return TakenOver(found, broken, begins, request_ends, newest, fetched)
 
 
-def _begin(reader: Reader, recovery: Recovery, place: Place, committed: dict[Place, int | None]) -> int:
+def _begin(
+    recovery: Recovery, place: Place, committed: dict[Place, int | None], ends: dict[Place, tuple[int, int]]
+) -> int:
     offset = committed[place]
     if offset is not None:
         return offset
-    low, end = reader.watermarks(place)
+    low, end = ends[place]
     return min(end, recovery.prompts_from(low) if place[0] is PROMPTS else recovery.results_from(low, end))
 
 

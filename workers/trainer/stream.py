@@ -264,7 +264,7 @@ class SampleStream:
     def _follow_to_the_end(self) -> dict[Place, int]:
         """Take in what is said of the groups so far; what was mended must not count meanwhile. Returns what follows."""
         places: list[Place] = [(GROUPS, part) for part in range(self._reader.partitions(GROUPS))]
-        begins = {place: self._reader.watermarks(place)[0] for place in places}
+        begins = {place: low for place, (low, _) in self._reader.all_watermarks(places).items()}
         for envelope in self._read_back(begins):
             self._follow(envelope)
             begins[GROUPS, envelope.partition] = envelope.offset + 1
