@@ -88,6 +88,7 @@ class Reader:
         self._consumer = self._connected()
         self._join: Callable[[], None] | None = None
         """Ask the group to be taken in."""
+        self._leaves = False
         self._joins_again_at = math.inf
         self._topics: dict[str, Topic] = {}
         self._assigned: set[Place] = set()
@@ -113,18 +114,21 @@ class Reader:
         assigned: Callable[[list[Place]], Mapping[Place, int]],
         revoked: Callable[[list[Place]], None],
     ) -> None:
-        """Join the group. `assigned` says where to begin in each partition that comes; both run inside `read`."""
+        """Join the group. `assigned` says where to begin in each partition that comes; both run inside `read`.
+
+        Nothing is said any more once `close` has begun.
+        """
         self._know(topics)
 
         def on_assign(consumer: Consumer, partitions: list[TopicPartition]) -> None:
-            if consumer is not self._consumer:
-                return  # it leaves: another has come in its name
+            if self._leaves or consumer is not self._consumer:
+                return  # it leaves, on a thread of its own: what the group decides now is not for this reader
             self._joins_again_at = math.inf
             self._membership = consumer.consumer_group_metadata()
             self._take_on(assigned([self._place(partition) for partition in partitions]))
 
         def on_revoke(consumer: Consumer, partitions: list[TopicPartition]) -> None:
-            if consumer is not self._consumer:
+            if self._leaves or consumer is not self._consumer:
                 return  # as above
             revoked([self._place(partition) for partition in partitions])
             self._assigned = set()
@@ -232,7 +236,10 @@ class Reader:
         return dict(zip(places, all_ends_of(self._consumer, wanted, meanwhile or self._meanwhile), strict=True))
 
     def look(self, places: Sequence[Place]) -> None:
-        """Have what was assigned looked for now: librdkafka does so once a second, or when it is asked."""
+        """Have what was assigned looked for now: librdkafka does so once a second, or when it is asked.
+
+        What is missing, or does not answer, is told by reading.
+        """
         with suppress(KafkaException):
             ends_at(self._consumer, [self._partition(place, 0) for place in places], EARLIEST)
 
@@ -267,6 +274,7 @@ class Reader:
         Takes CLOSE_SECONDS at most: in the middle of a rebalance librdkafka may wait for a word that never comes. The
         others then wait for the end of this member's session.
         """
+        self._leaves = True
         leaving = Thread(target=self._consumer.close, name="leaves", daemon=True)
         leaving.start()
         leaving.join(CLOSE_SECONDS)

@@ -186,6 +186,7 @@ class Custody:
             self.give(turn, newest.worker, now)
             if _start_of(newest) != _start_of(newest_of[newest.worker]):
                 orphans.append(turn)
+                turn.unlisted_since = -LEASE_SECONDS  # where it ran nothing runs any more
         return orphans
 
     def room_of(self, executor: Executor) -> list[tuple[int, float]]:

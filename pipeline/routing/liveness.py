@@ -117,7 +117,8 @@ class Executor:
     heard_clock: float = 0.0
     """The same, on the clock of `Liveness`."""
     heard_seconds: float = 0.0
-    """In which this one was heard itself: what it was silent for beyond HEARING_SECONDS does not count."""
+    """In which this one was heard itself. Of a silence, and of what was before its first word, no more than
+    HEARING_SECONDS counts."""
     ghosts: dict[bytes, Execution] = field(default_factory=dict)
     """By execution: what it may still run though the turn was taken from it. They fill its room until they have ended
     there, or a lease is over in which it has not listed them."""

@@ -99,7 +99,7 @@ def test_whoever_joins_is_taken_in_however_soon_after_another(settings: BusSetti
         member.close()
 
 
-def test_a_member_that_asked_again_hears_nothing_of_what_its_former_self_is_told(
+def test_a_member_that_asked_again_or_has_left_hears_nothing_of_what_its_former_self_is_told(
     settings: BusSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer to the first question may come just as the second is asked: then it is told as that consumer leaves,
@@ -122,3 +122,6 @@ def test_a_member_that_asked_again_hears_nothing_of_what_its_former_self_is_told
         assert told == []
         answers["on_assign"](present, [home])
         assert told == [[(PROMPTS, 0)]]
+    answers["on_assign"](present, [home])
+    answers["on_revoke"](present, [home])
+    assert told == [[(PROMPTS, 0)]], "who has left is told nothing: the group may share out anew while it leaves"

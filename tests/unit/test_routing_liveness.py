@@ -298,6 +298,16 @@ def test_what_ran_when_its_router_was_replaced_fills_room_though_the_trajectory_
     assert isinstance(sent, TurnDispatch) and sent.request.turn == 1
 
 
+def test_what_was_sent_to_a_start_that_is_no_more_fills_no_room_of_the_next() -> None:
+    done = dispatched(request("g0:0"), 1)
+    sent = [done, dispatched(request("g0:0"), 0, attempt=1), dispatched(request("g1:0"), 0, incarnation=2)]
+    restored = Router(CONFIG)
+    asked = [Asked.anew(each.request) for each in (done, sent[2])]
+    restored.restore(asked, sent, [result(done), result(sent[2])], lambda: 0.0)
+    restored.on(heartbeat(0, max_turns=1, incarnation=2), 0.1)
+    assert restored.on(request("g2:0"), 0.1)
+
+
 def test_what_was_listed_and_is_no_more_fills_no_room_though_the_turn_is_taken_later() -> None:
     world = World()
     world.beat(0, max_turns=1)

@@ -282,8 +282,6 @@ class EnvironmentWorker:
     def _settle(self, items: Iterable[Item]) -> None:
         """Take outcomes in."""
         for item in items:
-            if isinstance(item, EndOfPartition):
-                continue
             self._outcomes_next = item.offset + 1
             if isinstance(item, Envelope) and isinstance(item.record, SampleOutcome):
                 for home in self._homes.values():
