@@ -122,7 +122,9 @@ class Reader:
 
         def on_assign(consumer: Consumer, partitions: list[TopicPartition]) -> None:
             if self._leaves or consumer is not self._consumer:
-                return  # it leaves, on a thread of its own: what the group decides now is not for this reader
+                # It leaves, on a thread of its own: what is told now was decided before. Its client may have ended by
+                # now, and what that raises in here Python 3.11 cannot have back.
+                return
             self._joins_again_at = math.inf
             self._membership = consumer.consumer_group_metadata()
             self._take_on(assigned([self._place(partition) for partition in partitions]))
@@ -274,6 +276,8 @@ class Reader:
         Takes CLOSE_SECONDS at most: in the middle of a rebalance librdkafka may wait for a word that never comes. The
         others then wait for the end of this member's session.
         """
+        if self._leaves:
+            return  # a client that is closed twice at once may wait for ever
         self._leaves = True
         leaving = Thread(target=self._consumer.close, name="leaves", daemon=True)
         leaving.start()

@@ -34,7 +34,7 @@ from topics.labels import labelled
 from topics.reader import Reader
 from topics.records import Envelope, Place, Raw, Spoiled
 from topics.settings import BusSettings
-from topics.transactions import NEVER_TAKEN, in_turns, until_kept, until_taken
+from topics.transactions import NEVER_TAKEN, between, in_turns, until_kept, until_taken
 
 STALL_SECONDS = 60.0
 """A flush gives up when nothing at all was stored for so long. A slow link is none: it takes what it takes."""
@@ -72,8 +72,8 @@ class Writer:
         meanwhile: Callable[[], None] = nothing,
     ) -> None:
         """`wanted`: whether this one, and a commit or an abort, still wait for a broker that is away. `meanwhile` is
-        called every second or so while it takes the place of the last owner of the `transactional_id`; what that
-        raises ends it.
+        called every second or so while it takes the place of the last owner of the `transactional_id`, and more often
+        while a transaction that has all its offsets is committed on Apache Kafka; what that raises ends it.
         """
         self._settings = settings
         self._wanted = wanted
@@ -298,7 +298,11 @@ class Writer:
     def _commit(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader | None, mark: str = "") -> None:
         if offsets and reader is not None:
             self._send(producer, offsets, reader, mark)
-        self._guarded("committing a transaction", until_done, in_turns(producer.commit_transaction), self._to_its_end())
+        commit = in_turns(producer.commit_transaction)
+        # The embedded broker tells open offsets to whoever takes the partitions over meanwhile.
+        if offsets and self._meanwhile is not nothing and not self._settings.embedded:
+            commit = between(commit, self._meanwhile)
+        self._guarded("committing a transaction", until_done, commit, self._to_its_end())
 
     def _send(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader, mark: str = "") -> None:
         places = [TopicPartition(self._settings.topic(topic), part, at, mark) for (topic, part), at in offsets.items()]

@@ -97,6 +97,27 @@ def test_offsets_move_with_the_commit_and_not_before(cluster: Cluster) -> None:
     consumer.close()
 
 
+@pytest.mark.embedded_fault("tells the offsets of a transaction that is open", raises=pytest.fail.Exception)
+def test_offsets_of_an_open_transaction_are_told_to_nobody(cluster: Cluster) -> None:
+    """Who is given another's home begins there only once what the other had under way is decided."""
+    source = cluster.topic("source")
+    cluster.send(source, [b"input"])
+    consumer = cluster.consumer("steps")
+    consumer.subscribe([source])
+    until(lambda: bool(poll_all([consumer])), what="the input")
+    producer = cluster.transactional("worker")
+    producer.begin_transaction()
+    places = [TopicPartition(source, 0, 1)]
+    producer.send_offsets_to_transaction(places, consumer.consumer_group_metadata(), WAIT_SECONDS)
+    with pytest.raises(KafkaException) as held_back:
+        consumer.committed([TopicPartition(source, 0)], 1.0)
+    assert held_back.value.args[0].code() == KafkaError._TIMED_OUT
+    producer.commit_transaction(WAIT_SECONDS)
+    [place] = consumer.committed([TopicPartition(source, 0)], WAIT_SECONDS)
+    assert place.offset == 1
+    consumer.close()
+
+
 def test_the_next_owner_of_a_name_fences_the_last(cluster: Cluster) -> None:
     topic = cluster.topic("fence")
     zombie = cluster.transactional("home-0")

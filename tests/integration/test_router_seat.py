@@ -2,18 +2,23 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from confluent_kafka import TopicPartition
 
 from pipeline.command.nursery import Forked
-from pipeline.routing.seat import LET_GO_SECONDS, SESSION_SECONDS
+from pipeline.routing.seat import LET_GO_SECONDS, SESSION_SECONDS, Seats
 from schemas.turns import TurnDispatch
 from tests.brokers import EMBEDDED, KAFKA, AnyBroker, kafka_first, start
 from tests.integration.router_kit import PARTITIONS, Bus, router_process
 from tests.roles import freeze, kill, thaw
 from tests.waiting import until
 from topics.admin import create_topics
+from topics.catalog import HEARTBEATS
+from topics.resting import RestingConsumer
 
 pytestmark = pytest.mark.slow
 
@@ -118,3 +123,21 @@ def test_a_router_goes_on_when_its_broker_is_back(broker_kind: str, tmp_path: Pa
             bus.finish()
             assert router.poll() is None, "by itself"
         bus.close()
+
+
+def test_who_has_left_has_no_seat_whatever_its_former_membership_is_told(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An assignment that lies unread is still told as its member leaves."""
+    asked: list[tuple[RestingConsumer, dict[str, Any]]] = []
+    monkeypatch.setattr(RestingConsumer, "subscribe", lambda self, _, **answers: asked.append((self, answers)))
+    settings = replace(bus.settings, embedded=True)
+    seats = Seats(settings, "router-0")
+    ((former, answers),) = asked
+    cell = TopicPartition(settings.topic(HEARTBEATS), 0)
+    answers["on_assign"](former, [cell])
+    assert [seat.cell for seat in seats.held] == [0]
+    seats.leave()
+    answers["on_assign"](former, [cell])
+    assert not seats.held
+    seats.close()

@@ -18,6 +18,7 @@ from prometheus_client import Counter
 
 from schemas.environments import Group, GroupState
 from schemas.prompts import Prompt, trajectory_id
+from topics.asking import nothing
 from topics.catalog import (
     COMPLETED,
     ENVIRONMENT_WRITERS,
@@ -29,7 +30,7 @@ from topics.catalog import (
     SAMPLES,
     SNAPSHOTS,
 )
-from topics.errors import BusError
+from topics.errors import BusError, TopicMissing
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
@@ -88,7 +89,7 @@ class Outbox:
         rules: Rules,
         clock: Callable[[], float],
         wanted: Callable[[], bool] = lambda: True,
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] = nothing,
     ) -> None:
         """`reader` is the member of the group whose offsets are committed. `wanted`, `meanwhile`: see Writer."""
         self._settings = settings
@@ -165,7 +166,7 @@ class Outbox:
         self.began_at = time.monotonic()
         self._counted.clear()
         self._asking.clear()
-        trouble: BusError | None = None
+        trouble: BusError | TopicMissing | None = None
         try:
             self._writer.begin()
             ended = [ended_id for home, decision in decisions for ended_id in self._put_decision(home, decision)]
@@ -176,7 +177,7 @@ class Outbox:
             offsets = self._offsets(homes[partition] for partition in touched)
             self._writer.commit(offsets, self._reader)
             self._writer.poll()
-        except BusError as error:
+        except (BusError, TopicMissing) as error:
             trouble = error
         if trouble is not None:
             self._give_up()

@@ -2,7 +2,8 @@
 
 Keeps true
 - Memory is only ever a fold of the log: after any failed transaction, change of homes or trouble with the broker it is
-  built anew. While it is, the group is polled: a worker that recovers stays a member.
+  built anew. While it is, the group is polled, and on Apache Kafka while a commit lasts that has its offsets: others
+  that join or leave wait for neither. What is read amid a commit is kept.
 - The bus is read while environments step; homes, records and the bus belong to one thread.
 - Groups are opened only while the window has room; results are always read.
 """
@@ -103,6 +104,8 @@ class EnvironmentWorker:
         self._homes: dict[int, Home] = {}
         self._jobs: list[Job] = []
         self._ready: list[Ready] = []
+        self._early: list[Item] = []
+        """Read amid a commit."""
         self._outcomes_next = 0
         """No later than the end of the outcomes."""
         self._paused = False
@@ -129,11 +132,12 @@ class EnvironmentWorker:
             self._outcomes.close()
 
     def _cycle(self) -> None:
-        items = self._member.read(BATCH, 0.0 if self._stage.in_flight else IDLE_SECONDS)
+        items = self._member.read(BATCH, 0.0 if self._stage.in_flight or self._early else IDLE_SECONDS)
         if self._member.moved:
             self._recover()  # what was read is read again
             return
-        for item in items:
+        early, self._early = self._early, []
+        for item in early + items:
             self._take(item)
         self._settle(self._outcomes.read(BATCH, 0.0))
         self._open_groups()
@@ -150,7 +154,7 @@ class EnvironmentWorker:
         HEALTH.says("builds its homes from the log", ready=False)
         self._life += 1
         self._stage.new_life(self._life)
-        self._homes, self._jobs, self._ready = {}, [], []
+        self._homes, self._jobs, self._ready, self._early = {}, [], [], []
         began = time.monotonic()
         self._member.pause()
         self._outbox.fence()  # even of no home: an open transaction of this name holds its readers up
@@ -217,7 +221,7 @@ class EnvironmentWorker:
     def _stay(self) -> None:
         """Stay a member: the others wait for one that does not come to a rebalance."""
         HEALTH.turned_over()
-        self._member.read(1, 0.0)
+        self._early += self._member.read(max(1, BATCH - len(self._early)), 0.0)
 
     def _meanwhile(self) -> None:
         """Stay a member; a change of homes, or a stop, abandons what is under way."""

@@ -1,0 +1,116 @@
+"""An environment worker whose commit lasts: it stays a member of its group, and what it reads meanwhile is kept."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from threading import Event, Thread, current_thread
+from typing import Any
+
+import pytest
+
+from schemas.samples import Sample
+from tests.brokers import EMBEDDED
+from tests.integration.environment_kit import GROUPS, finish, once, prompt_of
+from tests.integration.scripted_executors import ScriptedExecutors
+from topics import transactions
+from topics.asking import nothing
+from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Topic
+from topics.records import Item
+from topics.writer import Writer
+from workers.environments.config import EnvironmentConfig
+from workers.environments.main import run_environment_worker
+from workers.environments.membership import Membership
+from workers.environments.worker import EnvironmentWorker
+
+
+class Commits:
+    """Those of the worker that runs on the thread: while `held`, none of them is done."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, thread: Thread) -> None:
+        self.held = False
+        self.lasts = False
+        """Whether one was held."""
+        self.read_amid: list[Item] = []
+        self.moved_amid = False
+        self.taken: dict[tuple[int, Topic, int], list[int]] = defaultdict(list)
+        """By life and place: the offsets that were taken in."""
+        self._amid = False
+        self._thread = thread
+        commit, read, take = Writer.commit, Membership.read, EnvironmentWorker._take
+
+        def commits(writer: Writer, *arguments: Any, **named: Any) -> None:
+            self._amid = current_thread() is thread
+            try:
+                commit(writer, *arguments, **named)
+            finally:
+                self._amid = False
+
+        def reads(member: Membership, limit: int, timeout_seconds: float) -> list[Item]:
+            items = read(member, limit, timeout_seconds)
+            if self._amid and current_thread() is thread:
+                self.read_amid += items
+                self.moved_amid |= member.moved
+            return items
+
+        def takes(worker: EnvironmentWorker, item: Item) -> None:
+            self.taken[worker._life, item.topic, item.partition].append(item.offset)
+            take(worker, item)
+
+        patch.setattr("topics.writer.in_turns", self._in_turns)
+        patch.setattr(Writer, "commit", commits)
+        patch.setattr(Membership, "read", reads)
+        patch.setattr(EnvironmentWorker, "_take", takes)
+
+    def _in_turns(self, call: Callable[[float], object]) -> Callable[[float], bool]:
+        goes_on, never = transactions.in_turns(call), Event()
+
+        def late(seconds: float) -> bool:
+            if not (self._amid and self.held):
+                return goes_on(seconds)
+            self.lasts = True
+            return never.wait(seconds)
+
+        return late
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("joins", [False, True], ids=["alone", "another-joins"])
+def test_who_commits_for_long_stays_a_member_and_takes_in_once_what_it_reads_meanwhile(
+    executors: ScriptedExecutors,
+    undisturbed: dict[str, Sample],
+    model: str,
+    broker_kind: str,
+    joins: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if broker_kind == EMBEDDED:
+        pytest.skip("tells the offsets of an open transaction: there homes wait for a commit under way")
+    settings, stop = executors.settings, Event()
+    config = EnvironmentConfig(model_folder=Path(model), window_groups=2 * GROUPS)
+    worker = Thread(target=run_environment_worker, args=(settings, config, "w0", stop))
+    commits = Commits(monkeypatch, worker)
+    worker.start()
+    try:
+        for number in range(GROUPS - 1):
+            executors.submit(prompt_of(number))
+        executors.pump_until(lambda: executors.asked >= 40, what="40 requests")
+        commits.held = True
+        executors.pump_until(lambda: commits.lasts, what="a commit that lasts")
+        executors.submit(prompt_of(GROUPS - 1))
+        what = "a prompt that is read amid a commit"
+        executors.pump_until(lambda: any(item.topic is PROMPTS for item in commits.read_amid), what=what)
+        if joins:
+            with closing(Membership(settings, "other", ENVIRONMENT_GROUP, meanwhile=nothing)) as other:
+                other.join()
+                moved = lambda: not other.read(1, 0.0) and commits.moved_amid and bool(other.homes)  # noqa: E731
+                executors.pump_until(moved, what="homes that move amid a commit")
+                commits.held = False
+        commits.held = False
+        finish(executors)
+    finally:
+        commits.held = False
+        stop.set()
+        worker.join()
+    assert [offsets for offsets in commits.taken.values() if offsets != sorted(set(offsets))] == []
+    assert once(executors) == undisturbed
