@@ -270,6 +270,7 @@ LINKS = st.tuples(
 
 @given(st.lists(LINKS, max_size=25), st.lists(st.booleans(), max_size=25))
 @example([(9, None, 0, None), (10, None, 0, Refusal.MISSING_CHUNK), (10, 1, 0, None)], [True])
+@example([(6, None, 0, None), (7, None, 0, None), (8, 2, 0, None), (9, 2, 0, Refusal.MISSING_CHUNK)], [])
 def test_whatever_the_log_the_best_version_that_can_be_proven_is_held(
     links: list[tuple[int, int | None, int, Refusal | None]], looks: list[bool]
 ) -> None:

@@ -80,8 +80,8 @@ class Lineage:
         whole = self._paths(upon_held=False).get(placed.order)
         if whole is None:
             return
-        begin = whole[0].order
-        self.versions = {order: found for order, found in self.versions.items() if order >= begin}
+        begin, needed = whole[0].order, self._below_newer()
+        self.versions = {order: found for order, found in self.versions.items() if order >= begin or order in needed}
 
     def forget_useless(self) -> None:
         """Nothing is left to try: forget what only a version before the newest anchor could still be built on.
@@ -122,6 +122,21 @@ class Lineage:
 
     def _leads_to(self, order: Order) -> bool:
         return any(order in self._paths(upon_held=upon_held) for upon_held in (True, False))
+
+    def _below_newer(self) -> set[Order]:
+        """What versions newer than the held one could be built on: older than an anchor, maybe, that lies between."""
+        found: set[Order] = set()
+        above = [order for order in self.versions if self._is_newer(order)]
+        while above:
+            for placed in self.versions[above.pop()]:
+                base = placed.manifest.base_version
+                if base is None or placed.offset in self.failed or not _rises(placed):
+                    continue
+                order = placed.manifest.epoch, base
+                if order in self.versions and order not in found:
+                    found.add(order)
+                    above.append(order)
+        return found
 
     def _is_newer(self, order: Order) -> bool:
         return self.held is None or order > self.held
