@@ -72,8 +72,8 @@ class Writer:
         meanwhile: Callable[[], None] = nothing,
     ) -> None:
         """`wanted`: whether this one, and a commit or an abort, still wait for a broker that is away. `meanwhile` is
-        called every second or so while it takes the place of the last owner of the `transactional_id`, and more often
-        while a transaction that has all its offsets is committed on Apache Kafka; what that raises ends it.
+        called every second or so while it takes the place of the last owner of the `transactional_id`, and while a
+        transaction that has all its offsets is committed on Apache Kafka; what that raises ends it.
         """
         self._settings = settings
         self._wanted = wanted
