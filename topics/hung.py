@@ -24,6 +24,7 @@ from threading import Thread
 import structlog
 
 from schemas.errors import RoseError
+from topics.asking import nothing
 from topics.health import HEALTH
 from topics.settings import TRANSACTION_MILLISECONDS
 
@@ -114,13 +115,14 @@ def unless_hung(call: Callable[[], object], wait: Wait) -> None:
         return
 
 
-def until_done(call: Callable[[float], bool], wait: Wait) -> None:
+def until_done(call: Callable[[float], bool], wait: Wait, meanwhile: Callable[[], None] = nothing) -> None:
     """Make a call that says within so many seconds whether it is done, and goes on when it is made again, until it is.
 
-    Raises HungCall, and what the call raises.
+    `meanwhile` is called after each look; what it raises ends the wait. Raises HungCall, and what the call raises.
     """
     while not call(wait.look_seconds):
         wait.look()
+        meanwhile()
 
 
 def _make(call: Callable[[], object], ended: "Queue[BaseException | None]") -> None:

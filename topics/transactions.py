@@ -53,21 +53,6 @@ def in_turns(call: Callable[[float], object]) -> Callable[[float], bool]:
     return go_on
 
 
-def between(go_on: Callable[[float], bool], meanwhile: Callable[[], None]) -> Callable[[float], bool]:
-    """`go_on`, with `meanwhile` after each turn that leaves it undone; what that raises ends it.
-
-    Turns are not made shorter for it: of commits that went on in turns of 0.2 s more hung once a node was killed.
-    """
-
-    def turn(seconds: float) -> bool:
-        done = go_on(seconds)
-        if not done:
-            meanwhile()
-        return done
-
-    return turn
-
-
 def until_taken(call: Callable[[float], object]) -> None:
     """Make a call that cannot be gone on with, again while it is refused for the moment: librdkafka has no producer id
     then, or has not heard yet what its coordinator can do.

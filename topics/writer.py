@@ -34,7 +34,7 @@ from topics.labels import labelled
 from topics.reader import Reader
 from topics.records import Envelope, Place, Raw, Spoiled
 from topics.settings import BusSettings
-from topics.transactions import NEVER_TAKEN, between, in_turns, until_kept, until_taken
+from topics.transactions import NEVER_TAKEN, in_turns, until_kept, until_taken
 
 STALL_SECONDS = 60.0
 """A flush gives up when nothing at all was stored for so long. A slow link is none: it takes what it takes."""
@@ -298,11 +298,10 @@ class Writer:
     def _commit(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader | None, mark: str = "") -> None:
         if offsets and reader is not None:
             self._send(producer, offsets, reader, mark)
-        commit = in_turns(producer.commit_transaction)
         # The embedded broker tells open offsets to whoever takes the partitions over meanwhile.
-        if offsets and self._meanwhile is not nothing and not self._settings.embedded:
-            commit = between(commit, self._meanwhile)
-        self._guarded("committing a transaction", until_done, commit, self._to_its_end())
+        meanwhile = self._meanwhile if offsets and not self._settings.embedded else nothing
+        commit = in_turns(producer.commit_transaction)
+        self._guarded("committing a transaction", until_done, commit, self._to_its_end(), meanwhile)
 
     def _send(self, producer: Producer, offsets: Mapping[Place, int], reader: Reader, mark: str = "") -> None:
         places = [TopicPartition(self._settings.topic(topic), part, at, mark) for (topic, part), at in offsets.items()]

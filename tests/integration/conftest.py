@@ -1,22 +1,39 @@
-"""The command in a folder of the test's own, and what environment workers are tested with."""
+"""The command in a folder of the test's own, topics with a reader, and what environment workers are tested with."""
 
 import dataclasses
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from schemas.samples import Sample
 from tests.brokers import AnyBroker
+from tests.integration.bus_kit import with_topics
 from tests.integration.environment_kit import PARTITIONS, finish, once, submit_all
 from tests.integration.rose_command import Rose
 from tests.integration.scripted_executors import ScriptedExecutors, model_folder, worker_process
+from topics.reader import Reader
+from topics.settings import BusSettings
 
 
 @pytest.fixture
 def rose(broker_kind: str, tmp_path: Path) -> Rose:
     return Rose(broker_kind, tmp_path)
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    """Of a broker with all topics."""
+    return with_topics(broker.settings(namespace))
+
+
+@pytest.fixture
+def reader(settings: BusSettings) -> Iterator[Reader]:
+    """One that tells ends."""
+    with closing(Reader(settings, "test", group="test", ends=True)) as reader:
+        yield reader
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 import subprocess
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -15,9 +14,8 @@ from confluent_kafka import Producer
 from schemas.errors import RecordError
 from schemas.prompts import Prompt
 from schemas.wire import encode
-from tests.brokers import AnyBroker
 from tests.golden.examples import OUTCOME, PROMPT
-from tests.integration.bus_kit import BAD, WAIT_SECONDS, put, read_until, with_topics
+from tests.integration.bus_kit import BAD, WAIT_SECONDS, put, read_until
 from tests.waiting import until
 from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
 from topics.errors import TopicMissing
@@ -31,17 +29,6 @@ from topics.retention import delete_before
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.environments.home import FORWARD_BYTES
-
-
-@pytest.fixture
-def settings(broker: AnyBroker, namespace: str) -> BusSettings:
-    return with_topics(broker.settings(namespace))
-
-
-@pytest.fixture
-def reader(settings: BusSettings) -> Iterator[Reader]:
-    with closing(Reader(settings, "test", group="test", ends=True)) as reader:
-        yield reader
 
 
 def test_what_is_no_record_is_handed_out_as_it_came_and_nothing_is_written(

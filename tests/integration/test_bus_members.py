@@ -9,19 +9,13 @@ import pytest
 from confluent_kafka import TopicPartition
 
 from schemas.wire import encode
-from tests.brokers import AnyBroker
 from tests.golden.examples import PROMPT
-from tests.integration.bus_kit import HOMES, WAIT_SECONDS, put, read_until, with_topics
+from tests.integration.bus_kit import HOMES, WAIT_SECONDS, put, read_until
 from topics.catalog import PROMPTS
 from topics.reader import Reader
 from topics.records import Envelope, Place
 from topics.resting import RestingConsumer
 from topics.settings import BusSettings
-
-
-@pytest.fixture
-def settings(broker: AnyBroker, namespace: str) -> BusSettings:
-    return with_topics(broker.settings(namespace))
 
 
 def test_an_assignment_is_read_though_its_partition_was_paused_before(settings: BusSettings) -> None:

@@ -1,7 +1,7 @@
 """Transactions on a real broker: committed once, undone, fenced or made again; and what is left of their writers."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -11,9 +11,8 @@ from threading import enumerate as enumerate_threads
 import pytest
 
 from schemas.wire import encode
-from tests.brokers import AnyBroker
 from tests.golden.examples import OUTCOME, PROMPT
-from tests.integration.bus_kit import put, read_until, with_topics
+from tests.integration.bus_kit import put, read_until
 from tests.waiting import until
 from topics.catalog import MAX_MESSAGE_BYTES, OUTCOMES, PROMPTS
 from topics.errors import BusError
@@ -23,17 +22,6 @@ from topics.reader import Reader
 from topics.records import Envelope, Place, Raw
 from topics.settings import BusSettings
 from topics.writer import Writer
-
-
-@pytest.fixture
-def settings(broker: AnyBroker, namespace: str) -> BusSettings:
-    return with_topics(broker.settings(namespace))
-
-
-@pytest.fixture
-def reader(settings: BusSettings) -> Iterator[Reader]:
-    with closing(Reader(settings, "test", group="test", ends=True)) as reader:
-        yield reader
 
 
 def test_who_reads_on_sees_what_the_next_owner_of_a_transactional_id_commits(

@@ -36,7 +36,6 @@ class Commits:
         self.taken: dict[tuple[int, Topic, int], list[int]] = defaultdict(list)
         """By life and place: the offsets that were taken in."""
         self._amid = False
-        self._thread = thread
         commit, read, take = Writer.commit, Membership.read, EnvironmentWorker._take
 
         def commits(writer: Writer, *arguments: Any, **named: Any) -> None:
@@ -103,8 +102,12 @@ def test_who_commits_for_long_stays_a_member_and_takes_in_once_what_it_reads_mea
         if joins:
             with closing(Membership(settings, "other", ENVIRONMENT_GROUP, meanwhile=nothing)) as other:
                 other.join()
-                moved = lambda: not other.read(1, 0.0) and commits.moved_amid and bool(other.homes)  # noqa: E731
-                executors.pump_until(moved, what="homes that move amid a commit")
+
+                def have_moved() -> bool:
+                    other.read(1, 0.0)
+                    return commits.moved_amid and bool(other.homes)
+
+                executors.pump_until(have_moved, what="homes that move amid a commit")
                 commits.held = False
         commits.held = False
         finish(executors)

@@ -253,24 +253,6 @@ def test_a_call_of_a_transaction_that_is_to_be_made_again_has_taken_its_turn(mon
     assert clock.now == began + 3.0
 
 
-def test_between_two_turns_of_a_call_that_lasts_something_else_is_done_and_may_end_it() -> None:
-    asked, met = list[float](), list[int]()
-
-    def call(seconds: float) -> bool:
-        asked.append(seconds)
-        return len(asked) == 3
-
-    goes_on = transactions.between(call, lambda: met.append(1))
-    assert [goes_on(1.0) for _ in range(3)] == [False, False, True]
-    assert (asked, met) == ([1.0] * 3, [1, 1])
-
-    def ends() -> None:
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        transactions.between(lambda seconds: False, ends)(1.0)
-
-
 NOT_COORDINATOR = KafkaError(KafkaError.NOT_COORDINATOR, "moved", False, True)
 
 

@@ -205,6 +205,18 @@ def test_what_can_be_gone_on_with_is_until_it_is_done_or_given_up() -> None:
         until_done(Transaction(turns=100).commit, Wait(lambda: None, look_seconds=LOOK, seconds=0.05))
 
 
+def test_while_a_call_lasts_something_else_is_done_and_may_end_it() -> None:
+    met: list[int] = []
+    until_done(Transaction(turns=3).commit, Wait(lambda: None, look_seconds=LOOK), lambda: met.append(1))
+    assert met == [1, 1]
+
+    def ends() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        until_done(Transaction(turns=3).commit, Wait(lambda: None, look_seconds=LOOK), ends)
+
+
 def test_a_commit_waits_for_a_broker_that_answers_nobody() -> None:
     away, slow = Away(), Transaction(turns=100)
     wait = Wait(away.reach, excuse=lambda: None, look_seconds=LOOK, seconds=0.05)

@@ -219,7 +219,7 @@ class EnvironmentWorker:
                 log.warning("outcomes_forgotten", group=group_id, reason="outcomes are kept for 30 days")
 
     def _stay(self) -> None:
-        """Stay a member: the others wait for one that does not come to a rebalance."""
+        """Stay a member: the others wait for one that does not come to a rebalance. What is read is taken later."""
         HEALTH.turned_over()
         self._early += self._member.read(max(1, BATCH - len(self._early)), 0.0)
 
