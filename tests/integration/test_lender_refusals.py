@@ -96,7 +96,7 @@ def test_every_engine_core_begins_with_a_look_for_its_server(
 
 def test_nothing_that_the_lender_touches_has_moved() -> None:
     """Fails where another vLLM is installed: read there what has become of it, mend the lender, then the table."""
-    assert touched.moved() == ""
+    assert touched.another_version() == touched.moved() == ""
 
 
 @pytest.mark.parametrize("part", touched.TOUCHED, ids=lambda part: f"{part.module}.{part.name}")
@@ -111,4 +111,4 @@ def test_a_part_of_vllm_that_moved_is_named(part: touched.Touched, monkeypatch: 
 
 def test_another_minor_version_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(touched, "__version_tuple__", (0, 33, 0))
-    assert "0.33" in touched.moved()
+    assert "0.33" in touched.another_version()

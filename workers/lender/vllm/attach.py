@@ -5,7 +5,8 @@ Keeps true
   arrives waits for at most one bounded piece of the guest's work, and of a step in this process for one layer, its
   logits or its sampling.
 - The loop never spins: with nothing to do for either it sleeps where vLLM sleeps.
-- A server that no guest was tried in is left as it is, and the log says why in a sentence.
+- A server that no guest was tried in is left as it is, and the log says why in a sentence. Whether one was tried is
+  asked before anything of vLLM is imported that the server has not imported itself.
 - An engine core whose server was killed meanwhile does not begin.
 
 Three methods of `EngineCoreProc` are wrapped, and the loop that `DPEngineCoreProc` has of its own (`touched` has the
@@ -72,14 +73,16 @@ def _end_if_left() -> None:
 
 
 def _check(core: Any, config: LendConfig) -> None:
-    """Raises UsageError where no guest may be."""
+    """Raises UsageError where no guest may be. The look at vLLM's parts is last: it imports them."""
     from workers.lender.vllm.refusals import is_one_of_several, why_not
-    from workers.lender.vllm.touched import moved
+    from workers.lender.vllm.touched import another_version, moved
 
-    if reason := moved() or (not config.observe and why_not(core)):
+    if reason := another_version() or (not config.observe and why_not(core)):
         raise UsageError(reason)
     if is_one_of_several(core):
         raise UsageError("no server was observed that has several engine cores (data parallelism)")
+    if reason := moved(observing=config.observe):
+        raise UsageError(reason)
 
 
 def _attach(core: Any, config: LendConfig, pulse: Pulse) -> None:
