@@ -83,13 +83,14 @@ async def _step(rows: Sequence[Played], turn_format: TurnFormat) -> None:
         start = len(row.loss_mask)
         while start > 0 and row.loss_mask[start - 1]:
             start -= 1
-        row.last = await row.environment.step(turn_format.action_text(row.tokens[start:]))
+        action = row.tokens[start:]
+        row.last = await row.environment.step(turn_format.action_text(action))
         row.reward += row.last.reward
         row.turns += 1
         if row.last.done:
             await row.environment.close()
         else:
-            for token in turn_format.observation_tokens(row.last.observation, first=False):
+            for token in turn_format.observation_tokens(row.last.observation, first=False, after=action):
                 row.append(token, mask=0, logprob=0.0)
 
 

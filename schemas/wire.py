@@ -9,6 +9,7 @@ Keeps true
 - Only a Prompt may also come as JSON, told by its first byte: MessagePack maps never begin with `{`.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
@@ -53,6 +54,11 @@ TRACE_HEADER = "traceparent"
 
 R = TypeVar("R", bound=Record)
 Headers = Iterable[tuple[str, bytes | str | None]]
+
+ESCAPES = re.compile(
+    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+"""Of JSON: a backslash, a surrogate pair, or (the group) half of one."""
 
 NAME_CHARACTERS = 64
 """Of a name that is not known, in the sentence that says so."""
@@ -109,8 +115,8 @@ def read_prompt(text: bytes) -> Prompt:
 
 
 def _decoded(record: type[R], wire: bytes) -> R:
+    as_json = record is Prompt and wire[:1] == b"{"
     try:
-        as_json = record is Prompt and wire[:1] == b"{"
         decoded: R = msgspec.json.decode(wire, type=record) if as_json else _decoders[record].decode(wire)
         if record is Prompt:
             _check_known(wire, _names_in_json if as_json else _names_in_msgpack)
@@ -119,8 +125,17 @@ def _decoded(record: type[R], wire: bytes) -> R:
             _check_levels(record, _unpack(wire))
         _check_within(decoded)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
-        raise RecordError(f"not a {record.SCHEMA}: {error}") from error
+        why = (as_json and _half_a_pair(wire)) or error
+        raise RecordError(f"not a {record.SCHEMA}: {why}") from error
     return decoded
+
+
+def _half_a_pair(text: bytes) -> str:
+    """Where JSON has an escape that stands for no character; empty if it has none."""
+    half = next((found[1] for found in ESCAPES.finditer(text) if found[1]), b"").decode()
+    return (
+        half and f"it has {half} alone, half of a surrogate pair, which is no character: leave it out or write \\ufffd"
+    )
 
 
 def headers_of(record: Record, trajectory_id: str | None = None) -> list[tuple[str, bytes]]:

@@ -135,7 +135,7 @@ class _Table:
         step = await game.environment.step(self.turn_format.action_text(action))
         game.turns += 1
         game.solved = bool(step.success)
-        observation = self.turn_format.observation_tokens(step.observation, first=False)
+        observation = self.turn_format.observation_tokens(step.observation, first=False, after=action)
         no_room = len(game.tokens) + len(observation) >= self.max_context_tokens
         game.done = step.done or game.turns >= self.max_turns or no_room
         if game.done:

@@ -5,10 +5,11 @@ from typing import Any
 from confluent_kafka import ConsumerGroupState, Producer
 from confluent_kafka.admin import AdminClient
 
+from schemas.arrays import unpack_tokens
 from schemas.environments import Group
 from schemas.prompts import Prompt
 from schemas.samples import Sample
-from tests.integration.scripted_executors import ScriptedExecutors, essence
+from tests.integration.scripted_executors import END, ScriptedExecutors, essence
 from topics.admin import reach
 from topics.catalog import ENVIRONMENT_GROUP, PROMPTS, Partitions, Topic
 from topics.catalog import GROUPS as GROUPS_TOPIC
@@ -35,8 +36,13 @@ def finish(executors: ScriptedExecutors, count: int = GROUPS * SIZE) -> None:
 
 
 def once(executors: ScriptedExecutors) -> dict[str, Sample]:
-    """The essence of every sample. There is one of each trajectory."""
+    """The essence of every sample. There is one of each trajectory, and what follows a turn follows its end."""
     executors.pump(0.5)
+    for name, samples in executors.samples.items():
+        tokens = unpack_tokens(samples[0].tokens)
+        for turn in samples[0].turns:
+            ended = tokens[turn.end - 1] == END
+            assert ended or tokens[turn.end : turn.end + 1] in ([END], []), f"turn {turn.turn} of {name} has no end"
     assert {name: len(samples) for name, samples in executors.samples.items() if len(samples) != 1} == {}
     return {name: essence(samples[0]) for name, samples in executors.samples.items()}
 

@@ -2,7 +2,8 @@
 
 Keeps true: what is sampled is a function of trajectory and turn alone, so two runs can be compared token by token.
 The script works the calculator's sums out, rightly or wrongly, in a varying number of turns, and makes trouble that
-real executors make: preempted attempts before the result, and a second result with other tokens after it.
+real executors make: preempted attempts before the result, a turn that is cut by its length, and a second result with
+other tokens after it.
 """
 
 import hashlib
@@ -160,7 +161,9 @@ def results_of(request: TurnRequest, context: bytes) -> list[TurnResult]:
     results = []
     if noise % 5 == 0:
         results.append(_result(request, "", attempt=0, outcome=TurnOutcome.PREEMPTED))
-    results.append(_result(request, scripted_action(request, context), attempt=len(results)))
+    action = scripted_action(request, context)
+    cut = noise % 7 == 0 and not action.startswith("=")
+    results.append(_result(request, action, attempt=len(results), cut=cut))
     if noise % 3 == 0:
         results.append(_result(request, "0+0", attempt=len(results)))
     return results
@@ -183,10 +186,16 @@ def scripted_action(request: TurnRequest, context: bytes) -> str:
 
 
 def _result(
-    request: TurnRequest, text: str, *, attempt: int, outcome: TurnOutcome = TurnOutcome.COMPLETED
+    request: TurnRequest,
+    text: str,
+    *,
+    attempt: int,
+    outcome: TurnOutcome = TurnOutcome.COMPLETED,
+    cut: bool = False,
 ) -> TurnResult:
+    """`cut`: by the length of the turn, before a stop token."""
     tokens = [FIRST_CHARACTER + CHARACTERS.index(character) for character in text]
-    if outcome is TurnOutcome.COMPLETED:
+    if outcome is TurnOutcome.COMPLETED and not cut:
         tokens.append(END)
     version = draw(request.trajectory_id, request.turn) % 7
     half = len(tokens) // 2
@@ -201,7 +210,7 @@ def _result(
         worker=f"scripted-{attempt}",
         tokens=pack_tokens(tokens),
         logprobs=pack_logprobs([-0.25 * (token % 8) for token in tokens]),
-        finish_reason="stop",
+        finish_reason="length" if cut else "stop",
         spans=tuple(span for span in spans if span.end > span.start),
         context_tokens=request.context_tokens,
         device_seconds={"dedicated": 0.5, "serving": 0.25 * attempt},

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from confluent_kafka import OFFSET_BEGINNING
 
+from schemas.arrays import pack_tokens, unpack_tokens
 from schemas.environments import GroupState
 from schemas.errors import UsageError
 from schemas.homes import home_of
@@ -30,7 +31,14 @@ from tests.integration.environment_kit import (
     prompt_of,
     submit_all,
 )
-from tests.integration.scripted_executors import ScriptedExecutors, results_of, worker_process
+from tests.integration.scripted_executors import (
+    CHARACTERS,
+    END,
+    FIRST_CHARACTER,
+    ScriptedExecutors,
+    results_of,
+    worker_process,
+)
 from tests.roles import kill
 from tests.unit.trajectory_world import RULES
 from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, ENVIRONMENT_WRITERS, PROMPTS
@@ -309,6 +317,37 @@ def test_a_turn_whose_context_is_torn_is_asked_for_again_whole(
     assert all(sample.failure == "" for sample in samples.values())
     assert any(len(sample.turns) > 1 for sample in samples.values())
     executors.close()
+
+
+@any_broker
+@pytest.mark.slow
+def test_a_turn_that_a_stop_token_of_its_prompt_ended_is_read_without_it_and_ended_in_the_context(
+    broker: AnyBroker, namespace: str, model: str
+) -> None:
+    """Also by who takes over."""
+    stop = FIRST_CHARACTER + CHARACTERS.index(".")
+
+    def results(request: TurnRequest, context: bytes) -> list[TurnResult]:
+        assert request.sampling.stop_token_ids == (stop,)
+        sound = results_of(request, context)[-1]
+        return [msgspec.structs.replace(sound, tokens=sound.tokens.replace(pack_tokens([END]), pack_tokens([stop])))]
+
+    executors = ScriptedExecutors(broker.settings(namespace), PARTITIONS, results=results)
+    for number in range(3):
+        executors.submit(prompt_of(number, sampling=PromptSampling(stop_token_ids=(stop,))))
+    with worker_process(executors.settings, 0, {"model_folder": model}) as worker:
+        executors.pump_until(lambda: any(request.turn for request in executors.requests.values()), what="turns")
+        kill(worker)
+    with worker_process(executors.settings, 0, {"model_folder": model}):
+        finish(executors, 3 * SIZE)
+    samples = once(executors)
+    executors.close()
+    for sample in samples.values():
+        tokens = unpack_tokens(sample.tokens)
+        for turn, end in zip(sample.turns[:-1], [turn.start for turn in sample.turns[1:]], strict=True):
+            read = tokens[turn.end : end]
+            assert read[0] == END and not any(sample.loss_mask[turn.end : end])
+            assert "?" not in "".join(CHARACTERS[token - FIRST_CHARACTER] for token in read[1:-1]), "the tool reads it"
 
 
 @kafka_first

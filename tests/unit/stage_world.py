@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from schemas.arrays import pack_tokens
 from tests.integration.scripted_executors import CHARACTERS, END, FIRST_CHARACTER
 from workers.environments import runner as runner_module
 from workers.environments.protocol import Environment, EnvironmentArgumentError, JsonValue, Step
@@ -79,7 +80,8 @@ class Counter:
             return "no step"  # type: ignore[return-value]
         self.steps += 1
         done = action == "done"
-        return Step(observation=f"{self.steps}", reward=1.0, done=done, success=done)
+        observation = "\ud800" if action == "half" else f"{self.steps}"
+        return Step(observation=observation, reward=1.0, done=done, success=done)
 
     async def meddle(self, action: str) -> None:
         loop = asyncio.get_running_loop()
@@ -172,10 +174,21 @@ def reset(name: str, **arguments: Any) -> Reset:
     return Reset(life=1, trajectory_id=name, environment="counter", ticket=name, seed=7, arguments=arguments)
 
 
-def act(name: str, action: str, state: bytes = b"0", *, life: int = 1, environment: str = "counter") -> Advance:
-    tokens = [FIRST_CHARACTER + CHARACTERS.index(character) for character in action] + [END]
-    packed = b"".join(token.to_bytes(4, "little") for token in tokens)
-    return Advance(life=life, trajectory_id=name, environment=environment, ticket=name, tokens=packed, state=state)
+def act(
+    name: str, action: str, state: bytes = b"0", *, life: int = 1, environment: str = "counter", stop: str | None = None
+) -> Advance:
+    """`stop`: the last letter, by which the turn was asked to end; without one the model's own token ends it."""
+    tokens = [FIRST_CHARACTER + CHARACTERS.index(character) for character in action]
+    tokens += [END] if stop is None else []
+    return Advance(
+        life=life,
+        trajectory_id=name,
+        environment=environment,
+        ticket=name,
+        tokens=pack_tokens(tokens),
+        stop_token_ids=(END,) if not stop else (FIRST_CHARACTER + CHARACTERS.index(stop),),
+        state=state,
+    )
 
 
 def answers(stage: Stage, jobs: list[Job]) -> dict[str, Answer]:

@@ -1,24 +1,13 @@
 """Chat templates as turn formats: what real ones append is taken over, and what does not append is refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from tests.unit.tokenizer_kit import CHATML, HEADERS, byte_level, folder
 from workers.environments.turn_format import TurnFormat, TurnFormatError
-
-CHATML = """
-{%- for message in messages %}
-{%- if loop.first and message['role'] != 'system' %}
-{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
-{%- endif %}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
-"""In the shape of SmolLM2's and Qwen2.5's: a default system prompt, then every message as it is."""
 
 REASONING = """
 {%- set ns = namespace(last=-1) %}
@@ -34,17 +23,6 @@ REASONING = """
 """
 """In the shape of Qwen3's: the reasoning of all turns before the last question is left out."""
 
-HEADERS = """
-{%- for message in messages %}
-{%- set head = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' %}
-{%- set content = head + message['content'] | trim + '<|eot_id|>' %}
-{%- if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}
-{{- content }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
-"""
-"""In the shape of Llama 3's."""
-
 LATEST_FIRST = """
 {%- for message in messages %}
 {%- if loop.last %}{{- '<|im_start|>system\\nAnswer in one line.<|im_end|>\\n' }}{%- endif %}
@@ -57,51 +35,10 @@ LATEST_FIRST = """
 PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}{{ 'assistant: ' }}"
 """No special token ends a message."""
 
-SPECIAL = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-]
-SPECIAL += ["<|eot_id|>"]
-PIECES = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""How Qwen's and Llama's tokenizers split text before they join bytes."""
-
-CORPUS = [
-    "user assistant system",
-    "You are a helpful assistant. Let me see.\n\nIt is 12.",
-    "words and lines 1234567890",
-]
-
 
 @pytest.fixture(scope="module")
-def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE tokenizer, trained on a few words."""
-    tokenizer = Tokenizer(models.BPE())
-    byte_level: Any = pre_tokenizers.ByteLevel
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), "isolated"), byte_level(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=byte_level.alphabet(), special_tokens=SPECIAL)
-    tokenizer.train_from_iterator(CORPUS * 4, trainer)
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer.save(str(path))
-    return path
-
-
-def folder(path: Path, tokenizer_file: Path, template: str, *, inside: bool = False, eos: str = "<|im_end|>") -> Path:
-    """A model folder; `inside`: the template is a field of the tokenizer's configuration."""
-    (path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
-    config: dict[str, Any] = {"bos_token": "<|begin_of_text|>", "eos_token": {"content": eos}}
-    if inside:
-        config["chat_template"] = template
-    else:
-        (path / "chat_template.jinja").write_text(template)
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    return path
+def tokenizer() -> Tokenizer:
+    return byte_level()
 
 
 TALK = (("+7-3+8", "0+7"), ("7", "It is\n\n12."), ("over", ""))
@@ -123,13 +60,13 @@ def conversation(turns: TurnFormat) -> list[int]:
     ids=["chatml", "headers"],
 )
 def test_a_context_is_what_the_template_writes_of_the_conversation(
-    tmp_path: Path, tokenizer_file: Path, template: str, eos: str, stop: str, *, inside: bool
+    tmp_path: Path, tokenizer: Tokenizer, template: str, eos: str, stop: str, *, inside: bool
 ) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    made = folder(tmp_path, tokenizer_file, template, inside=inside, eos=eos)
+    made = folder(tmp_path, tokenizer, template, inside=inside, eos=eos)
     turns = TurnFormat(made)
-    reference: Any = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), bos_token="<|begin_of_text|>")
+    reference: Any = PreTrainedTokenizerFast(tokenizer_file=str(made / "tokenizer.json"), bos_token="<|begin_of_text|>")
     messages = [
         {"role": role, "content": text}
         for pair in TALK
@@ -144,14 +81,14 @@ def test_a_context_is_what_the_template_writes_of_the_conversation(
     assert reference.convert_tokens_to_ids(eos) in turns.stop_token_ids
 
 
-def test_the_generation_configuration_adds_its_stop_tokens(tmp_path: Path, tokenizer_file: Path) -> None:
-    made = folder(tmp_path, tokenizer_file, CHATML)
+def test_the_generation_configuration_adds_its_stop_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    made = folder(tmp_path, tokenizer, CHATML)
     (made / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     assert TurnFormat(made).stop_token_ids == (1, 2)
 
 
-def test_a_turn_format_of_its_own_wins_over_the_template(tmp_path: Path, tokenizer_file: Path) -> None:
-    made = folder(tmp_path, tokenizer_file, REASONING)
+def test_a_turn_format_of_its_own_wins_over_the_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    made = folder(tmp_path, tokenizer, REASONING)
     (made / "generation_config.json").write_text('{"eos_token_id": 1}')
     (made / "turn_format.json").write_text('{"suffix": "<|im_start|>"}')
     assert TurnFormat(made).observation_tokens("", first=True) == [0]
@@ -172,10 +109,10 @@ def test_a_turn_format_of_its_own_wins_over_the_template(tmp_path: Path, tokeniz
     ids=["reasoning", "moving", "plain", "raises", "undefined", "broken", "escape", "deaf"],
 )
 def test_a_template_that_is_no_turn_format_is_refused_in_a_sentence_that_says_how_to_mend_it(
-    tmp_path: Path, tokenizer_file: Path, template: str, words: str
+    tmp_path: Path, tokenizer: Tokenizer, template: str, words: str
 ) -> None:
     with pytest.raises(TurnFormatError, match=words) as refused:
-        TurnFormat(folder(tmp_path, tokenizer_file, template))
+        TurnFormat(folder(tmp_path, tokenizer, template))
     assert "turn_format.json" in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -186,11 +123,10 @@ def test_a_tokenizer_that_joins_text_with_what_stands_around_it_is_refused(tmp_p
     tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=merges))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in ("<s>", "</s>")])
-    tokenizer.save(str(tmp_path / "joins.json"))
     template = "{% for m in messages %}{{ m.content if m.role == 'user' else m.content + '</s>' }}"
     template += "{{ '[A]' if m.role == 'user' }}{% endfor %}"
     with pytest.raises(TurnFormatError, match=r"joins '.*' or '0"):
-        TurnFormat(folder(tmp_path, tmp_path / "joins.json", template, eos="</s>"))
+        TurnFormat(folder(tmp_path, tokenizer, template, eos="</s>"))
 
 
 @pytest.mark.parametrize(
@@ -205,8 +141,8 @@ def test_a_tokenizer_that_joins_text_with_what_stands_around_it_is_refused(tmp_p
         {"turn_format.json": b"{}", "generation_config.json": b'{"eos_token_id": "\xff"}'},
     ],
 )
-def test_broken_files_are_one_sentence(tmp_path: Path, tokenizer_file: Path, files: dict[str, bytes]) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+def test_broken_files_are_one_sentence(tmp_path: Path, tokenizer: Tokenizer, files: dict[str, bytes]) -> None:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(TurnFormatError) as refused:

@@ -66,12 +66,14 @@ def test_every_bad_line_is_named_with_its_reason(tmp_path: Path) -> None:
         10: (b"[1]", "begin with {"),
         11: (b"\xff\xfe", "line 11"),
         12: (line(group_id="g12", sampling={"temperature": 0}), "temperature 0"),
+        13: (line(group_id="g13", note="?").replace(b"?", b"\\ud83d"), "\\ud83d alone, half of a surrogate pair"),
+        14: (line(group_id="g14", note="?").replace(b"?", b"\\ud83d\\ude00 \\udE00."), "\\ude00 alone, half of"),
     }
     file.write_bytes(b"\n".join([line(), *(text for text, _ in bad.values())]))
     with pytest.raises(BadPrompts) as refused:
         read_prompts(file, BUILT_IN)
     first, *named = str(refused.value).splitlines()
-    assert "11 of 12 lines" in first
+    assert "13 of 14 lines" in first
     assert "nothing was sent" in first
     for told_line, (number, (_, reason)) in zip(named, bad.items(), strict=True):
         assert told_line.startswith(f"  line {number}: ")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.integration.scripted_executors import ACT, model_folder
+from tests.integration.scripted_executors import ACT, END, model_folder
 from tests.signals import signals_come
 from tests.unit.stage_world import (
     WAIT_SECONDS,
@@ -28,6 +28,8 @@ from workers.environments.protocol import Environment
 from workers.environments.runner import Failed, Refused
 from workers.environments.stage import Stage
 from workers.environments.steps import Stepped
+
+END_BYTES = END.to_bytes(4, "little")
 
 RAISED = [Panic("boom"), Mute(), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), ValueError("\ud800")]
 
@@ -55,6 +57,29 @@ def test_a_task_goes_on_from_where_it_was(folder: Path) -> None:
         done = answers(stage, [act("a", "done")])["a"]
         assert isinstance(done, Stepped) and done.done and done.state == done.observation == b""
         assert stage.live == 0, "a task that is done is not held"
+
+
+@pytest.mark.parametrize(
+    ("action", "stop", "ended"),
+    [("go", None, False), ("go", "", True), ("go.", ".", True)],
+    ids=["by the model's own stop token", "by its length", "by a stop token of the prompt"],
+)
+def test_what_ended_a_turn_is_no_part_of_its_action_and_its_end_is_in_the_context(
+    folder: Path, action: str, stop: str | None, *, ended: bool
+) -> None:
+    """An action of another text would fail: the counter takes `done` as it is."""
+    with stage_of(folder) as stage:
+        stepped = answers(stage, [act("a", action, stop=stop)])["a"]
+        assert isinstance(stepped, Stepped) and stepped.observation.startswith(END_BYTES) == ended
+        done = answers(stage, [act("b", action.replace("go", "done"), stop=stop)])["b"]
+        assert isinstance(done, Stepped) and done.done
+
+
+def test_an_observation_with_half_of_a_surrogate_pair_fails_its_trajectory_with_a_sentence(folder: Path) -> None:
+    with stage_of(folder) as stage:
+        found = answers(stage, [act("bad", "half"), act("good", "go")])
+        assert isinstance(found["bad"], Failed) and "half of a surrogate pair" in found["bad"].failure
+        assert isinstance(found["good"], Stepped)
 
 
 def test_whoever_lies_fails_its_trajectory_alone(folder: Path) -> None:

@@ -3,6 +3,7 @@
 Keeps true
 - A format is taken from a template only when rendering one more turn leaves all before it as it was, in text and in
   tokens, for several texts; reasoning that an action begins with is among them. Else one sentence says what changes.
+- White space that a template cuts off the ends of an observation is cut off its framing's observations as well.
 - A template runs in jinja2's sandbox. It is told no date: what it writes is the same after every restart.
 
 Example (ChatML)
@@ -11,7 +12,7 @@ Example (ChatML)
     so the stop token is `<|im_end|>`, and a later observation begins with `\\n<|im_start|>user\\n`
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +26,11 @@ TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 TURNS = 3
 """Observations of the longest conversation that is looked at."""
 
-OBSERVATIONS = ("+7-3+8", "two words\nand a second line", '{"tool": [1, 2.5]}')
+OBSERVATIONS = ("+7-3+8", "two words\nand a second line", '{"tool": [1, 2.5]}', "wide  gaps\n\n\n\tand a tab")
 """Texts of environments that a template is tried with."""
+
+EDGED = ("\nlines at the ends\n\n", " \n\tmore at the ends\n\n ")
+"""Texts of environments that begin and end with white space."""
 
 ACTIONS = ("0+7", "Let me see.\n\nIt is 12.", "<think>\n7 and 3\n</think>\n\n=12")
 """Texts of policies that a template is tried with. The last one begins with reasoning."""
@@ -38,6 +42,15 @@ class TurnFormatError(UsageError):
     """A model folder that does not say how its policy reads turns, or whose chat template is no turn format."""
 
 
+TRIMS: dict[str, Callable[[str], str]] = {
+    "": lambda text: text,
+    "both ends": str.strip,
+    "left": str.lstrip,
+    "right": str.rstrip,
+}
+"""Where white space may be cut off an observation; nowhere first."""
+
+
 class Framing(NamedTuple):
     """What stands around observations; `stop` ends every action."""
 
@@ -45,6 +58,8 @@ class Framing(NamedTuple):
     prefix: str
     suffix: str
     stop: str
+    trim: str = ""
+    """Which of TRIMS an observation undergoes."""
 
 
 Messages = list[dict[str, str]]
@@ -53,36 +68,41 @@ Render = Callable[[Messages], str]
 
 def has_template(model_folder: Path) -> bool:
     """Whether the folder has a chat template."""
-    return _template_of(model_folder) is not None
+    return template_of(model_folder) is not None
 
 
-def framing_of(model_folder: Path, *, special: Sequence[str]) -> Framing:
-    """The folder's template as a framing; `special` are the tokenizer's special tokens as text.
+def framing_of(model_folder: Path, *, marks: Collection[str]) -> Framing:
+    """The folder's template as a framing; `marks` are the tokenizer's added tokens as text.
 
     Raises TurnFormatError for a template that is broken or does not only append.
     """
-    template = _template_of(model_folder)
+    template = template_of(model_folder)
     assert template is not None
     render = _renderer(template, model_folder)
-    framing = _framing(render(_conversation(OBSERVATIONS[0], ACTIONS[0], 1)), render, special, model_folder)
+    framing = _framing(render, marks, model_folder)
     for observation in OBSERVATIONS:
-        for action in ACTIONS:
-            for turns in range(1, TURNS + 1):
-                _check(framing, render, observation, action, turns, model_folder)
-    return framing
+        if not _writes(framing, render, observation, ACTIONS[0], 1):
+            raise TurnFormatError(
+                f"{model_folder}: its chat template does not write the observation {observation!r} as it is: {FIX}"
+            )
+    for action in ACTIONS:
+        for observation in OBSERVATIONS:
+            if not all(_writes(framing, render, observation, action, turns) for turns in range(2, TURNS + 1)):
+                raise _changes(model_folder, action, render(_conversation(observation, action, 2)))
+    return framing._replace(trim=_trim(framing, render, model_folder))
 
 
-def written(framing: Framing, observation: str, action: str, turns: int) -> list[str]:
-    """A conversation of so many observations as the framing writes it, piece by piece as it is encoded."""
-    pieces = [framing.first_prefix, observation, framing.suffix]
-    for _ in range(turns - 1):
-        pieces += [action, framing.stop, framing.prefix, observation, framing.suffix]
-    return pieces
+def written(framing: Framing, observation: str, action: str, turns: int) -> str:
+    """A conversation of so many observations as the framing writes it."""
+    observation = TRIMS[framing.trim](observation)
+    first = f"{framing.first_prefix}{observation}{framing.suffix}"
+    return first + f"{action}{framing.stop}{framing.prefix}{observation}{framing.suffix}" * (turns - 1)
 
 
 def probes() -> list[tuple[str, str]]:
-    """The texts that a format must keep apart in tokens too."""
-    return [(observation, action) for observation in OBSERVATIONS for action in ACTIONS]
+    """The observations and actions that a format must keep apart in tokens too."""
+    pairs = [(observation, action) for observation in OBSERVATIONS for action in ACTIONS]
+    return pairs + [(observation, ACTIONS[0]) for observation in EDGED]
 
 
 def _conversation(observation: str, action: str, turns: int) -> Messages:
@@ -92,18 +112,26 @@ def _conversation(observation: str, action: str, turns: int) -> Messages:
     return said
 
 
-def _framing(first: str, render: Render, special: Sequence[str], folder: Path) -> Framing:
+def _framing(render: Render, marks: Collection[str], folder: Path) -> Framing:
     """Read the framing off a conversation of one and of two observations."""
     observation, action = OBSERVATIONS[0], ACTIONS[0]
+    first = render(_conversation(observation, action, 1))
     if first.count(observation) != 1:
         raise TurnFormatError(f"{folder}: its chat template does not write a user's message once, as it is: {FIX}")
     first_prefix, suffix = first.split(observation)
     second = render(_conversation(observation, action, 2))
-    rest = second.removeprefix(first + action)
-    if rest == second or not rest.endswith(observation + suffix):
-        raise _changes(folder, action)
+    if not second.startswith(first):
+        kept = next((at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(second))
+        if kept < len(first_prefix + observation):
+            raise _changes(folder, action, second)
+        raise _begins(folder, f"ends its generation prompt with {first[kept:]!r}, and leaves that out of earlier turns")
+    gap, found, rest = second[len(first) :].partition(action)
+    if gap and found:
+        raise _begins(folder, f"writes {gap!r} before an action of earlier turns, and not in its generation prompt")
+    if not rest.endswith(observation + suffix):
+        raise _changes(folder, action, second)
     between = rest.removesuffix(observation + suffix)
-    stop = max((token for token in special if between.startswith(token)), key=len, default=None)
+    stop = max((mark for mark in marks if between.startswith(mark)), key=len, default=None)
     if not stop:
         raise TurnFormatError(
             f"{folder}: its chat template ends an assistant's message with no special token, so nothing says where an "
@@ -112,18 +140,38 @@ def _framing(first: str, render: Render, special: Sequence[str], folder: Path) -
     return Framing(first_prefix, between.removeprefix(stop), suffix, stop)
 
 
-def _check(framing: Framing, render: Render, observation: str, action: str, turns: int, folder: Path) -> None:
-    if render(_conversation(observation, action, turns)) != "".join(written(framing, observation, action, turns)):
-        raise _changes(folder, action)
+def _writes(framing: Framing, render: Render, observation: str, action: str, turns: int) -> bool:
+    """Whether the template writes this conversation as the framing does."""
+    return render(_conversation(observation, action, turns)) == written(framing, observation, action, turns)
 
 
-def _changes(folder: Path, action: str) -> TurnFormatError:
-    what = (
-        "it leaves out the reasoning of earlier turns" if action.startswith("<think>") else "it changes earlier turns"
+def _trim(framing: Framing, render: Render, folder: Path) -> str:
+    """Which of TRIMS the template does to an observation."""
+    for trim in TRIMS:
+        tried = framing._replace(trim=trim)
+        if all(_writes(tried, render, text, ACTIONS[0], turns) for text in EDGED for turns in range(1, TURNS + 1)):
+            return trim
+    raise TurnFormatError(
+        f"{folder}: its chat template changes the white space at the ends of an observation in a way of its own "
+        f"({EDGED[0]!r} is neither kept nor stripped): {FIX}"
     )
+
+
+def _begins(folder: Path, how: str) -> TurnFormatError:
+    """An action does not begin where the generation prompt ends."""
+    return TurnFormatError(f"{folder}: its chat template {how}, so a context could not grow by what was sampled: {FIX}")
+
+
+def _changes(folder: Path, action: str, second: str) -> TurnFormatError:
+    """`second`: a conversation of two observations with this action between them, as the template writes it."""
+    what = "it changes earlier turns when one more is added"
+    if action.startswith("<think>"):
+        what = "it leaves out the reasoning of earlier turns when one more is added"
+    elif action not in second:
+        what = f"it does not write the action {action!r} as it is"
     return TurnFormatError(
-        f"{folder}: its chat template does not only append ({what} when one more is added), so a context could not "
-        f"grow by what was sampled: {FIX}"
+        f"{folder}: its chat template does not only append ({what}), so a context could not grow by what was sampled: "
+        f"{FIX}"
     )
 
 
@@ -152,11 +200,12 @@ def _renderer(template: str, folder: Path) -> Render:
     return render
 
 
-def _template_of(folder: Path) -> str | None:
+def template_of(folder: Path) -> str | None:
+    """The text of the folder's chat template. Raises TurnFormatError."""
     path = folder / TEMPLATE_FILE
     if path.is_file():
         try:
-            return path.read_text()
+            return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise TurnFormatError(f"{path} is no text: {error}") from None
     found = _config(folder).get("chat_template")

@@ -79,6 +79,8 @@ class Advance(Job):
 
     tokens: bytes
     """As sampled, packed."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Of the turn, beside the model's own."""
     state: bytes
     """To restore from when the environment is not held any more."""
 
@@ -281,7 +283,8 @@ class Runner:
         assert isinstance(job, Advance)
         if restore:
             await environment.restore(job.state)
-        action = self._format.action_text(unpack_tokens(job.tokens))
+        sampled = unpack_tokens(job.tokens)
+        action = self._format.action_text(sampled, job.stop_token_ids)
         began = time.perf_counter()
         step = await environment.step(action)
         seconds = time.perf_counter() - began
@@ -290,7 +293,7 @@ class Runner:
         return Stepped(
             observation=b""
             if step.done
-            else pack_tokens(self._format.observation_tokens(step.observation, first=False)),
+            else pack_tokens(self._format.observation_tokens(step.observation, first=False, after=sampled)),
             reward=float(step.reward),
             done=bool(step.done),
             success=None if step.success is None else bool(step.success),

@@ -3,7 +3,10 @@
 Keeps true
 - A context only ever grows: observation tokens, then the sampled tokens as they are (stop token included), and so on.
   Nothing that was sampled is ever decoded and encoded again.
-- An environment's text cannot forge a special token: only the format's own strings may contain those.
+- Every turn has an end: an observation behind an action without one of the model's own stop tokens begins with it.
+- An environment's text cannot spell a special token, nor an added token that stands around observations or ends a
+  turn: only the format's own strings may contain those. White space is no such token.
+- A context is what the tokenizer makes of the conversation written out: else the model folder is refused.
 
 A model folder says how its policy reads turns by its chat template (see `chat_template.py`), or, where that does not
 fit or is not there, by a `turn_format.json`, which wins:
@@ -13,7 +16,10 @@ The stop tokens are the template's end of a turn and the `eos_token_id` of `gene
 and `jinja2` alone, no torch.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,18 +30,30 @@ from schemas.limits import STOPS
 from schemas.prompts import TokenId
 from workers.environments.chat_template import (
     FIX,
+    OBSERVATIONS,
     TEMPLATE_FILE,
+    TRIMS,
     TURNS,
+    Framing,
     eos_token,
     framing_of,
     has_template,
     probes,
+    template_of,
     written,
 )
 from workers.environments.chat_template import TurnFormatError as TurnFormatError
+from workers.environments.misspelling import misspelt
+from workers.tokenizer import TOKENIZER_FILE, TokenizerError, load_tokenizer
 
 FORMAT_FILE, GENERATION_FILE = "turn_format.json", "generation_config.json"
 """Files of a model folder."""
+
+HALF = re.compile("[\ud800-\udfff]")
+"""Of a surrogate pair: Python's strings hold it, UTF-8 and tokenizers do not."""
+
+UNKNOWN = "\ue000\U0010fffd\U0003134a"
+"""Characters that few tokenizers know. What stands for them, special or not, any text may hold."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,53 +72,115 @@ class _Generation(msgspec.Struct, frozen=True):
     """One less than a request may name: the template's own end of a turn may come to them."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """What stands around an observation: tokens, and next to it text that is encoded together with it."""
+
+    before: list[int]
+    head: str
+    tail: str
+    after: list[int]
+
+
 class TurnFormat:
     """The tokenizer and frame of one model folder."""
 
     def __init__(self, model_folder: Path) -> None:
-        """Raises TurnFormatError when a file is missing or does not parse."""
-        from tokenizers import Tokenizer
-
+        """Raises TurnFormatError when a file is missing, does not parse, or contradicts another."""
         own = (model_folder / FORMAT_FILE).exists()
         if not own and not has_template(model_folder):
             raise TurnFormatError(f"{model_folder} has neither a {TEMPLATE_FILE} nor a {FORMAT_FILE}: {FIX}")
-        tokenizer_file = model_folder / "tokenizer.json"
-        try:
-            self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
-        except Exception as error:  # tokenizers raises bare Exception for every broken file
-            raise TurnFormatError(f"{tokenizer_file} is not a Hugging Face fast tokenizer: {error}") from error
-        self._first_prefix: list[int] = []
-        self._prefix: list[int] = []
-        self._suffix: list[int] = []
-        self.stop_token_ids: tuple[int, ...] = ()
-        """Any of these ends an action; the first is what a demonstration ends one with."""
-        if own:
-            self._take_frame(_read(model_folder / FORMAT_FILE, Frame))
-            self.stop_token_ids = _stops(model_folder)
-        else:
-            self._take_template(model_folder)
+        self._tokenizer = _loaded(model_folder)
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self._marks = {number: token.content for number, token in added if not _is_space(token.content)}
+        """Added tokens by id, special or not."""
+        framing, self.stop_token_ids = self._own(model_folder) if own else self._of_template(model_folder)
+        """Any of the stop tokens ends an action; the first is what ends one that was not ended."""
+        tried: list[tuple[str, str]] = [(observation, "") for observation in OBSERVATIONS] if own else probes()
+        turns = TURNS if framing.stop else 1
+        wholes = {probe: self._encoded(written(framing, *probe, turns)).ids for probe in tried}
+        self._first = self._around("", framing.first_prefix, framing.suffix)
+        self._later = self._around(framing.stop, framing.prefix, framing.suffix)
+        self._trim = framing.trim
+        self._unspeakable = frozenset(number for number, token in added if token.special)
+        """Tokens that no text can spell."""
+        self._read_text_from_here_on(model_folder)
+        self._check(model_folder, wholes, turns, own=own)
 
-    def _take_template(self, folder: Path) -> None:
-        """Read turns as the folder's chat template does. Raises TurnFormatError."""
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        framing = framing_of(folder, special=[token.content for token in added if token.special])
-        wholes = {probe: self._encode("".join(written(framing, *probe, TURNS))) for probe in probes()}
-        self._take_frame(Frame(first_prefix=framing.first_prefix, prefix=framing.prefix, suffix=framing.suffix))
+    def _own(self, folder: Path) -> tuple[Framing, tuple[int, ...]]:
+        """Read turns as the folder's `turn_format.json` says; its stop tokens. Raises TurnFormatError."""
+        file = folder / FORMAT_FILE
+        frame = _read(file, Frame)
+        known = template_of(folder) or ""
+        for text in (frame.first_prefix, frame.prefix, frame.suffix):
+            if (found := misspelt(text, self._marks.values(), known=known)) is not None:
+                meant = f" (is {found[1]!r} meant?)" if found[1] else ""
+                raise TurnFormatError(
+                    f"{file}: {found[0]!r} is no token of {TOKENIZER_FILE}{meant}, so it would be read letter by "
+                    "letter: write special tokens as the tokenizer has them"
+                )
+        stops = _stops(folder)
+        ends = [token for token in self._encoded(frame.suffix).ids if token in stops]  # as a user's turn ends
+        named = self._id(eos_token(folder))
+        ends += [named] if named in stops else []
+        stops = tuple(dict.fromkeys((*ends[:1], *stops)))
+        stop = self._marks.get(stops[0], "")  # of one that is no mark nobody can say what text it is
+        return Framing(frame.first_prefix, frame.prefix, frame.suffix, stop), stops
+
+    def _of_template(self, folder: Path) -> tuple[Framing, tuple[int, ...]]:
+        """Read turns as the folder's chat template does; its stop tokens. Raises TurnFormatError."""
+        framing = framing_of(folder, marks=self._marks.values())
         others = _stops(folder) if (folder / GENERATION_FILE).exists() else (self._id(eos_token(folder)),)
         stops = (self._id(framing.stop), *others)
-        self.stop_token_ids = tuple(dict.fromkeys(stop for stop in stops if stop is not None))
-        for (observation, action), whole in wholes.items():
-            if self._conversation(observation, action, TURNS) != whole:
+        return framing, tuple(dict.fromkeys(stop for stop in stops if stop is not None))
+
+    def _around(self, stop: str, prefix: str, suffix: str) -> _Around:
+        """The tokens of a frame behind a stop token, apart from the text that an observation touches."""
+        text = stop + prefix
+        encoded = self._encoded(text)
+        marks = [at for at, token in enumerate(encoded.ids) if token in self._marks]
+        last = marks[-1] if marks else -1
+        head = text[encoded.offsets[last][1] :] if marks else text
+        ending = self._encoded(suffix)
+        first = next((at for at, token in enumerate(ending.ids) if token in self._marks), None)
+        tail = suffix if first is None else suffix[: ending.offsets[first][0]]
+        after = [] if first is None else ending.ids[first:]
+        return _Around(encoded.ids[bool(stop) : last + 1], head, tail, after)
+
+    def _read_text_from_here_on(self, folder: Path) -> None:
+        """From here on text cannot spell what stands around it, nor a special token. Raises TurnFormatError."""
+        around = (*self._first.before, *self._first.after, *self._later.before, *self._later.after)
+        shut = {number for number in (*around, *self.stop_token_ids) if number in self._marks}
+        if not shut <= self._unspeakable:
+            self._tokenizer = _loaded(folder, special=[self._marks[number] for number in shut])
+        self._tokenizer.encode_special_tokens = True
+        words = (stop for stop in self.stop_token_ids if not _is_space(self._tokenizer.decode([stop])))
+        self._unspeakable = (self._unspeakable | shut.union(words)).difference(self._encoded(UNKNOWN).ids)
+        for number in shut:
+            if number in self._encode(self._marks[number]):
                 raise TurnFormatError(
-                    f"{folder}: its tokenizer joins {observation!r} or {action!r} with what its chat template puts "
-                    f"around it, so a context could not grow token by token: {FIX}"
+                    f"{folder}: text can spell {self._marks[number]!r}, which marks turns: give the tokenizer one of "
+                    "several letters that is not in the vocabulary of its model"
                 )
 
-    def _take_frame(self, frame: Frame) -> None:
-        """From here on text cannot spell a special token."""
-        texts = frame.first_prefix, frame.prefix, frame.suffix
-        self._first_prefix, self._prefix, self._suffix = (self._encode(text) for text in texts)
-        self._tokenizer.encode_special_tokens = True
+    def _check(self, folder: Path, wholes: Mapping[tuple[str, str], list[int]], turns: int, *, own: bool) -> None:
+        """Take white space off observations as the tokenizer does; a context must be what it makes of the whole."""
+        for trim in (self._trim,) if own else dict.fromkeys((self._trim, *TRIMS)):
+            self._trim = trim
+            apart = [probe for probe, whole in wholes.items() if self._conversation(*probe, turns) != whole]
+            if not apart:
+                return
+        observation, action = apart[0]
+        if own:
+            raise TurnFormatError(
+                f"{folder / FORMAT_FILE}: its tokenizer begins a text with a mark that the same text has not amid a "
+                f"conversation, so {observation!r} would be read otherwise than it is written: let what stands between "
+                "a special token and an observation begin with a space"
+            )
+        raise TurnFormatError(
+            f"{folder}: its tokenizer joins {observation!r} or {action!r} with what its chat template puts around it, "
+            f"so a context could not grow token by token: {FIX}"
+        )
 
     def _conversation(self, observation: str, action: str, turns: int) -> list[int]:
         """A conversation of so many observations as a context has it."""
@@ -113,21 +193,58 @@ class TurnFormat:
         found: int | None = self._tokenizer.token_to_id(token) if token else None
         return found
 
-    def observation_tokens(self, observation: str, *, first: bool) -> list[int]:
-        """What an observation appends to the context."""
-        return [*(self._first_prefix if first else self._prefix), *self._encode(observation), *self._suffix]
+    def observation_tokens(self, observation: str, *, first: bool, after: Sequence[int] = ()) -> list[int]:
+        """What an observation appends to the context; `after`: the sampled tokens that it follows.
+
+        Raises ValueError for text with half of a surrogate pair.
+        """
+        around = self._first if first else self._later
+        cut = bool(after) and after[-1] not in self.stop_token_ids
+        if (half := HALF.search(observation)) is not None:
+            raise ValueError(
+                f"the observation holds half of a surrogate pair and no character ({half[0]!r} at {half.start()}): "
+                "replace it, as text.encode(errors='replace').decode() does"
+            )
+        text = self._encode(around.head + TRIMS[self._trim](observation) + around.tail)
+        return [*self.stop_token_ids[:cut], *around.before, *text, *around.after]
 
     def action_tokens(self, action: str) -> list[int]:
         """How a demonstration writes an action: its tokens and the stop token."""
         return [*self._encode(action), self.stop_token_ids[0]]
 
-    def action_text(self, tokens: Sequence[int]) -> str:
-        """The action that a turn's sampled tokens spell, without its stop token."""
-        ended = len(tokens) > 0 and tokens[-1] in self.stop_token_ids
+    def action_text(self, tokens: Sequence[int], stop_token_ids: Sequence[int] = ()) -> str:
+        """The action that a turn's sampled tokens spell, without its stop token.
+
+        `stop_token_ids`: those that the turn was asked for with, beside the model's own.
+        """
+        ended = len(tokens) > 0 and (tokens[-1] in self.stop_token_ids or tokens[-1] in stop_token_ids)
         return str(self._tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False))
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Tokens of a text; what would be a token that it may not spell is cut up behind its first letter."""
+        encoded = self._encoded(text)
+        if self._unspeakable.isdisjoint(encoded.ids):
+            return list(encoded.ids)
+        spelt = zip(encoded.ids, encoded.offsets, strict=True)
+        cuts = [begin + 1 for token, (begin, end) in spelt if token in self._unspeakable and end - begin > 1]
+        if not cuts:
+            return list(encoded.ids)
+        return [token for begin, end in pairwise((0, *cuts, len(text))) for token in self._encode(text[begin:end])]
+
+    def _encoded(self, text: str) -> Any:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _is_space(text: str) -> bool:
+    """Whether a token is white space alone, which is also written with marks of a word's beginning."""
+    return text.replace("▁", " ").isspace()
+
+
+def _loaded(folder: Path, special: Sequence[str] = ()) -> Any:
+    try:
+        return load_tokenizer(folder / TOKENIZER_FILE, special=special)
+    except TokenizerError as error:
+        raise TurnFormatError(str(error)) from None
 
 
 def _stops(folder: Path) -> tuple[int, ...]:

@@ -272,6 +272,7 @@ class EnvironmentWorker:
                 environment=trajectory.prompt.environment,
                 ticket=_Applying(home, trajectory, result, offset, now),
                 tokens=result.tokens,
+                stop_token_ids=trajectory.asked.stop_token_ids,
                 state=trajectory.state,
             )
         )

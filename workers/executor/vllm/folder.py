@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.executor.vllm.types import ModelFolderError
+from workers.tokenizer import TOKENIZER_FILE, TokenizerError, load_tokenizer
 from workers.weights.model_folder import FolderError, folder_shapes
 
 VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
@@ -21,7 +22,7 @@ def check_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
     Reading a tokenizer holds Python's one lock for as long as it takes, of large ones half a second.
     """
     shapes, vocabulary = read_folder(folder)
-    tokenizer = folder / "tokenizer.json"
+    tokenizer = folder / TOKENIZER_FILE
     if tokenizer.is_file():
         tokens = _tokenizer_size(tokenizer)
         if tokens > vocabulary:
@@ -63,9 +64,7 @@ def _check_vocabulary(folder: Path, shapes: Mapping[str, tuple[int, ...]], vocab
 
 
 def _tokenizer_size(file: Path) -> int:
-    from tokenizers import Tokenizer
-
     try:
-        return int(Tokenizer.from_file(str(file)).get_vocab_size())
-    except Exception as error:  # the library raises bare Exception for every broken file
-        raise ModelFolderError(f"{file} is no readable tokenizer: {error}") from error
+        return int(load_tokenizer(file).get_vocab_size())
+    except TokenizerError as error:
+        raise ModelFolderError(str(error)) from None

@@ -1,0 +1,46 @@
+"""Misspelt tokens in the text that a turn format puts around observations.
+
+A special token that is misspelt is read letter by letter, and the policy never sees its turns as it was trained to.
+Nothing else says so: the text is as good as any.
+
+Example, of a tokenizer that has `<|im_start|>` and `<|im_end|>`
+    `<|im_strat|>user`    -> `<|im_strat|>`, close to `<|im_start|>`
+    `<|user|>`            -> `<|user|>`, close to none: the tokenizer writes its tokens so, and has no such token
+    `<thought>`, `User:`  -> nothing
+"""
+
+import re
+from collections.abc import Collection
+from difflib import get_close_matches
+
+MARK_LIKE = re.compile(r"<[^\s<>]{1,64}>?|\[[^\s\[\]]{1,64}\]?|[^\s<>\[\]]{1,64}[|｜]>")
+"""What may be meant as a token: a word in brackets, one of which may have been forgotten."""
+
+BARS = ("<|", "<｜")
+"""Who writes a word so means a token, where the tokenizer has others that begin so."""
+
+CLOSE = 0.82
+"""Least likeness of a misspelt token and the one that is meant, as `difflib` measures it."""
+
+
+def misspelt(text: str, marks: Collection[str], *, known: str = "") -> tuple[str, str] | None:
+    """A word of the text that is meant as a token and is none of `marks`, with the closest of them, if one is close.
+
+    None if there is no such word. Words that `known` has are meant as they are.
+    """
+    longest_first = sorted(marks, key=len, reverse=True)
+    plain = re.split("|".join(map(re.escape, longest_first)), text) if marks else [text]
+    by_letters = {_letters(mark): mark for mark in longest_first}
+    for word in (found for part in plain for found in MARK_LIKE.findall(part)):
+        if word in known:
+            continue
+        close = get_close_matches(word, marks, n=1, cutoff=CLOSE)
+        meant = by_letters.get(_letters(word)) or (close[0] if close else "")
+        if meant or any(word.startswith(bar) and mark.startswith(bar) for mark in marks for bar in BARS):
+            return word, meant
+    return None
+
+
+def _letters(word: str) -> str:
+    """The word without brackets, bars, dashes and case; the word itself if nothing is left."""
+    return "".join(letter for letter in word if letter.isalnum()).casefold() or word
