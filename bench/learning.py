@@ -42,8 +42,8 @@ def over_the_bus(settings: list[str], seed: int) -> dict[str, Any]:
     flags = [flag for setting in settings for flag in ("--set", setting)]
     command = ["demo", "--name", folder.name, "--seed", str(seed), *flags]
     subprocess.run([sys.executable, "-m", "pipeline.command.main", *command], check=True, stdout=sys.stderr)
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {**summary, "curve": [step["reward_mean"] for step in steps]}
 
 

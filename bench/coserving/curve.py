@@ -45,7 +45,7 @@ def draw(found: Mapping[str, Standing], file: Path) -> None:
         figure.update_xaxes(title_text=title, ticksuffix="x", type="log", row=1, col=column)
     figure.update_yaxes(title_text="guest tokens a second", rangemode="tozero", col=1)
     figure.update_layout(template="plotly_white", showlegend=False, width=1100, height=440, margin={"t": 30})
-    file.write_text(figure.to_html(include_plotlyjs=True, config={"displayModeBar": False}))
+    file.write_text(figure.to_html(include_plotlyjs=True, config={"displayModeBar": False}), encoding="utf-8")
 
 
 def _spread(summaries: Sequence[Summary], over: float) -> dict[str, Any]:

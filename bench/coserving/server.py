@@ -232,5 +232,5 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def last_line(log: Path) -> str:
     """The last thing that a log says."""
-    lines = log.read_text(errors="replace").split("\n")
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")

@@ -245,7 +245,8 @@ def _until_ready(roles: Collection[Forked], folder: Path, settings: BusSettings,
         ended = any(role.poll() is not None for role in roles)
         told = len({envelope.key for envelope in read_topics(settings, [GRANTS])})
         heard = any(True for _ in read_topics(settings, [SUMMARIES]))
-        if heard and told >= parks and "event=homes_recovered" in (folder / "environment.log").read_text():
+        said = (folder / "environment.log").read_text(encoding="utf-8")
+        if heard and told >= parks and "event=homes_recovered" in said:
             return
         if ended or time.monotonic() > deadline:
             raise Stalled(f"the roles did not come up: logs are in {folder}")

@@ -59,9 +59,10 @@ def write_report(config: Config, settings: BusSettings, facts: RunFacts) -> Summ
     if rows:
         (folder / MOMENTS).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     (folder / SUMMARY).write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    configuration = without_secrets((folder / RESOLVED).read_text())
+    configuration = without_secrets((folder / RESOLVED).read_text(encoding="utf-8"))
     steps = read_step_log(folder)
-    (folder / REPORT).write_text(report_html(summary, history, configuration=configuration, steps=steps, rows=rows))
+    report = report_html(summary, history, configuration=configuration, steps=steps, rows=rows)
+    (folder / REPORT).write_text(report, encoding="utf-8")
     return summary
 
 

@@ -211,7 +211,7 @@ def _file(common: Common) -> Iterator[Said]:
     if path is None:
         return
     try:
-        said = tomllib.loads(path.read_text())
+        said = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -69,8 +69,9 @@ def write_configuration(config: Config, broker: RunBroker) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     path.chmod(OWNERS_ALONE)  # a password may be in it
-    path.write_text(resolved_toml(config, explained=False))
-    path.write_text(resolved_toml(load(Common(config=path, said=tuple(said)), resolved=True), explained=True))
+    path.write_text(resolved_toml(config, explained=False), encoding="utf-8")
+    resolved = load(Common(config=path, said=tuple(said)), resolved=True)
+    path.write_text(resolved_toml(resolved, explained=True), encoding="utf-8")
     return path
 
 

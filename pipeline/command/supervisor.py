@@ -107,7 +107,7 @@ class _Supervised:
         return (self._lines() or ["nothing"])[-1].strip()
 
     def _lines(self) -> list[str]:
-        return [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return [line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
 
 
 class Supervisor:

@@ -7,4 +7,4 @@ from pipeline.observability.files import files
 for name, content in files().items():
     path = Path(__file__).parents[2] / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content)
+    path.write_text(content, encoding="utf-8")

@@ -50,7 +50,7 @@ def report_html(
     }
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page.filters.update(number=_number, duration=_duration, milliseconds=_milliseconds, size=_size, percent=_percent)
-    template = page.from_string((files("pipeline.report") / "report.html.j2").read_text())
+    template = page.from_string((files("pipeline.report") / "report.html.j2").read_text(encoding="utf-8"))
     return template.render(
         summary=summary,
         headline=headline(summary.success),

@@ -95,3 +95,22 @@ print(*sorted(set(sys.modules) - before))
         [sys.executable, "-c", load], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
     assert ran.stdout.split() == ["workers", "workers.lender", "workers.lender.vllm"]
+
+
+def test_files_of_text_are_utf8_in_every_locale() -> None:
+    """Where no encoding is said, Python takes the locale's."""
+    said_none = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for package in ("schemas", "topics", "pipeline", "workers", "deploy", "bench")
+        for file in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and opens_text_without_encoding(node)
+    ]
+    assert said_none == []
+
+
+def opens_text_without_encoding(call: ast.Call) -> bool:
+    what = ast.unparse(call.func)
+    opens = what.split(".")[-1] in ("read_text", "write_text", "open") and what not in ("os.open", "tarfile.open")
+    binary = any(isinstance(each, ast.Constant) and each.value in ("rb", "wb", "ab", "r+b") for each in call.args)
+    return opens and not binary and all(keyword.arg != "encoding" for keyword in call.keywords)

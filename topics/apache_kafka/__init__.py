@@ -193,11 +193,12 @@ def _write_configuration(place: _Place, places: list[_Place], addition: Addition
         "@COPIES@": str(len(places)),
         "@ACKNOWLEDGED@": str(len(places) // 2 + 1),
     }
-    settings = (templates / "server.properties.in").read_text() + addition.settings
+    settings = (templates / "server.properties.in").read_text(encoding="utf-8") + addition.settings
     for word, value in filled.items():
         settings = settings.replace(word, value)
-    _server(place).write_text(settings)
-    _logging(place).write_text((templates / "log4j2.yaml").read_text() + addition.logging)
+    _server(place).write_text(settings, encoding="utf-8")
+    logging = (templates / "log4j2.yaml").read_text(encoding="utf-8") + addition.logging
+    _logging(place).write_text(logging, encoding="utf-8")
 
 
 def _format(places: list[_Place], java: list[str], options: Sequence[str]) -> None:
@@ -211,7 +212,8 @@ def _format(places: list[_Place], java: list[str], options: Sequence[str]) -> No
             [*java, *tool, f"--cluster-id={cluster_id}", "-c", str(_server(place)), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
         for place in new
     ]
@@ -236,7 +238,7 @@ def _java() -> str:
     advice = f"Apache Kafka needs Java {JAVA_VERSION} or newer: install it, or set JAVA_HOME"
     if java is None:
         raise BrokerFailed(f"no Java found{'' if home is None else f' in {home}'}; {advice}")
-    said = subprocess.run([java, "-version"], capture_output=True, text=True, check=False)
+    said = subprocess.run([java, "-version"], capture_output=True, encoding="utf-8", errors="replace", check=False)
     version = re.search(r'version "((?:1\.)?(\d+)[^"]*)"', said.stderr + said.stdout)
     if version is None or int(version[2]) < JAVA_VERSION:
         raise BrokerFailed(f"{java} is {f'Java {version[1]}' if version else 'no Java'}; {advice}")

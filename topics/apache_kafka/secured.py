@@ -159,7 +159,7 @@ def start_secured(
     data_folder.chmod(0o700)  # its user's password is in the node's settings
     _make_certificates(keys)
     password = secrets.token_hex(16)
-    settings = (files("topics.apache_kafka") / "secured.properties.in").read_text()
+    settings = (files("topics.apache_kafka") / "secured.properties.in").read_text(encoding="utf-8")
     words = {"KEYS": str(keys), "ADMIN": ADMIN_USER, "PASSWORD": password, "NODE_NAME": NODE_NAME}
     for word, value in words.items():
         settings = settings.replace(f"@{word}@", value)

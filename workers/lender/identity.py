@@ -63,7 +63,7 @@ def opened(process: Identity) -> int | None:
 
 def _look(pid: int) -> tuple[Identity, str] | None:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     state, *rest = stat.rpartition(")")[2].split()  # its name, which may hold anything, is before

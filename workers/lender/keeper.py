@@ -113,7 +113,7 @@ class Keeper:
         self._log.error(reason, stacks="in the server's log", stop_file=str(self._stop_file))
         try:
             self._stop_file.parent.mkdir(parents=True, exist_ok=True)
-            self._stop_file.write_text(f"{reason}\n")
+            self._stop_file.write_text(f"{reason}\n", encoding="utf-8")
         except OSError as error:
             self._log.error("the next life may lend: the stop file cannot be written", reason=str(error))
         self._ended = True

@@ -91,7 +91,7 @@ def _those_ended_from_here() -> set[int]:
 def _lives(process: int) -> bool:
     """Whether it has not begun to end: its pipes are closed, which is how vLLM hears of it, before it can be reaped."""
     try:
-        stat = Path(f"/proc/{process}/stat").read_text()
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
     except OSError:
         return False
     state, *_, flags = stat.rpartition(")")[2].split()[:7]
