@@ -47,10 +47,29 @@ class SampleTurn(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Spent in the environment's own step."""
 
 
+class Ending(Enum):
+    """Why a trajectory has no further turn."""
+
+    DONE = "done"
+    """Its environment said so."""
+    MAX_TURNS = "max_turns"
+    """It had as many turns as its prompt allows, and its environment was not done."""
+    CONTEXT = "context"
+    """Its context had no room for another token, and its environment was not done."""
+    FAILED = "failed"
+    """The infrastructure failed."""
+    UNKNOWN = "unknown"
+    """Whoever wrote the sample did not say."""
+
+
+CUT_OFF = frozenset({Ending.MAX_TURNS, Ending.CONTEXT})
+"""Endings of trajectories that would have gone on: the reward is that of a part of the task."""
+
+
 class Sample(Record, frozen=True, kw_only=True):
     """One trajectory from its first observation to its end."""
 
-    SCHEMA: ClassVar[str] = "sample/4"
+    SCHEMA: ClassVar[str] = "sample/5"
 
     trajectory_id: TrajectoryId
     group_id: GroupId
@@ -78,6 +97,8 @@ class Sample(Record, frozen=True, kw_only=True):
     """The environment's own remarks at the end."""
     device_seconds: DeviceSeconds = {}
     completed_at: Moment
+    ended: Ending = Ending.UNKNOWN
+    """`max_turns` and `context`: it was cut off, with its reward as it stood."""
 
     @property
     def oldest_version(self) -> int:
@@ -92,7 +113,8 @@ class Outcome(Enum):
     STALE = "stale"
     """Sampled under a policy older than the bound allows."""
     FILTERED = "filtered"
-    """There is nothing to learn from it: all rewards of its group were equal, or it asks for what cannot be weighed."""
+    """There is nothing to learn from it: all rewards of its group were equal, it asks for what cannot be weighed, or it
+    was cut off and the trainer leaves such out."""
     INFRA_FAILED = "infra_failed"
     SUPERSEDED = "superseded"
     """Sampled under a policy version that the run has gone back behind."""

@@ -10,8 +10,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from schemas.prompts import Prompt
-from schemas.samples import Sample, SampleOutcome, SampleTurn
+from schemas.samples import Ending, Sample, SampleOutcome, SampleTurn
 from schemas.turns import TurnDispatch, TurnRequest, TurnResult
+
+ENDED = {
+    Ending.DONE: "done",
+    Ending.MAX_TURNS: "cut off by max_turns",
+    Ending.CONTEXT: "cut off by the end of its context",
+}
+"""How a trajectory ended that has a reward, in words; nothing where its sample does not say."""
 
 
 @dataclass(slots=True)

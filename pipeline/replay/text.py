@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from pipeline.clock import told as moment
 from pipeline.replay.legs import legs_of
-from pipeline.replay.life import Attempt, Life, LifeTurn, Lives
+from pipeline.replay.life import ENDED, Attempt, Life, LifeTurn, Lives
 from schemas.arrays import ITEM_BYTES, count, unpack_logprobs, unpack_tokens
 from schemas.samples import Sample, SampleTurn
 from schemas.turns import TurnDispatch, TurnOutcome, TurnRequest, TurnResult, TurnTimes, VersionSpan
@@ -131,8 +131,9 @@ def _result(result: TurnResult, decode: Decode | None, *, timed: bool) -> Iterat
 def _sample(sample: Sample) -> str:
     if sample.failure:
         return f"sample       failed: {sample.failure}; no reward"
+    ended = f"{ENDED[sample.ended]}, " if sample.ended in ENDED else ""
     return (
-        f"sample       {_reward(sample)}, {SOLVED[sample.success]}"
+        f"sample       {_reward(sample)}, {SOLVED[sample.success]}{ended}"
         f"{len(sample.turns)} turns, {count(sample.tokens)} tokens, {_versions(sample.spans)}"
         f"{f', {sample.info}' if sample.info else ''}"
     )

@@ -9,7 +9,7 @@ from schemas.contexts import appending
 from schemas.environments import Applied, EnvSnapshot, Group, GroupState, TrajectoryProgress
 from schemas.prompts import Prompt, PromptSampling, Sampling
 from schemas.record import Record
-from schemas.samples import Outcome, Sample, SampleOutcome, SampleTurn
+from schemas.samples import Ending, Outcome, Sample, SampleOutcome, SampleTurn
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
 from schemas.turns import (
     Part,
@@ -226,6 +226,7 @@ EXAMPLES: tuple[Record, ...] = (
         info={"answer": 7},
         device_seconds={"dedicated": 0.5},
         completed_at=2.75,
+        ended=Ending.DONE,
     ),
     OUTCOME,
     EnvSnapshot(

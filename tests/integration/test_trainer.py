@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from pipeline.accounting.audit import audit_log
 from schemas.arrays import pack_tokens
 from schemas.errors import UsageError
-from schemas.samples import Outcome
+from schemas.samples import Ending, Outcome
 from schemas.weights import WeightManifest
 from tests.brokers import AnyBroker, any_broker, kafka_first
 from tests.integration.trainer_kit import (
@@ -33,7 +33,8 @@ from tests.integration.trainer_kit import (
     write_prompts,
     write_samples,
 )
-from topics.catalog import MANIFESTS
+from topics.admin import create_topics
+from topics.catalog import MANIFESTS, Partitions
 from topics.health import HEALTH, standing
 from topics.log import read_topics
 from topics.settings import BusSettings
@@ -98,6 +99,27 @@ def test_every_sample_has_one_outcome_and_the_policy_learns(unkilled: tuple[Resu
     exported = AutoModelForCausalLM.from_pretrained(run_folder / "model")
     assert exported.config.vocab_size == VOCABULARY
     assert (run_folder / "model" / "turn_format.json").is_file()
+
+
+@any_broker
+@pytest.mark.parametrize("truncated", ["train", "leave_out"])
+def test_samples_that_were_cut_off_are_trained_on_or_settled_as_filtered(
+    broker: AnyBroker, namespace: str, model_folder: Path, tmp_path: Path, truncated: str
+) -> None:
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=2))
+    groups = [0, 1]
+    write_prompts(settings, groups)
+    for sample in make_samples(groups=groups):
+        cut = sample.trajectory_id in ("g00:1", "g01:0", "g01:2")
+        write_samples(settings, [msgspec.structs.replace(sample, ended=Ending.CONTEXT if cut else Ending.DONE)])
+    config = config_of(model_folder, tmp_path / "run", total_groups=2, groups_per_step=2, truncated=truncated)
+    run_trainer(settings, config, Event())
+    left_out = {name for name, outcome, _ in result_of(settings).outcomes if outcome is Outcome.FILTERED}
+    alike = {"g01:1", "g01:3"}  # without the others, whose rewards differ from theirs
+    assert left_out == ({"g00:1", "g01:0", "g01:2"} | alike if truncated == "leave_out" else set())
+    assert [line["endings"] for line in read_step_log(tmp_path / "run")] == [{"done": 5, "context": 3}]
+    assert audit_log(settings).clean
 
 
 @kafka_first

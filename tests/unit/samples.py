@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.prompts import Sampling, trajectory_id
-from schemas.samples import Sample, SampleTurn
+from schemas.samples import Ending, Sample, SampleTurn
 from schemas.turns import TurnTimes, VersionSpan
 
 
@@ -39,6 +39,7 @@ def sample(
     sampling: Sampling | None = None,
     failure: str = "",
     model_id: str = "policy",
+    ended: Ending = Ending.DONE,
 ) -> Sample:
     """One whose first token was observed and whose other ones were sampled, unless `mask` says otherwise."""
     drawn = [int(at > 0) for at in range(len(tokens))] if mask is None else list(mask)
@@ -58,4 +59,5 @@ def sample(
         success=reward == 1.0,
         failure=failure,
         completed_at=0.0,
+        ended=ended,
     )

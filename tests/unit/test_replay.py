@@ -15,7 +15,7 @@ from pipeline.replay.why import GroupFacts, PromptAt, TrajectoryFacts, why_group
 from schemas.environments import Group, GroupState, TrajectoryProgress
 from schemas.prompts import Prompt
 from schemas.record import Record
-from schemas.samples import Outcome, Sample, SampleOutcome
+from schemas.samples import CUT_OFF, Ending, Outcome, Sample, SampleOutcome
 from schemas.turns import TurnDispatch, TurnOutcome, TurnResult, TurnTimes
 from schemas.wire import encode
 from tests.golden.examples import EXAMPLES, PROMPT, REQUEST
@@ -87,6 +87,25 @@ def test_a_life_is_told_with_every_attempt_and_text() -> None:
     for words in (NAME, "calculator", "executor-0", "because", "trained at step 5", "reward 1", "<2"):
         assert words in text
     assert "<" not in "\n".join(told(lives))
+
+
+@pytest.mark.parametrize(
+    ("ended", "words"),
+    [
+        (Ending.DONE, "reward 1, solved, done, 1 turns"),
+        (Ending.MAX_TURNS, "reward 1, solved, cut off by max_turns, 1 turns"),
+        (Ending.CONTEXT, "reward 1, solved, cut off by the end of its context, 1 turns"),
+        (Ending.UNKNOWN, "reward 1, solved, 1 turns"),
+    ],
+)
+def test_how_a_trajectory_ended_is_told(ended: Ending, words: str) -> None:
+    sample = replace(SAMPLE, ended=ended)
+    assert words in "\n".join(told(fold_lives(NAME, found(PROMPT, sample))))
+    cut = words.partition("solved, ")[2].partition(", 1 turns")[0] if ended in CUT_OFF else ""
+    why = why_trajectory(group(sampled=frozenset([NAME])), facts(sample, live=False))
+    assert why.startswith(f"is finished with reward 1{f' ({cut})' if cut else ''} and waits")
+    settled = why_trajectory(group(), facts(sample, OUTCOME, live=False))
+    assert settled.endswith(f"at step 5{f' ({cut})' if cut else ''}")
 
 
 def test_a_prompt_alone_is_told_too() -> None:

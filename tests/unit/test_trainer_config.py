@@ -18,7 +18,15 @@ def test_checkpoints_lie_in_the_run_unless_said_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"groups_per_step": 0}, {"total_groups": -1}, {"clip_low": 1.5}, {"clip_high": 0.9}, {"threads": 0}]
+    "change",
+    [
+        {"groups_per_step": 0},
+        {"total_groups": -1},
+        {"clip_low": 1.5},
+        {"clip_high": 0.9},
+        {"threads": 0},
+        {"truncated": "drop"},
+    ],
 )
 def test_a_value_out_of_its_range_is_named(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):

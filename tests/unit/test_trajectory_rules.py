@@ -12,10 +12,11 @@ from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.environments import EnvSnapshot
 from schemas.limits import CONTEXT_TOKENS, INFO_BYTES, RECORD_BYTES, SPANS
 from schemas.prompts import PromptSampling, Sampling
+from schemas.samples import Ending
 from schemas.turns import VersionSpan
 from schemas.wire import decode, encode
 from tests.unit.trajectory_world import RULES, live, opened, prompt_of, result_of, stepped
-from workers.environments.steps import Ending, first_request
+from workers.environments.steps import first_request
 from workers.environments.trajectory import problem_of, settled_sampling, turn_sampling
 
 MALFORMED = {
@@ -50,7 +51,7 @@ def test_the_reward_is_the_sum_over_the_steps_and_the_last_observation_is_not_re
     first = live(trajectory, result_of(trajectory), stepped(reward=0.25, observation=(9, 9)))
     assert first.request is not None and first.request.appended == pack_tokens([5, 6, 7, 8, 2, 9, 9])
     last = live(trajectory, result_of(trajectory), stepped(reward=0.5, done=True))
-    assert last.sample is not None and last.ending is Ending.DONE
+    assert last.sample is not None and last.ending is last.sample.ended is Ending.DONE
     assert (last.sample.reward, last.sample.success) == (0.75, True)
     assert last.sample.tokens == pack_tokens([5, 6, 7, 8, 2, 9, 9, 7, 8, 2])
 
@@ -67,7 +68,7 @@ def test_a_trajectory_ends_as_it_stands_after_max_turns() -> None:
     trajectory = opened(prompt_of(max_turns=2))
     assert live(trajectory, result_of(trajectory), stepped(reward=0.5)).sample is None
     last = live(trajectory, result_of(trajectory), stepped())
-    assert last.ending is Ending.MAX_TURNS and last.sample is not None
+    assert last.sample is not None and last.ending is last.sample.ended is Ending.MAX_TURNS
     assert (last.sample.reward, last.sample.success, last.sample.failure) == (0.5, False, "")
 
 
@@ -79,7 +80,8 @@ def test_a_trajectory_ends_when_its_context_is_full_and_the_last_turn_gets_the_r
     second = live(trajectory, result_of(trajectory), stepped(observation=(9,)), rules=rules)
     assert second.request is not None and second.request.sampling.max_tokens == 2
     last = live(trajectory, result_of(trajectory, tokens=(7, 2)), stepped(reward=1.0), rules=rules)
-    assert last.ending is Ending.CONTEXT and last.sample is not None and last.sample.reward == 1.0
+    assert last.sample is not None and last.ending is last.sample.ended is Ending.CONTEXT
+    assert last.sample.reward == 1.0
 
 
 def test_an_observation_without_room_and_a_state_without_room_are_failures_with_a_reason() -> None:
@@ -88,6 +90,7 @@ def test_an_observation_without_room_and_a_state_without_room_are_failures_with_
     trajectory = opened(prompt_of())
     too_big = live(trajectory, result_of(trajectory), stepped(state=bytes(2_000_000)))
     assert too_big.sample is not None and too_big.sample.reward is None and "cannot be saved" in too_big.sample.failure
+    assert too_long.sample.ended is too_big.sample.ended is Ending.FAILED
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])

@@ -1,6 +1,7 @@
 """Verdicts on a complete group: one outcome for each of its trajectories, and reasons that name what is wrong."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -10,18 +11,21 @@ from hypothesis import strategies as st
 from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.limits import LARGEST_REWARD
 from schemas.prompts import Sampling
-from schemas.samples import Outcome, Sample, SampleTurn
+from schemas.samples import CUT_OFF, Ending, Outcome, Sample, SampleTurn
 from schemas.turns import VersionSpan
 from schemas.wire import encode
 from tests.unit.samples import sample, turns_of
 from workers.trainer.groups import CompleteGroup
+from workers.trainer.loss import group_advantages
 from workers.trainer.verdicts import JudgedGroup, Rules, failed, judge, outcomes_of, recent, sample_flaw, staleness
 
 RULES = Rules(max_staleness=2, vocabulary=50, context_tokens=6)
 
 
-def judged(*samples: Sample, version: int = 0, abandoned: Sequence[tuple[int, int]] = ()) -> JudgedGroup:
-    return judge(CompleteGroup("g", samples), version, rules=RULES, abandoned=abandoned)
+def judged(
+    *samples: Sample, version: int = 0, abandoned: Sequence[tuple[int, int]] = (), rules: Rules = RULES
+) -> JudgedGroup:
+    return judge(CompleteGroup("g", samples), version, rules=rules, abandoned=abandoned)
 
 
 def outcomes(group: JudgedGroup) -> list[Outcome]:
@@ -36,15 +40,20 @@ MEMBERS = st.lists(
         failure=st.sampled_from(["", "", "no executor"]),
         sampling=st.sampled_from([Sampling(), Sampling(temperature=0), Sampling(top_p=0.5)]),
         mask=st.sampled_from([None, [0, 0, 0], [1, 1, 1]]),
+        ended=st.sampled_from(Ending),
     ),
     min_size=1,
     max_size=6,
 )
 
 
-@given(MEMBERS, st.integers(0, 6))
-def test_each_member_has_one_outcome_and_only_what_teaches_is_trained(members: list[Sample], version: int) -> None:
-    group = judged(*members, version=version, abandoned=[(1, 2)])
+@given(MEMBERS, st.integers(0, 6), st.booleans())
+def test_each_member_has_one_outcome_and_only_what_teaches_is_trained(
+    members: list[Sample], version: int, leave_out: bool
+) -> None:
+    rules = replace(RULES, leave_out_truncated=leave_out)
+    group = judged(*members, version=version, abandoned=[(1, 2)], rules=rules)
+    assert not leave_out or not any(one.ended in CUT_OFF for one in group.trained)
     ends = outcomes_of([group], step=1, policy_version=version, now=0.0)
     assert [end.trajectory_id for end in ends] == [one.trajectory_id for one in members]
     trained = [end.trajectory_id for end in ends if end.outcome is Outcome.TRAINED]
@@ -59,6 +68,25 @@ def test_the_rest_of_a_group_is_trained_on_when_two_remain() -> None:
     group = judged(*members, sample(index=3, version=2), version=3)
     assert outcomes(group) == [Outcome.TRAINED, Outcome.STALE, Outcome.INFRA_FAILED, Outcome.TRAINED]
     assert [one.trajectory_id for one in group.trained] == ["g:0", "g:3"]
+
+
+@pytest.mark.parametrize("ended", CUT_OFF)
+def test_samples_that_were_cut_off_are_left_out_where_the_trainer_says_so_and_the_others_are_compared_without_them(
+    ended: Ending,
+) -> None:
+    members = [
+        sample(index=0, reward=1.0),
+        sample(index=1, reward=0.0, ended=ended),
+        sample(index=2, reward=0.5, ended=Ending.UNKNOWN),
+    ]
+    assert outcomes(judged(*members)) == [Outcome.TRAINED] * 3
+    group = judged(*members, rules=replace(RULES, leave_out_truncated=True))
+    assert outcomes(group) == [Outcome.TRAINED, Outcome.FILTERED, Outcome.TRAINED]
+    assert group.verdicts[1].reason == f"it was cut off ({ended.value}), and truncated samples are left out"
+    rewards = [one.reward for one in group.trained if one.reward is not None]
+    assert group_advantages(rewards, scale_by_deviation=False) == [0.25, -0.25]
+    alone = judged(*members[:2], rules=replace(RULES, leave_out_truncated=True))
+    assert alone.verdicts[0].reason == "alone in its group"
 
 
 def test_who_is_left_alone_is_filtered() -> None:

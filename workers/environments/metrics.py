@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from workers.environments.steps import Ending
+from schemas.samples import Ending
 from workers.environments.trajectory import Verdict
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -68,7 +68,8 @@ BLOCKED = Counter(
 )
 
 for _ending in Ending:
-    ENDED.labels(_ending.value)
+    if _ending is not Ending.UNKNOWN:
+        ENDED.labels(_ending.value)
 for _verdict in Verdict:
     if _verdict not in (Verdict.APPLY, Verdict.FAIL, Verdict.ANCHOR):
         DROPPED.labels(_verdict.value)

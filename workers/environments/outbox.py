@@ -18,6 +18,7 @@ from prometheus_client import Counter
 
 from schemas.environments import Group, GroupState
 from schemas.prompts import Prompt, trajectory_id
+from schemas.samples import Ending
 from topics.asking import nothing
 from topics.catalog import (
     COMPLETED,
@@ -38,7 +39,7 @@ from topics.undecided import committed_offsets
 from topics.writer import Writer
 from workers.environments import metrics
 from workers.environments.home import OLD_BATCH, Begun, Decision, Fate, Home
-from workers.environments.steps import Ending, Written, failed_at_opening, first_request
+from workers.environments.steps import Written, failed_at_opening, first_request
 from workers.environments.trajectory import Rules, Trajectory, begin, settled_sampling
 
 OFFSETS_SECONDS = 1.0

@@ -7,7 +7,6 @@ Keeps true
 """
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import msgspec
@@ -19,23 +18,13 @@ from schemas.errors import RecordError
 from schemas.limits import INFO_BYTES, LARGEST_REWARD
 from schemas.prompts import Prompt, trajectory_id
 from schemas.record import Record
-from schemas.samples import Sample
+from schemas.samples import Ending, Sample
 from schemas.turns import TurnRequest, TurnResult
 from schemas.wire import encode
 from workers.environments.trajectory import Rules, Trajectory, digest_of
 
 FAILURE_CHARACTERS = 1_000
 """Longest failure text of a sample; what an exception says beyond it is cut off."""
-
-
-class Ending(Enum):
-    """How a trajectory ended."""
-
-    DONE = "done"
-    MAX_TURNS = "max_turns"
-    CONTEXT = "context"
-    """No room for another token."""
-    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +127,7 @@ def broken(
 
 def failed(trajectory: Trajectory, failure: str, rules: Rules, now: float) -> Written:
     """End by an infrastructure failure: what was sampled so far, no reward."""
-    sample = _sample(trajectory, rules, now, failure=failure)
+    sample = _sample(trajectory, rules, now, Ending.FAILED, failure=failure)
     if unwritable(sample):
         sample = failed_at_opening(trajectory.prompt, trajectory.index, failure, rules, now)
     return Written(sample=sample, ending=Ending.FAILED)
@@ -149,7 +138,7 @@ def failed_at_opening(prompt: Prompt, index: int, failure: str, rules: Rules, no
     nothing = Trajectory(
         trajectory_id=trajectory_id(prompt.group_id, index), index=index, prompt=prompt, home=0, state=b"", digest=b""
     )
-    return _sample(nothing, rules, now, failure=failure)
+    return _sample(nothing, rules, now, Ending.FAILED, failure=failure)
 
 
 def unwritable(record: Record) -> str:
@@ -201,6 +190,7 @@ def _ended(trajectory: Trajectory, stepped: Stepped, ending: Ending, rules: Rule
         trajectory,
         rules,
         now,
+        ending,
         reward=trajectory.reward,
         success=None if stepped.success is None else stepped.success and stepped.done,
         info=stepped.info,
@@ -219,6 +209,7 @@ def _sample(
     trajectory: Trajectory,
     rules: Rules,
     now: float,
+    ended: Ending,
     *,
     reward: float | None = None,
     success: bool | None = None,
@@ -243,6 +234,7 @@ def _sample(
         info=info or {},
         device_seconds=trajectory.device_seconds,
         completed_at=now,
+        ended=ended,
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import structlog
 
 from schemas.arrays import count
-from schemas.samples import SampleOutcome
+from schemas.samples import Ending, SampleOutcome
 from schemas.turns import TurnResult
 from topics import tracing
 from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS
@@ -34,7 +34,7 @@ from workers.environments.outbox import Outbox, Ready
 from workers.environments.recovery import outcomes_from
 from workers.environments.runner import Advance, Answer, Failed, Job, Refused
 from workers.environments.stage import Stage
-from workers.environments.steps import Ending, Written, advance, asked_again, broken, failed, failed_at_opening
+from workers.environments.steps import Written, advance, asked_again, broken, failed, failed_at_opening
 from workers.environments.sweeper import Sweeper
 from workers.environments.taking_over import take_over
 from workers.environments.trajectory import Rules, Trajectory, Verdict, problem_of

@@ -25,6 +25,9 @@ class TrainerConfig:
     """The run ends after this many groups; 0 is never."""
     max_staleness: int = 4
     """Samples with tokens of a policy older than this many versions are not learned from."""
+    truncated: str = "train"
+    """What becomes of samples that were cut off by `max_turns` or by their context: `train` takes them as the others,
+    with the reward that they had by then; `leave_out` settles them as filtered, and no advantage counts them."""
     learning_rate: float = 1e-4
     """Of AdamW."""
     clip_low: float = 0.8
@@ -54,6 +57,7 @@ class TrainerConfig:
             "groups_per_step must be at least 1": self.groups_per_step >= 1,
             "total_groups must be at least 0": self.total_groups >= 0,
             "max_staleness must be at least 0": self.max_staleness >= 0,
+            "truncated must be train or leave_out": self.truncated in ("train", "leave_out"),
             "learning_rate must be above 0": self.learning_rate > 0,
             "clip_low must be from 0 to 1": 0 <= self.clip_low <= 1,
             "clip_high must be at least 1": self.clip_high >= 1,

@@ -92,6 +92,7 @@ class Trainer:
             max_staleness=config.max_staleness,
             vocabulary=self._model.get_input_embeddings().num_embeddings,
             context_tokens=getattr(self._model.config, "max_position_embeddings", None) or CONTEXT_TOKENS,
+            leave_out_truncated=config.truncated == "leave_out",
         )
         self._identity = Identity(
             run=config.run_folder.resolve().name, namespace=settings.namespace, model_id=config.model_id

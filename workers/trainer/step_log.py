@@ -61,6 +61,8 @@ class StepLine(msgspec.Struct, kw_only=True):
     """Unix seconds; of the training, not of the publishing."""
     group_ids: tuple[str, ...] = ()
     """Of `groups`: settled with this step."""
+    endings: dict[str, int] = {}
+    """Trajectories by how they ended (`schemas.samples.Ending`)."""
 
     @classmethod
     def of(
@@ -83,6 +85,7 @@ class StepLine(msgspec.Struct, kw_only=True):
             group_ids=tuple(group.group_id for group in groups),
             groups_filtered=sum(not group.trained for group in groups),
             outcomes=dict(Counter(verdict.outcome.value for _, verdict in settled)),
+            endings=dict(Counter(sample.ended.value for sample, _ in settled)),
             reward_mean=_mean([sample.reward for sample in rewarded if sample.reward is not None]),
             success_rate=_mean([sample.success for sample in rewarded if sample.success is not None]),
             staleness_mean=_mean(ages),

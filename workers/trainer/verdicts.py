@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from schemas.arrays import unpack_logprobs, unpack_tokens
 from schemas.errors import RecordError, said_by
 from schemas.prompts import unpriced
-from schemas.samples import Outcome, Sample, SampleOutcome
+from schemas.samples import CUT_OFF, Outcome, Sample, SampleOutcome
 from workers.trainer.groups import CompleteGroup
 
 LEAST_TO_COMPARE = 2
@@ -46,6 +46,8 @@ class Rules:
     """Token ids lie below it."""
     context_tokens: int
     """Longest sample that the model takes."""
+    leave_out_truncated: bool = False
+    """Whether samples that were cut off (`schemas.samples.CUT_OFF`) are not learned from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,8 @@ def _verdict(sample: Sample, version: int, *, rules: Rules, abandoned: Sequence[
             return Verdict(Outcome.SUPERSEDED, reason)
     if staleness(sample, version, abandoned) > rules.max_staleness:
         return Verdict(Outcome.STALE, f"sampled under version {sample.oldest_version}, the trainer is at {version}")
+    if rules.leave_out_truncated and sample.ended in CUT_OFF:
+        return Verdict(Outcome.FILTERED, f"it was cut off ({sample.ended.value}), and truncated samples are left out")
     return TRAINED
 
 
