@@ -5,6 +5,8 @@ Keeps true
 - The topics of the sample path (prompts, requests, results, groups, progress, snapshots) have equally many *home*
   partitions: whoever owns home partition p sees all of a trajectory's records, in order.
 - Time alone deletes nothing that is needed: what may be needed for long is deleted by its writers or readers.
+- Records are stamped by the broker when it appends them. A broker takes a writer's records whatever the writer's clock
+  says, and how long they are kept follows from the brokers' clocks alone.
 - Cell c of C has the homes, inboxes and the partition of the heartbeats whose numbers are c modulo C; there are as many
   cells as the heartbeats have partitions.
 - `rose.turns.dispatched.v1` has one partition per inbox slot; an executor reads its own by hand.
@@ -93,9 +95,15 @@ OUTCOMES_KEPT_SECONDS = 30 * 24 * 3600.0
 """How long outcomes are kept, and with them the groups: a second prompt of a group is met by the first meanwhile."""
 
 
+_STAMPED = {"message.timestamp.type": "LogAppendTime"}
+"""Apache Kafka 4 refuses records that their writers stamped more than an hour ahead (`message.timestamp.after.max.ms`),
+and time-based retention would delete what a clock far behind has stamped."""
+
+
 def _kept(milliseconds: int) -> dict[str, str]:
     # A segment is deleted whole: it must close well before its records may go.
     return {
+        **_STAMPED,
         "cleanup.policy": "delete",
         "retention.ms": str(milliseconds),
         "segment.ms": str(max(MINUTE, milliseconds // 8)),
@@ -103,6 +111,7 @@ def _kept(milliseconds: int) -> dict[str, str]:
 
 
 _UNTIL_DELETED = {
+    **_STAMPED,
     "cleanup.policy": "delete",
     "retention.ms": "-1",
     "retention.bytes": "-1",
@@ -116,7 +125,12 @@ def of_cell(cell: int, cells: int, partitions: int) -> range:
     return range(cell, partitions, cells)
 
 
-_COMPACTED = {"cleanup.policy": "compact", "segment.ms": str(10 * MINUTE), "min.cleanable.dirty.ratio": "0.2"}
+_COMPACTED = {
+    **_STAMPED,
+    "cleanup.policy": "compact",
+    "segment.ms": str(10 * MINUTE),
+    "min.cleanable.dirty.ratio": "0.2",
+}
 
 _LETTERS = {**_kept(30 * DAY), "cleanup.policy": "compact,delete"}
 """Dead letters have their places as keys: one that was written twice is kept once."""

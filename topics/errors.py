@@ -83,6 +83,8 @@ class BusError(RoseError):
         if (refused := REFUSED_RIGHTS.get(error.code())) is not None:
             needed = " or ".join(right for right in rights if f"on {refused} " in right) or f"some right to a {refused}"
             said = f"this client has no right to {needed}: {_advice('ROLE')}"
+        elif error.code() == KafkaError.INVALID_TIMESTAMP:
+            said += ": the clock of this host is off, and the topic takes it for the time: run `rose topics check`"
         super().__init__(f"{doing} failed: {said}")
         self.code = error.code()
         self.lasting = error.code() in LASTING

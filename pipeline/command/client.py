@@ -71,7 +71,11 @@ def check(common: Common) -> None:
         elif any(each.what == "partitions" for each in found):
             advice = "say in [topics] how many partitions there are: they are for the life of a topic"
         else:
-            advice = "correct the settings of the topics"
+            first = found[0]
+            advice = (
+                f"set them, as with kafka-configs.sh --alter --entity-type topics --entity-name {first.topic} "
+                f"--add-config {first.what}=[{first.wanted}]"
+            )
         raise TopicsDrifted(f"the broker differs from the catalog in {len(found)} things: {advice}")
     say("the broker's topics are those of the catalog")
 

@@ -384,3 +384,9 @@ def test_who_is_not_trusted_is_told_so_whatever_else_was_heard(
     monkeypatch.setattr(admin, "AdminClient", Refused)
     with pytest.raises(raised, match=why):
         admin.reach(NOBODY)
+
+
+def test_a_record_that_is_refused_for_its_time_is_told_with_what_to_do() -> None:
+    told = str(BusError("storing a record", KafkaError(KafkaError.INVALID_TIMESTAMP)))
+    assert "the clock of this host is off" in told
+    assert "`rose topics check`" in told

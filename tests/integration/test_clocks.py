@@ -1,0 +1,64 @@
+"""Clocks that are wrong, on a real broker: whatever a writer's clock says, its records are taken and kept for their
+time.
+"""
+
+import time
+from typing import Any
+
+import pytest
+from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, Producer
+from confluent_kafka.admin import NewTopic
+
+from tests.brokers import AnyBroker
+from tests.integration.bus_kit import PARTITIONS, with_topics
+from topics.admin import create_topics, drift, reach, wanted_settings
+from topics.catalog import CATALOG, SAMPLES
+from topics.settings import BusSettings
+
+DAY_SECONDS = 24 * 3600.0
+LEAST_SECONDS = 3600.0
+"""Nearer to the true time than any of the wrong clocks below."""
+
+
+@pytest.mark.parametrize("days", [-400, 400])
+def test_whatever_the_clock_of_a_writer_its_records_are_taken_and_have_the_time_of_the_broker(
+    broker: AnyBroker, namespace: str, days: int
+) -> None:
+    settings = with_topics(broker.settings(namespace))
+    wrong = int(1000 * (time.time() + days * DAY_SECONDS))
+    producer = Producer(settings.producer("wrong"))
+    told: list[Any] = []
+    for topic in CATALOG:
+        producer.produce(
+            settings.topic(topic), b"value", key=b"key", timestamp=wrong, on_delivery=lambda *each: told.append(each)
+        )
+    assert producer.flush(60) == 0
+    assert len(told) == len(CATALOG)
+    for error, message in told:
+        assert error is None, message.topic()
+        kind, stamp = message.timestamp()
+        assert kind == TIMESTAMP_LOG_APPEND_TIME, message.topic()
+        assert abs(stamp / 1000 - time.time()) < LEAST_SECONDS
+
+
+def test_a_topic_that_is_stamped_by_its_writers_differs_from_the_catalog(broker: AnyBroker, namespace: str) -> None:
+    settings = broker.settings(namespace)
+    _make_stamped_by_writers(settings)
+    create_topics(settings, PARTITIONS)
+    [found] = drift(settings, PARTITIONS)
+    assert (found.topic, found.what, found.wanted, found.found) == (
+        settings.topic(SAMPLES),
+        "message.timestamp.type",
+        "LogAppendTime",
+        "CreateTime",
+    )
+    assert not found.creatable
+
+
+def _make_stamped_by_writers(settings: BusSettings) -> None:
+    """As 0.2.0 made it."""
+    config = {name: value for name, value in wanted_settings(SAMPLES).items() if name != "message.timestamp.type"}
+    topic = NewTopic(settings.topic(SAMPLES), num_partitions=1, replication_factor=1, config=config)
+    admin = reach(settings)  # to be held while it is asked
+    for made in admin.create_topics([topic]).values():
+        made.result()
