@@ -3,7 +3,7 @@
 Keeps true: only what is committed is seen, in order within a partition, and reading ends by itself at the present end.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -86,7 +86,9 @@ def _begin(consumer: Consumer, place: NamedPlace, offset: int, meanwhile: Callab
     return begin if begin < high else None
 
 
-def read_keyed(settings: BusSettings, begins: Mapping[Place, int], *, client_id: str = "rose-log") -> Iterator[Keyed]:
+def read_keyed(
+    settings: BusSettings, begins: Mapping[Place, int], *, client_id: str = "rose-log"
+) -> Generator[Keyed, None, None]:
     """The messages of these partitions from these offsets on. Raises TopicMissing or BusError."""
     named = {(settings.topic(topic), part): offset for (topic, part), offset in begins.items()}
     topics = {settings.topic(topic): topic for topic, _ in begins}

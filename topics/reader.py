@@ -17,6 +17,7 @@ import structlog
 from confluent_kafka import (
     OFFSET_BEGINNING,
     OFFSET_END,
+    TIMESTAMP_LOG_APPEND_TIME,
     Consumer,
     KafkaError,
     KafkaException,
@@ -377,7 +378,8 @@ class Reader:
             except RecordError as error:
                 return Spoiled(*place, raw, str(error))
         key = raw.key.decode(errors="replace") if raw.key else ""
-        return Envelope(record, *place, key, message.timestamp()[1] / 1000, raw)
+        kind, stamp = message.timestamp()
+        return Envelope(record, *place, key, stamp / 1000, raw, kind == TIMESTAMP_LOG_APPEND_TIME)
 
 
 def _raise_refusal(consumer: Consumer) -> None:

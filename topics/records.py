@@ -48,6 +48,8 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
     timestamp_seconds: float
     """When the broker or the producer stamped it, unix seconds."""
     raw: Raw
+    by_broker: bool = False
+    """Whether that was the broker, when it appended the record."""
 
 
 class Spoiled(msgspec.Struct, frozen=True, gc=False):

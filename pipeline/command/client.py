@@ -100,15 +100,13 @@ def watch_run(common: Common) -> None:
     """`rose watch`: until Ctrl-C."""
     from pipeline.command.processes import stop_on_signals
     from pipeline.command.screen import Screen
-    from pipeline.command.watching import Watch
+    from pipeline.command.watching import watch_of
 
     config = load(common)
     settings = config.bus()
     reach_as(settings, VIEW)
     stop = stop_on_signals()
-    limits = config.settings.environment.window_groups, config.settings.router.max_lag_versions
-    trust = config.trust(settings)
-    watch = Watch(settings, trust=trust, whole=False, window_groups=limits[0], max_lag_versions=limits[1])
+    watch = watch_of(config, settings, whole=False)
     try:
         Screen(watch, Console(), title=f"ROSE on {settings.bootstrap}").run(lambda: not stop.is_set())
     finally:

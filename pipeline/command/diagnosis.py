@@ -4,6 +4,8 @@ Keeps true
 - Silence is told by when something was last received here, never by another host's clock.
 - A finding is unwell when somebody has to mend it; waiting for one another is how a run works.
 - Where nothing was applied for `STILL_SECONDS`, there is one line that says why.
+- A stage stands still from when it could have moved: its work was there, and somebody who could do it.
+- While work is left and nothing moves, something is unwell once no work that is under way may take so long.
 
 Pure. Example
     2 executors STARTING, both refusing version 0 for the same reason, 16 trajectories in a turn
@@ -21,6 +23,13 @@ STILL_SECONDS = 10.0
 
 SILENT_SECONDS = 5.0
 """So long without a word of whoever should speak is told: a trainer, a router."""
+
+STANDSTILL_SECONDS = 120.0
+"""A run in which nothing at all moved for so long is unwell, whoever waits for whom; where a kind of work may take
+longer (`Patience`) and is under way, once it has taken that long."""
+
+MANY_STARTS = 3
+"""An executor that was heard to start again so often of late does not come up."""
 
 CLOCK_SECONDS = 5.0
 """A heartbeat whose sender's clock differs by more from its receiver's is told; what it took to come is in it."""
@@ -45,8 +54,23 @@ class Finding:
 
     severity: Severity
     who: str
-    """`executors`, `router`, `environments`, `trainer`, `prompts`, `letters` or `broker`."""
+    """`executors`, `router`, `environments`, `trainer`, `prompts`, `letters`, `broker` or `run`."""
     sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long each kind of work may take, as the run is configured. Shorter than STANDSTILL_SECONDS says nothing."""
+
+    step_seconds: float = 0.0
+    """A reset or step of an environment."""
+    turn_seconds: float = 0.0
+    """A turn."""
+    training_seconds: float = 0.0
+    """A step of the trainer."""
+
+
+PATIENCE = Patience()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +103,8 @@ class ExecutorFacts:
     """It was cut, and grows no more for now."""
     rivals: bool = False
     """Two run under its name."""
+    starts: int = 0
+    """Times that it was heard to start again of late."""
 
     @property
     def silent(self) -> bool:
@@ -114,18 +140,43 @@ class Facts:
     """Trajectories of open groups that have ended and have no outcome."""
     results_waiting: int = 0
     """Results that no environment worker has taken in."""
+    openable: int | None = None
+    """Prompts that wait for a worker whose window has room."""
+    opened_seconds: float | None = None
+    """Since a group was last seen to be opened, refused or settled, or since a prompt waits for it."""
+    workers_seconds: float | None = None
+    """Since an environment worker is there, as far as that was seen."""
     applied_seconds: float = 0.0
-    """Since a turn was last seen to be applied, or since the beginning of looking."""
+    """Since a turn was last seen to be applied, or since the beginning of looking where nothing tells more."""
     dispatched_seconds: float = 0.0
     """The same of a turn sent to an executor."""
+    able_seconds: float | None = None
+    """Since some executor could take one more turn."""
     settled_seconds: float = 0.0
     """The same of an outcome, or of a sample that the trainer could settle."""
+    patience: Patience = PATIENCE
     letters: Mapping[str, int] = field(default_factory=dict)
     """Dead letters by topic."""
 
     @property
     def work_left(self) -> bool:
         return self.prompts_waiting > 0 or self.open_groups > 0
+
+    @property
+    def moved_seconds(self) -> float:
+        """Since anything was last seen to come further. A turn that is sent out again and again does not."""
+        stages = self.applied_seconds, self.settled_seconds, self.opened_seconds
+        return min(seconds for seconds in stages if seconds is not None)
+
+    @property
+    def can_be_opened(self) -> int:
+        """Prompts that wait though a worker has room for them."""
+        if not self.environment_workers:
+            return 0
+        if self.openable is not None:
+            return self.openable
+        full = self.window_groups is not None and self.open_groups >= self.window_groups
+        return 0 if full else self.prompts_waiting
 
 
 def diagnose(facts: Facts) -> list[Finding]:
@@ -138,6 +189,7 @@ def diagnose(facts: Facts) -> list[Finding]:
         *_prompts(facts),
         *_letters(facts),
     ]
+    found += _standstill(facts, found)
     order = list(Severity)
     return sorted(found, key=lambda finding: order.index(finding.severity))
 
@@ -153,6 +205,28 @@ def headline(facts: Facts, findings: Sequence[Finding]) -> str | None:
     if not facts.work_left:
         return "nothing moves: no prompts left"
     return "nothing moves, and the log does not say why: see the logs of the roles"
+
+
+def _standstill(facts: Facts, found: Sequence[Finding]) -> Iterator[Finding]:
+    """What is to be said of a run in which nothing moves beyond what was found."""
+    still = facts.moved_seconds
+    if not facts.work_left or still < STILL_SECONDS or any(each.severity is Severity.UNWELL for each in found):
+        return
+    waits = [each.sentence for each in found if each.severity is Severity.WAITS]
+    if not waits:
+        sentence = f"the log does not say why nothing has moved for {still:.0f} s: see the logs of the roles"
+        yield Finding(Severity.UNWELL, "run", sentence)
+    elif still >= _longest(facts):
+        sentence = f"{'; '.join(waits)}: nothing has moved for {still:.0f} s, longer than any work should take"
+        yield Finding(Severity.UNWELL, "run", sentence)
+
+
+def _longest(facts: Facts) -> float:
+    """How long nothing may move while the work that is under way goes on as it should."""
+    longest = max(STANDSTILL_SECONDS, facts.patience.step_seconds)
+    if facts.in_a_turn:
+        return max(longest, facts.patience.turn_seconds)
+    return max(longest, facts.patience.training_seconds) if facts.waiting_for_trainer else longest
 
 
 def _executors(facts: Facts) -> Iterator[Finding]:
@@ -191,6 +265,9 @@ def _executors(facts: Facts) -> Iterator[Finding]:
             times = "once" if each.cuts == 1 else f"{each.cuts} times"
             sentence = f"{each.worker} lends no more than it does now: serving took room back {times} since it started"
             yield Finding(Severity.NOTE, "executors", sentence)
+        if each.starts >= MANY_STARTS:
+            sentence = f"{each.worker} begins anew again and again, {each.starts} times of late: see its log"
+            yield Finding(Severity.UNWELL, "executors", sentence)
         if each.rivals:
             sentence = f"two executors run as {each.worker}, and one of them gets no turns: no two have the same name"
             yield Finding(Severity.UNWELL, "executors", sentence)
@@ -214,17 +291,31 @@ def _routers(facts: Facts) -> Iterator[Finding]:
     if facts.routers == 0 and facts.work_left:
         yield Finding(Severity.UNWELL, "router", f"no router is there{_asked(facts)}")
         return
-    ready = [each for each in facts.executors if each.ready and each.max_turns > each.held]
     held = sum(each.held for each in facts.executors)
+    if held and facts.in_a_turn and facts.applied_seconds >= SILENT_SECONDS:
+        yield Finding(Severity.WAITS, "executors", f"{held} turns are being run, none has ended")
+    elif facts.in_a_turn and not held and not facts.results_waiting and facts.applied_seconds >= SILENT_SECONDS:
+        yield from _dispatching(facts)
+
+
+def _dispatching(facts: Facts) -> Iterator[Finding]:
+    """Of turns that are asked for while no executor runs any."""
+    ready = [each for each in facts.executors if each.ready]
+    room = [each for each in ready if each.max_turns > each.held]
+    asking = f"{_trajectories(facts.in_a_turn)} ask for turns"
     still = min(facts.dispatched_seconds, facts.applied_seconds)
-    if ready and facts.in_a_turn and not held and not facts.results_waiting and still >= SILENT_SECONDS:
+    if facts.able_seconds is not None:
+        still = min(still, facts.able_seconds)
+    if room and still >= STILL_SECONDS:
         sentence = (
-            f"{_trajectories(facts.in_a_turn)} ask for turns and {_who(ready)} could run them, but no turn was sent "
-            f"out for {still:.0f} s: does a router serve?"
+            f"{asking} and {_who(room)} could run them, but no turn was sent out for {still:.0f} s: "
+            "does a router serve?"
         )
         yield Finding(Severity.UNWELL, "router", sentence)
-    elif held and facts.in_a_turn and facts.applied_seconds >= SILENT_SECONDS:
-        yield Finding(Severity.WAITS, "executors", f"{held} turns are being run, none has ended")
+    elif room:
+        yield Finding(Severity.WAITS, "router", f"{asking} that no router has sent out yet")
+    elif ready:
+        yield Finding(Severity.WAITS, "executors", f"{asking}, and no executor has room")
 
 
 def _environments(facts: Facts) -> Iterator[Finding]:
@@ -239,7 +330,23 @@ def _environments(facts: Facts) -> Iterator[Finding]:
             f"{facts.results_waiting} results wait for an environment worker, "
             f"and none was applied for {facts.applied_seconds:.0f} s"
         )
-        yield Finding(Severity.UNWELL, "environments", sentence)
+        slow = facts.applied_seconds < facts.patience.step_seconds
+        yield Finding(Severity.WAITS if slow else Severity.UNWELL, "environments", sentence)
+    yield from _opening(facts)
+
+
+def _opening(facts: Facts) -> Iterator[Finding]:
+    """Prompts that somebody could open, and nobody does."""
+    still = facts.applied_seconds if facts.opened_seconds is None else facts.opened_seconds
+    there = still if facts.workers_seconds is None else facts.workers_seconds
+    if not facts.can_be_opened or min(still, there) < STILL_SECONDS:
+        return
+    sentence = (
+        f"{_waiting_prompts(facts.can_be_opened)} and the window has room, but no group was opened for {still:.0f} s: "
+        "see the logs of the environment workers"
+    )
+    slow = still < facts.patience.step_seconds
+    yield Finding(Severity.WAITS if slow else Severity.UNWELL, "environments", sentence)
 
 
 def _trainer(facts: Facts) -> Iterator[Finding]:
@@ -270,6 +377,10 @@ def _letters(facts: Facts) -> Iterator[Finding]:
 
 def _asked(facts: Facts) -> str:
     return f": {_trajectories(facts.in_a_turn)} ask for turns" if facts.in_a_turn else ""
+
+
+def _waiting_prompts(count: int) -> str:
+    return "1 prompt waits" if count == 1 else f"{count} prompts wait"
 
 
 def _trajectories(count: int) -> str:

@@ -13,7 +13,7 @@ import typer
 
 from pipeline.command.letters_commands import letters
 from pipeline.command.options import Common, with_common
-from pipeline.command.saying import harmless
+from pipeline.command.saying import Waits, harmless
 from pipeline.command.topics_commands import topics
 from schemas.errors import RoseError, UsageError
 
@@ -278,9 +278,11 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Everything that is known, for programs.")] = False,
 ) -> None:
     """Who waits for whom, and why, on one screen. Exit status 1 if something is unwell."""
+    waits = Waits()
+    waits.begin("loads what it looks with")
     from pipeline.command.status import show_status
 
-    show_status(common, as_json=as_json)
+    show_status(common, as_json=as_json, waits=waits)
 
 
 @app.command(rich_help_panel=LOOKING)

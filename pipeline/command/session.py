@@ -22,7 +22,7 @@ from pipeline.command.resolved import resolved_toml
 from pipeline.command.screen import Screen
 from pipeline.command.submit import send_prompts
 from pipeline.command.supervisor import Role, Supervisor
-from pipeline.command.watching import Watch
+from pipeline.command.watching import watch_of
 from schemas.prompts import Prompt
 from topics.admin import create_topics
 from topics.broker import free_ports
@@ -137,13 +137,7 @@ def run_roles(
     supervisor = Supervisor(roles_of(config, configuration), config.run_folder / LOGS, nursery)
     total = sum(prompt.group_size for prompt in prompts)
     stop = stop_on_signals()
-    watch = Watch(
-        broker.settings,
-        trust=config.trust(broker.settings),
-        whole=total > 0,
-        window_groups=config.settings.environment.window_groups,
-        max_lag_versions=config.settings.router.max_lag_versions,
-    )
+    watch = watch_of(config, broker.settings, whole=total > 0)
     screen = Screen(watch, console, title=title, total=total)
 
     def look_after() -> list[str]:

@@ -6,11 +6,15 @@ Keeps true
 """
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import islice
 from threading import Event, Thread
 from time import monotonic
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
@@ -71,12 +75,27 @@ class Sounding:
     lag: Mapping[Topic, int] = field(default_factory=dict)
     """Offsets that the topic's consumer has not come to."""
     prompts_waiting: int = 0
+    waiting_at: Mapping[int, int] = field(default_factory=dict)
+    """The same by home, where any wait."""
+    waiting_since: float | None = None
+    """The broker's stamp of the prompt that waits longest, unix seconds; None where that is not known."""
+    workers_homes: Sequence[frozenset[int]] = ()
+    """Of each environment worker, the homes that it owns."""
     letters: Mapping[str, int] = field(default_factory=dict)
     """Dead letters by topic."""
 
     def end(self, topic: Topic) -> int:
         """Of all partitions together."""
         return sum(offset for (other, _), offset in self.ends.items() if other is topic)
+
+
+class Waiting(NamedTuple):
+    """Prompts that no environment worker has taken in."""
+
+    at: Mapping[int, int] = MappingProxyType({})
+    """How many, by home."""
+    since: float | None = None
+    """The stamp of the oldest."""
 
 
 class Sounder:
@@ -94,8 +113,9 @@ class Sounder:
         committed records alone would wait here for every open transaction."""
         self._letters = Buried(settings, *RECORD_TOPICS, client_id=CLIENT)
         self._letter_ends_read: list[int] = []
-        self._counted = (-math.inf, 0)
-        """When the prompts that wait were last counted one by one, and how many there were."""
+        self._counted_at = -math.inf
+        """When the prompts that wait were last counted one by one."""
+        self._counted = Waiting()
         self.trouble = ""
         """Why the last sounding failed; empty if it did not."""
 
@@ -105,23 +125,27 @@ class Sounder:
             client = self._client = self._client or reach(self._settings)
             ends = self._ends(client)
             committed = {group: self._committed(group, topics) for group, topics in LAGGING.items()}
+            behind = {place: max(0, ends[place] - read[place]) for read in committed.values() for place in read}
             lag = {
-                topic: sum(max(0, ends[place] - read[place]) for place in self._places if place[0] is topic)
-                for group, read in committed.items()
-                for topic in LAGGING[group]
+                topic: sum(count for (other, _), count in behind.items() if other is topic)
+                for topics in LAGGING.values()
+                for topic in topics
             }
-            workers, owned = self._members(client, ENVIRONMENT_GROUP)
-            routers, _ = self._members(client, ROUTER_GROUP)
+            workers = self._members(client, ENVIRONMENT_GROUP)
+            waiting = self._waiting(committed[ENVIRONMENT_GROUP], behind)
             self.trouble = ""
             return Sounding(
                 at=monotonic(),
                 ends=ends,
-                environment_workers=workers,
-                homes_owned=owned,
+                environment_workers=len(workers),
+                homes_owned=len(frozenset().union(*workers)),
                 homes=sum(topic is PROMPTS for topic, _ in self._places),
-                routers=routers,
+                routers=len(self._members(client, ROUTER_GROUP)),
                 lag=lag,
-                prompts_waiting=self._waiting(committed[ENVIRONMENT_GROUP], lag[PROMPTS]),
+                prompts_waiting=sum(waiting.at.values()),
+                waiting_at=waiting.at,
+                waiting_since=waiting.since,
+                workers_homes=workers,
                 letters=self._count_letters(client),
             )
         except (KafkaException, RoseError) as error:
@@ -145,28 +169,34 @@ class Sounder:
         found = self._offsets[group].committed(places, seconds=ANSWER_SECONDS)
         return {place: offset or 0 for place, offset in found.items()}
 
-    def _members(self, client: AdminClient, group: str) -> tuple[int, int]:
-        """Members of a group, and the homes that they own together."""
+    def _members(self, client: AdminClient, group: str) -> list[frozenset[int]]:
+        """Of each member of a group, the homes that it owns."""
         name = self._settings.name(group)
         described = client.describe_consumer_groups([name], request_timeout=ANSWER_SECONDS)[name].result()
         prompts = self._name(PROMPTS)
-        owned = {
-            each.partition
+        return [
+            frozenset(
+                each.partition
+                for each in (member.assignment.topic_partitions if member.assignment else ())
+                if each.topic == prompts
+            )
             for member in described.members
-            for each in (member.assignment.topic_partitions if member.assignment else ())
-            if each.topic == prompts
-        }
-        return len(described.members), len(owned)
+        ]
 
-    def _waiting(self, read: Mapping[Place, int], lag: int) -> int:
-        if not 0 < lag <= COUNTED:
-            return lag
-        counted_at, waiting = self._counted
-        if monotonic() - counted_at >= COUNT_SECONDS:
+    def _waiting(self, read: Mapping[Place, int], behind: Mapping[Place, int]) -> "Waiting":
+        """The prompts that wait: counted one by one where they could be few, now and then."""
+        lag = {home: count for (topic, home), count in behind.items() if topic is PROMPTS and count}
+        if not lag:
+            return Waiting()
+        few = sum(lag.values()) <= COUNTED
+        if monotonic() - self._counted_at >= COUNT_SECONDS:
             begins = {place: offset for place, offset in read.items() if place[0] is PROMPTS}
-            waiting = sum(1 for _ in read_keyed(self._settings, begins, client_id=CLIENT))
-            self._counted = monotonic(), waiting
-        return min(lag, waiting)
+            with closing(read_keyed(self._settings, begins, client_id=CLIENT)) as prompts:
+                found = list(prompts if few else islice(prompts, 1))
+            since = min((each.timestamp_seconds for each in found), default=None)
+            self._counted_at, self._counted = monotonic(), Waiting(Counter(each.partition for each in found), since)
+        counts = self._counted.at if few else lag
+        return Waiting({home: min(lag[home], counts.get(home, 0)) for home in lag}, self._counted.since)
 
     def _count_letters(self, client: AdminClient) -> dict[str, int]:
         """Read on when there is something new."""
@@ -198,6 +228,8 @@ class SoundingThread:
         """When a turn was last seen to be sent to an executor, or the beginning."""
         self.answered_at = monotonic()
         """When the broker last answered."""
+        self.workers_at = math.inf
+        """Since when some environment worker was seen to be there, without a break."""
         self._thread = Thread(target=self._run, name="soundings", daemon=True)
         self._thread.start()
 
@@ -217,6 +249,7 @@ class SoundingThread:
                 before, self.latest, self.answered_at = self.latest, found, found.at
                 if before is not None and found.end(DISPATCHED) != before.end(DISPATCHED):
                     self.dispatched_at = found.at
+                self.workers_at = min(self.workers_at, found.at) if found.environment_workers else math.inf
             self._stop.wait(EVERY_SECONDS)
         self._sounder.close()
 

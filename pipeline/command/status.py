@@ -2,12 +2,13 @@
 
 Keeps true
 - It looks for longer than a heartbeat is good for: an executor that lives is heard.
+- It looks on where something could move and does not, until it is known whether that stands still.
 - The exit status is 1 exactly when something is unwell; not to know is not to be well.
 """
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -17,20 +18,23 @@ from rich.text import Text
 
 from pipeline.command.broker import log_of
 from pipeline.command.config import load
-from pipeline.command.diagnosis import Facts, Finding, Severity, diagnose
+from pipeline.command.diagnosis import STILL_SECONDS, Facts, Finding, Severity, diagnose
 from pipeline.command.options import Common
+from pipeline.command.saying import Waits
 from pipeline.command.screen import executor_table, finding_lines, work_line
 from pipeline.command.soundings import Sounding
-from pipeline.command.watching import Watch
+from pipeline.command.watching import Watch, watch_of
 from schemas.errors import RoseError
 from topics.access import VIEW
+from topics.errors import BrokerUnreachable
 from topics.permission import reach_as
+from topics.settings import BusSettings
 
 LOOK_SECONDS = 2.5
 """How long one look lasts; an executor speaks several times in it, and its word is good for 2 s."""
 
 LONGEST_SECONDS = 20.0
-"""How long the log's present state may take to read."""
+"""How long the log's present state may take to read, and how long one look lasts at most."""
 
 READ_SECONDS = 0.1
 """Longest wait for records between two looks at the clock."""
@@ -40,26 +44,21 @@ class Unwell(RoseError):
     """Something has to be mended."""
 
 
-def show_status(common: Common, *, as_json: bool) -> None:
+def show_status(common: Common, *, as_json: bool, waits: Waits | None = None) -> None:
     """Look, and tell. Raises Unwell, BrokerUnreachable, TopicMissing or BusError."""
+    waits = waits or Waits()
+    waits.begin("waits for the broker to answer")
     config = load(common)
-    settings = config.settings
     with log_of(config) as bus:
         reach_as(bus, VIEW)
-        watch = Watch(
-            bus,
-            trust=config.trust(bus),
-            whole=False,
-            window_groups=settings.environment.window_groups,
-            max_lag_versions=settings.router.max_lag_versions,
-        )
+        waits.begin("reads which groups are open")
+        watch = watch_of(config, bus, whole=False, meanwhile=within(LONGEST_SECONDS, bus))
         try:
-            began = time.monotonic()
-            while (looked := time.monotonic() - began) < LOOK_SECONDS or not _enough(watch, looked):
-                watch.read(READ_SECONDS)
+            _look(watch, waits)
             facts, sounding, versions = watch.facts(), watch.sounding, watch.view.versions
             untold = unseen(answered=sounding is not None, caught_up=watch.caught_up, trouble=watch.trouble)
         finally:
+            waits.begin("")
             watch.close()
     findings = [*untold, *diagnose(facts)]
     if as_json:
@@ -84,8 +83,46 @@ def unseen(*, answered: bool, caught_up: bool, trouble: str) -> Iterator[Finding
         yield Finding(Severity.NOTE, "broker", sentence)
 
 
-def _enough(watch: Watch, looked_seconds: float) -> bool:
-    return (watch.caught_up and watch.sounding is not None) or looked_seconds > LONGEST_SECONDS
+def within(seconds: float, bus: BusSettings) -> Callable[[], None]:
+    """Raises BrokerUnreachable from then on, whenever it is called."""
+    deadline = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise BrokerUnreachable(bus.bootstrap, f"it answers, but has not told its log within {seconds:.0f} s")
+
+    return check
+
+
+def _look(watch: Watch, waits: Waits) -> None:
+    """Look for as long as it takes to know, or LONGEST_SECONDS."""
+    began, waited_for = time.monotonic(), ""
+    while (looked := time.monotonic() - began) <= LONGEST_SECONDS:
+        lacks = _lacks(watch, looked)
+        if not lacks:
+            return
+        if lacks != waited_for:
+            waits.begin(lacks)
+            waited_for = lacks
+        watch.read(READ_SECONDS)
+
+
+def _lacks(watch: Watch, looked: float) -> str:
+    """What the look is to go on for; empty if it has seen enough."""
+    if looked < LOOK_SECONDS:
+        return f"listens to the executors for {LOOK_SECONDS:g} s"
+    if not watch.caught_up:
+        return "reads the log to its end"
+    if watch.sounding is None:
+        return "waits for the broker to say who is a member of which group"
+    left = STILL_SECONDS + READ_SECONDS - looked
+    if left > 0 and _unwell(watch.facts()) != _unwell(watch.facts(later=left)):
+        return f"looks on for {STILL_SECONDS:g} s in all: something that could move does not"
+    return ""
+
+
+def _unwell(facts: Facts) -> int:
+    return sum(finding.severity is Severity.UNWELL for finding in diagnose(facts))
 
 
 def _print(facts: Facts, findings: list[Finding], sounding: Sounding | None, versions: int, *, title: str) -> None:

@@ -4,6 +4,8 @@ Keeps true
 - A pure fold. `now` is seconds on the reader's own clock, the moment at which a record came here: who is silent is
   told by that alone.
 - What was on the log before the looking began says how things stand, and is not taken for a sign of life.
+- For how long a stage has stood still is told beyond the beginning by two stamps of the broker: that of the stage's
+  last record, and that of one that came while looking. No other clocks are compared.
 - Time in which nobody looked is nobody's silence.
 - An executor is forgotten when the router would forget it: others were heard for long after its silence began.
 - A policy version is one whose manifest is believed; whoever feeds the view judges that, as every reader does.
@@ -11,17 +13,23 @@ Keeps true
 
 import math
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from enum import Enum
 
 from pipeline.command.diagnosis import SILENT_SECONDS, ExecutorFacts
 from pipeline.routing.liveness import FORGET_SECONDS
 from schemas.environments import Group, GroupState
+from schemas.homes import home_of
 from schemas.prompts import trajectory_id
 from schemas.record import Record
 from schemas.samples import Outcome, Sample, SampleOutcome
 from schemas.slack import ExecutorState, SlackHeartbeat
 from schemas.turns import TurnOutcome, TurnResult
 from schemas.weights import WeightManifest
+
+STARTS_SECONDS = 600.0
+"""For so long it is remembered that an executor started again."""
 
 RATE_SECONDS = 10.0
 """Over which rates are averaged."""
@@ -31,6 +39,19 @@ RECENT_SAMPLES = 512
 
 CURVE_POINTS = 400
 """Policy versions that the curve remembers."""
+
+
+class Stage(Enum):
+    """What moves in a run."""
+
+    OPENED = "opened"
+    """Groups of prompts."""
+    APPLIED = "applied"
+    """Turns."""
+    SETTLED = "settled"
+    """Outcomes of samples."""
+    SAMPLED = "sampled"
+    """Finished trajectories, which are what the trainer waits for."""
 
 
 @dataclass(slots=True)
@@ -46,6 +67,10 @@ class Heard:
     """Slot and incarnation of the start that was heard before this one under its name."""
     rival_at: float = -math.inf
     """When a start was heard again behind another of its name: both run."""
+    able_at: float = math.inf
+    """Since when it could have taken one more turn, without a break."""
+    starts: deque[float] = field(default_factory=deque)
+    """When other starts of it were heard than the one before, rivals apart."""
 
 
 @dataclass(slots=True)
@@ -73,6 +98,8 @@ class View:
     """The same of an outcome."""
     sampled_at: float = -1.0
     """The same of a finished trajectory, which is what the trainer waits for."""
+    opened_at: float = -1.0
+    """The same of a group."""
     curve: deque[float] = field(default_factory=lambda: deque(maxlen=CURVE_POINTS))
     """Share of recent trajectories that were solved, at the moment of each policy version."""
     _unsettled: dict[str, set[str]] = field(default_factory=dict)
@@ -82,13 +109,30 @@ class View:
     _live: set[str] = field(default_factory=set)
     _recent: deque[tuple[bool | None, int]] = field(default_factory=lambda: deque(maxlen=RECENT_SAMPLES))
     _turn_moments: deque[float] = field(default_factory=deque)
+    _stamps: dict[Stage, float] = field(default_factory=dict)
+    """By stage, the broker's stamp of its newest record."""
+    _ahead: float | None = None
+    """Our clock less the broker's, as of the newest record that came while looking."""
 
-    def take(self, record: Record, now: float, *, fresh: bool = True, wall: float | None = None) -> None:
-        """Fold a record in. `fresh`: it came after the looking began; `wall`: our wall clock then, unix seconds."""
+    def take(
+        self,
+        record: Record,
+        now: float,
+        *,
+        fresh: bool = True,
+        wall: float | None = None,
+        stamp: float | None = None,
+    ) -> None:
+        """Fold a record in.
+
+        `fresh`: it came after the looking began; `wall`: our wall clock then, unix seconds; `stamp`: the broker's.
+        """
+        self._compare_clocks(now, stamp, fresh=fresh)
         match record:
             case SlackHeartbeat():
                 off = record.sent_at - wall if wall is not None and fresh else 0.0
-                heard = Heard(record, now if fresh else self.began, off)
+                at = now if fresh else self.began
+                heard = Heard(record, at, off, able_at=at if _able(record) else math.inf)
                 self.executors[record.worker] = _following(self.executors.get(record.worker), heard)
             case TurnResult():
                 self.turns[record.outcome] += 1
@@ -97,14 +141,19 @@ class View:
             case Sample():
                 self.samples += 1
                 self._recent.append((record.success, len(record.turns)))
+                self._stamp(Stage.SAMPLED, stamp)
                 if fresh:
                     self.sampled_at = now
             case Group():
                 self._group(record)
+                self._stamp(Stage.OPENED, stamp)
+                if fresh:
+                    self.opened_at = now
             case SampleOutcome():
                 self.ends[record.outcome] += 1
                 self.step = max(self.step, record.step)
                 self._settle(record)
+                self._stamp(Stage.SETTLED, stamp)
                 if fresh:
                     self.settled_at = now
             case WeightManifest():
@@ -113,9 +162,13 @@ class View:
             case _:
                 pass
 
-    def progress(self, trajectory_id: str, now: float, *, live: bool, fresh: bool = True) -> None:
+    def progress(
+        self, trajectory_id: str, now: float, *, live: bool, fresh: bool = True, stamp: float | None = None
+    ) -> None:
         """A trajectory has moved on: it asks for a turn, or (not `live`) has ended."""
+        self._compare_clocks(now, stamp, fresh=fresh)
         (self._live.add if live else self._live.discard)(trajectory_id)
+        self._stamp(Stage.APPLIED, stamp)
         if fresh:
             self.applied_at = now
 
@@ -125,8 +178,31 @@ class View:
         self.applied_at += seconds
         self.settled_at += seconds
         self.sampled_at += seconds
+        self.opened_at += seconds
         for heard in self.executors.values():
             heard.at += seconds
+            heard.able_at += seconds
+
+    def applied_seconds(self, now: float) -> float:
+        """Since a turn was applied, as far as is known."""
+        return self._seconds(now, self.applied_at, Stage.APPLIED)
+
+    def settled_seconds(self, now: float) -> float:
+        """Since an outcome, or a sample that the trainer could settle; samples come with the ends of trajectories."""
+        at = max(self.settled_at, self.sampled_at)
+        return self._seconds(now, at, Stage.SETTLED, Stage.SAMPLED, Stage.APPLIED)
+
+    def opened_seconds(self, now: float, waiting_since: float | None) -> float:
+        """Since a group was opened, refused or settled, and since so long a prompt has waited for it.
+
+        `waiting_since`: the broker's stamp of the prompt that waits longest.
+        """
+        since = self._seconds(now, self.opened_at, Stage.OPENED)
+        return since if waiting_since is None else min(since, self._since_stamp(now, waiting_since))
+
+    def able_seconds(self, now: float) -> float:
+        """For how long some executor could have taken one more turn."""
+        return max((0.0, *(now - heard.able_at for heard in self.executors.values())))
 
     def turns_per_second(self, now: float) -> float:
         """Completed turns, over the last seconds."""
@@ -176,6 +252,27 @@ class View:
         """Mean turns of the recent trajectories."""
         return sum(turns for _, turns in self._recent) / len(self._recent) if self._recent else 0.0
 
+    def open_at(self, homes: Collection[int], of: int) -> int:
+        """Open groups of these homes, of so many."""
+        return sum(bool(names) and home_of(name, of) in homes for name, names in self._unsettled.items())
+
+    def _compare_clocks(self, now: float, stamp: float | None, *, fresh: bool) -> None:
+        if fresh and stamp is not None:
+            self._ahead = now - stamp
+
+    def _stamp(self, stage: Stage, stamp: float | None) -> None:
+        if stamp is not None:
+            self._stamps[stage] = max(stamp, self._stamps.get(stage, stamp))
+
+    def _seconds(self, now: float, at: float, *stages: Stage) -> float:
+        """Since what was seen at this moment; if before the looking began, by the stamps of these stages."""
+        stamps = [self._stamps[stage] for stage in stages if stage in self._stamps]
+        return now - at if at >= self.began else self._since_stamp(now, max(stamps)) if stamps else now - self.began
+
+    def _since_stamp(self, now: float, stamp: float) -> float:
+        looked = now - self.began
+        return looked if self._ahead is None else max(0.0, now - self._ahead - stamp)
+
     def _forget(self) -> None:
         """Nobody is forgotten while nobody is heard: it may be us who hear nothing."""
         last = max((heard.at for heard in self.executors.values()), default=self.began)
@@ -208,12 +305,24 @@ def _following(known: Heard | None, heard: Heard) -> Heard:
     """What is heard now, with what is known of others under its name."""
     if known is None:
         return heard
-    heard.before, heard.rival_at = known.before, known.rival_at
-    if _start(heard) != _start(known):
+    heard.before, heard.rival_at, heard.starts = known.before, known.rival_at, known.starts
+    if _start(heard) == _start(known):
+        heard.able_at = min(heard.able_at, known.able_at) if heard.able_at < math.inf else math.inf
+    else:
         heard.before = _start(known)
         if _start(heard) == known.before:
             heard.rival_at = heard.at
+        else:
+            heard.starts.append(heard.at)
+    while heard.starts and heard.starts[0] < heard.at - STARTS_SECONDS:
+        heard.starts.popleft()
     return heard
+
+
+def _able(beat: SlackHeartbeat) -> bool:
+    """Whether it could take one more turn."""
+    ready = beat.state is ExecutorState.READY and beat.policy_version >= 0
+    return ready and beat.rollout.running + beat.rollout.waiting < beat.max_turns
 
 
 def _start(heard: Heard) -> tuple[int, int]:
@@ -240,4 +349,5 @@ def _facts(heard: Heard, now: float) -> ExecutorFacts:
         swap_seconds=beat.swap_seconds,
         paused_reason=beat.paused_reason,
         rivals=now - heard.rival_at < SILENT_SECONDS,
+        starts=len(heard.starts),
     )

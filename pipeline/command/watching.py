@@ -7,17 +7,27 @@ Keeps true
 """
 
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from pipeline.command.diagnosis import Facts
+from confluent_kafka import OFFSET_BEGINNING
+
+from pipeline.command.diagnosis import PATIENCE, Facts, Patience
 from pipeline.command.soundings import Sounding, SoundingThread
 from pipeline.command.view import View
 from schemas.environments import Group, GroupState
+from topics.asking import nothing
 from topics.catalog import COMPLETED, GROUPS, HEARTBEATS, MANIFESTS, OUTCOMES, PROGRESS, SAMPLES, Topic
-from topics.log import read_topics
+from topics.log import read_back
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Place
 from topics.settings import BusSettings
 from workers.weights.trust import Doubt, Trust
+
+if TYPE_CHECKING:
+    from pipeline.command.config import Config
+
+CLIENT = "rose-watch"
 
 HEARTBEATS_SECONDS = 60.0
 """Executors that were silent for longer before the looking began are not known."""
@@ -33,22 +43,36 @@ class Watch:
     """A run as it goes on. `read` it often; `close` it."""
 
     def __init__(
-        self, settings: BusSettings, *, trust: Trust, whole: bool, window_groups: int, max_lag_versions: int
+        self,
+        settings: BusSettings,
+        *,
+        trust: Trust,
+        whole: bool,
+        window_groups: int,
+        max_lag_versions: int,
+        patience: Patience = PATIENCE,
+        meanwhile: Callable[[], None] = nothing,
     ) -> None:
         """`trust`: whose versions count. `whole`: from the run's beginning, so that its counts are complete.
-        `window_groups`: of one worker.
+        `window_groups`: of one worker. `patience`: how long each kind of work may take. `meanwhile` is called every few
+        seconds until the reading has begun; what it raises ends that.
 
         Raises BrokerUnreachable, TopicMissing or BusError.
         """
         self._trust = trust
         self._window_groups = window_groups
         self._max_lag_versions = max_lag_versions
+        self._patience = patience
         self.view = View(began=time.monotonic())
         self._soundings = SoundingThread(settings)
-        self._reader = Reader(settings, "rose-watch", ends=True)
+        self._reader = Reader(settings, CLIENT, ends=True, meanwhile=meanwhile)
         self._history: dict[Place, int] = {}
         self._behind: set[Place] = set()
-        self._assign(settings, whole=whole)
+        try:
+            self._assign(settings, meanwhile, whole=whole)
+        except BaseException:
+            self.close()
+            raise
         self._looked_at = self._answered_at = time.monotonic()
 
     @property
@@ -86,11 +110,11 @@ class Watch:
             elif isinstance(item, Envelope):
                 self._take(item)
 
-    def facts(self) -> Facts:
-        """What was known at the last look."""
+    def facts(self, *, later: float = 0.0) -> Facts:
+        """What was known at the last look; as it will be `later`, in seconds, if nothing moves until then."""
         now, view, sounding = self._looked_at, self.view, self.sounding
         known = sounding or Sounding(at=now)
-        workers = known.environment_workers
+        workers, then = known.environment_workers, now + later
         return Facts(
             executors=view.present(now),
             newest_version=view.version,
@@ -106,9 +130,14 @@ class Watch:
             in_a_turn=view.in_a_turn,
             waiting_for_trainer=view.waiting_for_trainer,
             results_waiting=known.lag.get(COMPLETED, 0),
-            applied_seconds=now - max(view.began, view.applied_at),
-            dispatched_seconds=now - self._soundings.dispatched_at,
-            settled_seconds=now - max(view.began, view.settled_at, view.sampled_at),
+            openable=self._openable(known),
+            opened_seconds=view.opened_seconds(then, known.waiting_since),
+            workers_seconds=max(0.0, then - self._soundings.workers_at),
+            applied_seconds=view.applied_seconds(then),
+            dispatched_seconds=then - self._soundings.dispatched_at,
+            able_seconds=view.able_seconds(then),
+            settled_seconds=view.settled_seconds(then),
+            patience=self._patience,
             letters=known.letters,
         )
 
@@ -116,12 +145,17 @@ class Watch:
         self._soundings.close()
         self._reader.close()
 
+    def _openable(self, known: Sounding) -> int:
+        """Prompts that wait for a worker whose window has room."""
+        able = [homes for homes in known.workers_homes if self.view.open_at(homes, known.homes) < self._window_groups]
+        return sum(known.waiting_at.get(home, 0) for homes in able for home in homes)
+
     def _take(self, envelope: Envelope) -> None:
         place = envelope.topic, envelope.partition
         fresh = envelope.offset >= self._history.get(place, 0)
-        now = self._looked_at
+        now, stamp = self._looked_at, stamp_of(envelope)
         if envelope.topic is PROGRESS:
-            self.view.progress(envelope.key, now, live=envelope.record is not None, fresh=fresh)
+            self.view.progress(envelope.key, now, live=envelope.record is not None, fresh=fresh, stamp=stamp)
             return
         record = envelope.record
         if envelope.topic is MANIFESTS:
@@ -129,32 +163,56 @@ class Watch:
             self.view.disbelieved += isinstance(judged, Doubt)
             record = None if isinstance(judged, Doubt) else judged
         if record is not None:
-            self.view.take(record, now, fresh=fresh, wall=time.time())
+            self.view.take(record, now, fresh=fresh, wall=time.time(), stamp=stamp)
 
-    def _assign(self, settings: BusSettings, *, whole: bool) -> None:
+    def _assign(self, settings: BusSettings, meanwhile: Callable[[], None], *, whole: bool) -> None:
         topics = (HEARTBEATS, MANIFESTS, GROUPS, PROGRESS, OUTCOMES, COMPLETED, SAMPLES)
         places: list[Place] = [(topic, part) for topic in topics for part in range(self._reader.partitions(topic))]
         bounds = self._reader.all_watermarks(places)
         self._history = {place: end for place, (_, end) in bounds.items()}
         beats = [place for place in places if place[0] is HEARTBEATS]
         recent = self._reader.offsets_at(beats, time.time() - HEARTBEATS_SECONDS)
-        open_from = self._open_groups_from(settings)
+        open_from = self._open_groups_from(settings, meanwhile)
         begins: dict[Place, int] = {}
         for place, (low, end) in bounds.items():
             begins[place] = _begin(place[0], low, end, whole=whole, recent=recent.get(place, end), open_from=open_from)
         self._behind = {place for place, begin in begins.items() if begin < bounds[place][1]}
         self._reader.assign(begins)
 
-    def _open_groups_from(self, settings: BusSettings) -> int | None:
+    def _open_groups_from(self, settings: BusSettings, meanwhile: Callable[[], None]) -> int | None:
         """Take the groups in; the offset from which the outcomes of the open ones lie, None where none is open."""
-        newest: dict[str, Group] = {}
-        for envelope in read_topics(settings, [GROUPS], client_id="rose-watch"):
+        newest: dict[str, tuple[Group, float | None]] = {}
+        begins = {(GROUPS, part): OFFSET_BEGINNING for part in range(self._reader.partitions(GROUPS))}
+        for envelope in read_back(settings, begins, client_id=CLIENT, meanwhile=meanwhile):
             if isinstance(envelope.record, Group):
-                newest[envelope.record.group_id] = envelope.record
-        opened = [group for group in newest.values() if group.state is GroupState.OPEN]
-        for group in newest.values():
-            self.view.take(group, self.view.began, fresh=False)
+                newest[envelope.record.group_id] = envelope.record, stamp_of(envelope)
+        opened = [group for group, _ in newest.values() if group.state is GroupState.OPEN]
+        for group, stamp in newest.values():
+            self.view.take(group, self.view.began, fresh=False, stamp=stamp)
         return min((group.outcomes_from for group in opened), default=None)
+
+
+def watch_of(config: "Config", settings: BusSettings, *, whole: bool, meanwhile: Callable[[], None] = nothing) -> Watch:
+    """A watch of this configuration's run. Raises UsageError, and what `Watch` does."""
+    environment, trainer = config.settings.environment, config.settings.trainer
+    return Watch(
+        settings,
+        trust=config.trust(settings),
+        whole=whole,
+        window_groups=environment.window_groups,
+        max_lag_versions=config.settings.router.max_lag_versions,
+        patience=Patience(
+            step_seconds=environment.step_timeout_seconds,
+            turn_seconds=environment.turn_patience_seconds,
+            training_seconds=trainer.hung_seconds,
+        ),
+        meanwhile=meanwhile,
+    )
+
+
+def stamp_of(envelope: Envelope) -> float | None:
+    """The broker's stamp of a record; None where its writer has stamped it."""
+    return envelope.timestamp_seconds if envelope.by_broker else None
 
 
 def _begin(topic: Topic, low: int, end: int, *, whole: bool, recent: int, open_from: int | None) -> int:

@@ -4,8 +4,9 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import msgspec
@@ -13,17 +14,19 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
+from pipeline.command import diagnosis, watching
 from pipeline.command import screen as screens
-from pipeline.command import watching
+from pipeline.command import status as statuses
 from pipeline.command.diagnosis import Severity, diagnose
 from pipeline.command.options import Common
 from pipeline.command.screen import Screen
 from pipeline.command.soundings import Sounder
 from pipeline.command.status import Unwell, show_status, unseen
 from pipeline.command.watching import Watch
-from schemas.slack import ExecutorState
+from schemas.slack import ExecutorState, Tenant
 from schemas.weights import SIGNATURE_HEADER, WeightManifest
 from schemas.wire import encode
+from tests import waiting as waits
 from tests.brokers import AnyBroker
 from tests.golden.examples import EXAMPLES
 from tests.integration.log_kit import PARTITIONS, Log
@@ -198,6 +201,79 @@ def test_status_says_what_is_unwell_and_ends_with_status_1(log: Log, capsys: pyt
         "executors: no executor is there",
     ):
         assert words in text
+
+
+@contextmanager
+def beating(log: Log, **changes: object) -> Iterator[None]:
+    """An executor that is heard."""
+    over = Event()
+
+    def beat() -> None:
+        while not over.wait(0.1):
+            log.heartbeat(**changes)
+
+    heart = Thread(target=beat)
+    heart.start()
+    try:
+        yield
+    finally:
+        over.set()
+        heart.join()
+
+
+IDLE = {
+    "worker": "executor-0",
+    "state": ExecutorState.READY,
+    "policy_version": 0,
+    "max_turns": 4,
+    "rollout": Tenant(),
+    "ttl_seconds": 60.0,
+}
+
+
+def test_prompts_that_a_worker_with_room_does_not_open_are_unwell(
+    log: Log, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of one that begins anew again and again: it is a member, and commits nothing."""
+    for module in (diagnosis, statuses):
+        monkeypatch.setattr(module, "STILL_SECONDS", 4.0)
+    log.prompt("a")
+    own = common(log.settings)
+    own = replace(own, settings=[*(own.settings or []), "environment.step_timeout_seconds=1"])
+    with closing(Reader(log.settings, "member", group=ENVIRONMENT_GROUP, member="member")) as member:
+        begun: list[Place] = []
+
+        def assigned(places: list[Place]) -> dict[Place, int]:
+            begun.extend(places)
+            return dict.fromkeys(places, 0)
+
+        member.subscribe([PROMPTS, COMPLETED], assigned=assigned, revoked=lambda places: None)
+        waits.until(lambda: bool(member.read(1, 0.1)) or bool(begun))
+        with beating(log, **IDLE), pytest.raises(Unwell):
+            show_status(own, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert (told["well"], told["openable"]) == (False, 1)
+    [sentence] = [each["sentence"] for each in told["findings"] if each["who"] == "environments"]
+    assert "1 prompt waits and the window has room, but no group was opened" in sentence
+
+
+def test_a_router_is_not_accused_of_the_time_before_there_was_an_executor(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "STILL_SECONDS", 1.0)
+    log.group("a")
+    log.progress("a:0")
+
+    def accused() -> list[str]:
+        found = diagnose(replace(looking.facts(), routers=1))
+        return [each.sentence for each in found if each.who == "router" and each.severity is Severity.UNWELL]
+
+    with watch(log.settings) as looking:
+        until(looking, lambda: looking.facts().dispatched_seconds > 2.0 and looking.facts().applied_seconds > 2.0)
+        log.heartbeat(**IDLE)
+        until(looking, lambda: bool(looking.facts().executors))
+        assert not accused()
+        until(looking, lambda: bool(accused()))
 
 
 def test_a_log_on_which_nothing_is_left_to_do_is_well(log: Log, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from schemas.environments import Group, GroupState
 from schemas.errors import UsageError
 from schemas.prompts import Prompt
 from schemas.samples import Sample, SampleOutcome
-from schemas.slack import ExecutorState, SlackHeartbeat
+from schemas.slack import ExecutorState, SlackHeartbeat, Tenant
 from tests.golden.examples import EXAMPLES
 from workers.environments.registry import BUILT_IN
 
@@ -229,6 +229,42 @@ def test_what_was_on_the_log_before_is_no_sign_of_life() -> None:
     view.take(beat(state=ExecutorState.STOPPING), 9.0)
     assert view.present(10.0)
     assert not view.present(20.0)
+
+
+def test_how_long_a_stage_stands_still_is_told_by_two_stamps_of_the_broker() -> None:
+    view = View(began=50.0)
+    opened = Group(group_id="g", group_size=3, state=GroupState.OPEN, offset=0, changed_at=0.0)
+    view.take(opened, 50.0, fresh=False, stamp=1000.0)
+    view.progress("g:0", 50.0, live=True, fresh=False, stamp=1100.0)
+    assert view.opened_seconds(53.0, None) == 3.0, "no stamp came while looking"
+    view.take(beat(sent_at=7.0), 54.0, stamp=1200.0)
+    assert (view.opened_seconds(55.0, None), view.applied_seconds(55.0), view.settled_seconds(55.0)) == (201, 101, 101)
+    assert view.opened_seconds(55.0, 1198.0) == 3.0, "the prompt that waits longest came later"
+    view.progress("g:0", 56.0, live=True, stamp=1202.0)
+    assert view.applied_seconds(57.0) == 1.0
+
+
+def test_an_executor_could_take_a_turn_since_it_was_ready_without_a_break() -> None:
+    view = View(began=0.0)
+    could = {"policy_version": 1, "max_turns": 4, "rollout": Tenant()}
+    view.take(beat(state=ExecutorState.STARTING, **could), 10.0)
+    assert view.able_seconds(20.0) == 0.0
+    for at in (30.0, 40.0):
+        view.take(beat(state=ExecutorState.READY, **could), at)
+    assert view.able_seconds(50.0) == 20.0
+    view.take(beat(state=ExecutorState.READY, **could | {"rollout": Tenant(running=4)}), 51.0)
+    assert view.able_seconds(52.0) == 0.0
+
+
+def test_an_executor_that_starts_again_and_again_is_counted() -> None:
+    view = View(began=0.0)
+    for start in range(5):
+        for _ in range(3):
+            view.take(beat(incarnation=start), float(start))
+    [executor] = view.present(4.0)
+    assert (executor.starts, executor.rivals) == (4, False)
+    view.take(beat(incarnation=4), 1000.0)
+    assert view.present(1000.0)[0].starts == 0, "it runs by now"
 
 
 def test_time_in_which_nobody_looked_is_nobodys_silence() -> None:

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.command.diagnosis import STILL_SECONDS, ExecutorFacts, Facts, Finding, Severity, diagnose, headline
+from pipeline.command.diagnosis import (
+    STANDSTILL_SECONDS,
+    STILL_SECONDS,
+    ExecutorFacts,
+    Facts,
+    Finding,
+    Patience,
+    Severity,
+    diagnose,
+    headline,
+)
 from schemas.slack import ExecutorState
 
 READY, STARTING = ExecutorState.READY, ExecutorState.STARTING
@@ -78,6 +88,19 @@ WIRE = "float32 on the wire, the engine holds bfloat16"
         ({"environment_workers": 0}, "no environment worker is there"),
         ({"homes_owned": 5}, "3 of 8 homes have no environment worker"),
         ({"results_waiting": 4}, "4 results wait for an environment worker, and none was applied for 12 s"),
+        (
+            {"open_groups": 1},
+            "5 prompts wait and the window has room, but no group was opened for 12 s: "
+            "see the logs of the environment workers",
+        ),
+        (
+            {"in_a_turn": 0, "prompts_waiting": 0},
+            "the log does not say why nothing has moved for 12 s: see the logs of the roles",
+        ),
+        (
+            {"executors": (executor(held=4, starts=3),)},
+            "executor-0 begins anew again and again, 3 times of late: see its log",
+        ),
     ],
 )
 def test_what_must_be_mended_is_unwell_and_in_the_headline(changes: dict[str, object], sentence: str) -> None:
@@ -108,6 +131,10 @@ def many(count: int, **changes: object) -> tuple[ExecutorFacts, ...]:
             "nothing moves: executor-0 waits to take up version 3",
         ),
         ({}, "nothing moves: 4 turns are being run, none has ended"),
+        (
+            {"executors": many(1, max_turns=0)},
+            "nothing moves: 4 trajectories ask for turns, and no executor has room",
+        ),
         (
             {"open_groups": 0, "in_a_turn": 0, "prompts_waiting": 0, "executors": many(1)},
             "nothing moves: no prompts left",
@@ -168,8 +195,11 @@ def some_executors() -> st.SearchStrategy[ExecutorFacts]:
 few = st.integers(0, 3)
 
 
-@given(
-    st.builds(
+MOMENTS = st.floats(0, 60)
+
+
+def some_facts(moments: st.SearchStrategy[float] = MOMENTS) -> st.SearchStrategy[Facts]:
+    return st.builds(
         Facts,
         executors=st.lists(some_executors(), max_size=3),
         newest_version=st.integers(-1, 3),
@@ -183,11 +213,13 @@ few = st.integers(0, 3)
         in_a_turn=few,
         waiting_for_trainer=few,
         results_waiting=few,
-        applied_seconds=st.floats(0, 60),
-        dispatched_seconds=st.floats(0, 60),
-        settled_seconds=st.floats(0, 60),
+        applied_seconds=moments,
+        dispatched_seconds=moments,
+        settled_seconds=moments,
     )
-)
+
+
+@given(some_facts())
 def test_a_run_that_stands_still_always_has_one_line_and_one_that_moves_never(facts: Facts) -> None:
     findings = diagnose(facts)
     why = headline(facts, findings)
@@ -197,3 +229,53 @@ def test_a_run_that_stands_still_always_has_one_line_and_one_that_moves_never(fa
         assert "\n" not in why
     severities = [each.severity for each in findings]
     assert severities == sorted(severities, key=list(Severity).index)
+
+
+@given(some_facts(st.floats(STILL_SECONDS, 10_000)))
+def test_while_work_is_left_and_nothing_moves_somebody_waits_and_in_the_end_somebody_is_unwell(facts: Facts) -> None:
+    worst = [each.severity for each in diagnose(facts)][:1]
+    if facts.work_left:
+        assert worst in ([Severity.WAITS], [Severity.UNWELL])
+        if facts.moved_seconds >= STANDSTILL_SECONDS:
+            assert worst == [Severity.UNWELL]
+
+
+@given(some_facts(st.floats(0, 10_000)))
+def test_a_run_in_which_nothing_is_left_to_do_never_stands_still(facts: Facts) -> None:
+    idle = dataclasses.replace(facts, prompts_waiting=0, open_groups=0)
+    assert not [each for each in diagnose(idle) if each.who == "run"]
+
+
+PATIENT = Patience(step_seconds=200.0, turn_seconds=300.0, training_seconds=900.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "seconds"),
+    [
+        ({}, 300.0),
+        ({"in_a_turn": 0, "waiting_for_trainer": 8}, 900.0),
+        ({"results_waiting": 4}, 200.0),
+        ({"open_groups": 1, "in_a_turn": 0}, 200.0),
+    ],
+)
+def test_work_that_is_under_way_is_waited_for_as_long_as_it_may_take(
+    changes: dict[str, object], seconds: float
+) -> None:
+    for still, unwell in ((seconds - 1.0, False), (seconds + 1.0, True)):
+        since = {"applied_seconds": still, "dispatched_seconds": still, "settled_seconds": still}
+        assert bool(said(**changes, **since, patience=PATIENT)[0]) == unwell
+
+
+def test_nobody_is_accused_of_the_time_before_there_was_an_executor_with_room() -> None:
+    asking: dict[str, object] = {"executors": (executor(),), **STILL}
+    assert not said(**asking, able_seconds=2.0)[0]
+    [sentence], _ = said(**asking, able_seconds=11.0)
+    assert "no turn was sent out for 11 s" in sentence
+
+
+def test_nobody_is_accused_of_the_time_before_there_was_a_worker_or_a_prompt() -> None:
+    waiting: dict[str, object] = {"open_groups": 1, "in_a_turn": 4, **STILL}
+    assert not said(**waiting, workers_seconds=2.0)[0]
+    assert not said(**waiting, opened_seconds=2.0)[0]
+    assert not said(**waiting, openable=0)[0]
+    assert said(**waiting, workers_seconds=11.0, opened_seconds=11.0, openable=2)[0]
