@@ -19,7 +19,7 @@ from schemas.record import Record
 from schemas.turns import TurnRequest
 from schemas.wire import headers_of
 from tests.otlp import collector
-from topics import metrics, tracing
+from topics import counts, tracing
 from topics.admin import create_topics
 from topics.catalog import REQUESTED, Partitions, Topic
 from topics.writer import Writer
@@ -48,7 +48,7 @@ class Blind(Writer):
         on_delivery: Callable[[int, int], None] | None = None,
     ) -> None:
         name, said = self._settings.topic(topic), [*headers_of(record, trajectory_id), *(headers or {}).items()]
-        self._produce(name, key.encode(), wire, partition, said, on_delivery, metrics.written(topic))
+        self._produce(name, key.encode(), wire, partition, said, on_delivery, counts.written(topic))
 
 
 def request(number: int) -> TurnRequest:

@@ -1,24 +1,29 @@
 """Token ids and logprobs as packed little-endian arrays.
 
 Keeps true: what is packed unpacks to the same values, and a byte string that is no whole number of elements is refused.
+Numpy is imported where an array is packed or unpacked: who only looks at records needs none.
 Text is never re-tokenised: these arrays are the only form in which tokens travel.
 """
 
 from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from schemas.errors import RecordError
 
-U32 = np.dtype("<u4")
-F32 = np.dtype("<f4")
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+U32 = "<u4"
+F32 = "<f4"
 ITEM_BYTES = 4
 """Bytes of one token id and of one logprob."""
 
 
-def pack_tokens(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+def pack_tokens(tokens: "Sequence[int] | npt.NDArray[np.integer]") -> bytes:
     """Pack token ids, each in [0, 2**32), as little-endian u32."""
+    import numpy as np
+
     return np.asarray(tokens, dtype=U32).tobytes()
 
 
@@ -27,14 +32,23 @@ def unpack_tokens(packed: bytes) -> list[int]:
     return [int(token) for token in _view(packed, U32).tolist()]
 
 
-def pack_logprobs(logprobs: Sequence[float] | npt.NDArray[np.floating]) -> bytes:
+def pack_logprobs(logprobs: "Sequence[float] | npt.NDArray[np.floating]") -> bytes:
     """Pack logprobs as little-endian f32."""
+    import numpy as np
+
     return np.asarray(logprobs, dtype=F32).tobytes()
 
 
-def unpack_logprobs(packed: bytes) -> npt.NDArray[np.float32]:
+def unpack_logprobs(packed: bytes) -> "npt.NDArray[np.float32]":
     """A read-only float32 array over the bytes. Raises RecordError when they are no whole number of f32."""
     return _view(packed, F32)
+
+
+def all_finite(packed: bytes) -> bool:
+    """Whether every logprob is a finite number. Raises RecordError when the bytes are no whole number of f32."""
+    import numpy as np
+
+    return bool(np.isfinite(_view(packed, F32)).all())
 
 
 def count(packed: bytes) -> int:
@@ -42,7 +56,9 @@ def count(packed: bytes) -> int:
     return len(packed) // ITEM_BYTES
 
 
-def _view(packed: bytes, dtype: np.dtype) -> npt.NDArray:  # type: ignore[type-arg]
+def _view(packed: bytes, dtype: str) -> "npt.NDArray":  # type: ignore[type-arg]
+    import numpy as np
+
     if len(packed) % ITEM_BYTES:
         raise RecordError(f"packed array of {len(packed)} bytes is no whole number of {ITEM_BYTES}-byte elements")
     return np.frombuffer(packed, dtype=dtype)

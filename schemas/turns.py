@@ -10,10 +10,9 @@ from itertools import pairwise
 from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
-from schemas.arrays import ITEM_BYTES, count, unpack_logprobs
+from schemas.arrays import ITEM_BYTES, all_finite, count
 from schemas.limits import (
     CHAIN,
     CONTEXT_TOKENS,
@@ -145,7 +144,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
             return f"{len(self.tokens)} bytes of tokens are no whole number of tokens above 0"
         if len(self.logprobs) != len(self.tokens):
             return f"{len(self.logprobs)} bytes of logprobs for {len(self.tokens)} bytes of tokens"
-        if not np.isfinite(unpack_logprobs(self.logprobs)).all():
+        if not all_finite(self.logprobs):
             return "a logprob is not finite"
         if any(abs(seconds) > MOST_DEVICE_SECONDS for seconds in self.device_seconds.values()):
             return f"it took more than {MOST_DEVICE_SECONDS:g} device-seconds"

@@ -19,7 +19,6 @@ from topics.labels import KEY, KEY_BYTES, OFFSET, PARTITION, REASON, REASON_CHAR
 from topics.messages import NamedPlace, read_messages
 from topics.records import Raw, Spoiled
 from topics.settings import BusSettings
-from topics.writer import Writer
 
 NOWHERE = -1
 """Partition and offset of a letter that somebody else wrote and that does not say where it comes from."""
@@ -141,6 +140,8 @@ def read_letters(
 
 def send_back(settings: BusSettings, letter: Letter, mended: Raw, *, partition: int) -> None:
     """Write this message to the letter's topic, under its own key, and note that on the letter. Raises BusError."""
+    from topics.writer import Writer  # who looks at letters writes nothing
+
     writer = Writer(settings, "rose-letters", transactional_id=LETTERS_WRITER)
     writer.begin()
     writer.forward(letter.topic, mended, partition=partition, key=mended.key)

@@ -1,41 +1,47 @@
 """What every role exports of its talk with the bus, and how a role comes to export more.
 
 Keeps true
-- A topic is named as in the catalog, not as in a run.
 - A process exports what it is. Roles may be forked from one process that has imported all of them: so what a module
   declares is in a registry of its own, from when whoever it tells of begins until it ends: what nobody looks at any
   more is not told as if it were so.
 """
 
-from functools import cache
+from collections.abc import Iterable
 
-from prometheus_client import REGISTRY, Counter
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from topics.catalog import Topic
-
-WRITTEN = Counter("rose_bus_written_records_total", "Records that the broker has stored, by topic.", ["topic"])
-READ = Counter("rose_bus_read_records_total", "Records handed out by readers, by topic.", ["topic"])
-DEAD_LETTERS = Counter("rose_bus_dead_letters_total", "Dead letters stored, by the topic that they lay in.", ["topic"])
+from topics import counts
 
 
-@cache
-def written(topic: Topic) -> Counter:
-    """The count of this topic, found once."""
-    return WRITTEN.labels(topic.name)
+class Bus(Collector):
+    """What the process has counted of its talk with the bus."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by whoever serves the metrics, on a thread of its own."""
+        counted = counts.WRITTEN, counts.READ, counts.DEAD_LETTERS
+        for family, by_topic in zip(self.describe(), counted, strict=True):
+            for topic, value in counts.values(by_topic):
+                family.add_metric([topic], value)
+            yield family
+
+    @staticmethod
+    def describe() -> tuple[CounterMetricFamily, CounterMetricFamily, CounterMetricFamily]:
+        """What `collect` fills in."""
+        topic = ["topic"]
+        return (
+            CounterMetricFamily(
+                "rose_bus_written_records", "Records that the broker has stored, by topic.", labels=topic
+            ),
+            CounterMetricFamily("rose_bus_read_records", "Records handed out by readers, by topic.", labels=topic),
+            CounterMetricFamily(
+                "rose_bus_dead_letters", "Dead letters stored, by the topic that they lay in.", labels=topic
+            ),
+        )
 
 
-@cache
-def read(topic: Topic) -> Counter:
-    """The same, of what was read."""
-    return READ.labels(topic.name)
-
-
-@cache
-def dead_letters(topic: Topic) -> Counter:
-    """The same, of what was buried."""
-    return DEAD_LETTERS.labels(topic.name)
-
+REGISTRY.register(Bus())
 
 _exported: set[Collector] = set()
 

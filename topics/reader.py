@@ -28,7 +28,7 @@ from confluent_kafka import (
 from schemas.errors import RecordError
 from schemas.record import Record
 from schemas.wire import decode
-from topics import metrics
+from topics import counts
 from topics.asking import (
     COORDINATOR_SECONDS,
     EARLIEST,
@@ -324,7 +324,7 @@ class Reader:
     def _know(self, topics: Iterable[Topic]) -> None:
         known = {self._settings.topic(topic): topic for topic in topics}
         for topic in known.values():
-            metrics.dead_letters(topic)  # at 0: the first one is to be seen as an increase
+            counts.dead_letters(topic)  # at 0: the first one is to be seen as an increase
         self._topics.update(known)
 
     def _take_on(self, places: Mapping[Place, int]) -> None:
@@ -368,7 +368,7 @@ class Reader:
                 return None  # librdkafka reconnects by itself
             raise BusError(f"reading {name or 'the log'}", error, f"Read on topic {name}", self.right_to_group)
         topic, raw = self._topics[name], raw_of(message)
-        metrics.read(topic).inc()
+        counts.read(topic).inc()
         place = topic, message.partition(), message.offset()
         record: Record | None = None
         if raw.value is not None:

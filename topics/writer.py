@@ -20,11 +20,10 @@ from threading import Thread
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
-from prometheus_client import Counter
 
 from schemas.record import Record
 from schemas.wire import encode, headers_of
-from topics import metrics, tracing
+from topics import counts, tracing
 from topics.admin import reach
 from topics.asking import nothing, partitions_of
 from topics.catalog import PROMPTS, Topic
@@ -138,19 +137,19 @@ class Writer:
         name, said = self._settings.topic(topic), [*headers_of(record, trajectory_id), *(headers or {}).items()]
         if tracing.exporter is not None and trajectory_id is not None:
             tracing.exporter.wrote(record, name)
-        self._produce(name, key.encode(), wire, partition, said, on_delivery, metrics.written(topic))
+        self._produce(name, key.encode(), wire, partition, said, on_delivery, counts.written(topic))
 
     def tombstone(
         self, topic: Topic, *, key: str, partition: int, on_delivery: Callable[[int, int], None] | None = None
     ) -> None:
         """Say that the key has ended."""
         self._produce(
-            self._settings.topic(topic), key.encode(), None, partition, [], on_delivery, metrics.written(topic)
+            self._settings.topic(topic), key.encode(), None, partition, [], on_delivery, counts.written(topic)
         )
 
     def forward(self, topic: Topic, raw: Raw, *, partition: int, key: bytes | None) -> None:
         """Write a message as it came, to another place and under this key."""
-        headers, counted = list(raw.headers), metrics.written(topic)
+        headers, counted = list(raw.headers), counts.written(topic)
         self._produce(self._settings.topic(topic), key, raw.value, partition, headers, None, counted)
 
     def dead_letter(
@@ -163,7 +162,7 @@ class Writer:
     ) -> None:
         """Store a message that could not be used, as it came, with why and where it lay; see `topics/labels.py`."""
         letter = labelled(found, reason, topic=self._settings.topic(found.topic), sent_back=sent_back)
-        name, counted = f"{self._settings.namespace}{found.topic.dead_letters}", metrics.dead_letters(found.topic)
+        name, counted = f"{self._settings.namespace}{found.topic.dead_letters}", counts.dead_letters(found.topic)
         self._produce(name, letter.key, letter.value, None, list(letter.headers), on_delivery, counted)
 
     def partitions(self, topic: Topic) -> int:
@@ -322,7 +321,7 @@ class Writer:
         partition: int | None,
         headers: list[tuple[str, bytes]],
         on_delivery: Callable[[int, int], None] | None,
-        counted: Counter,
+        counted: counts.Count,
     ) -> None:
         def delivered(error: KafkaError | None, message: Message) -> None:
             if error is not None:

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.command.config import RESOLVED, Config
 from schemas.errors import UsageError
-from topics.broker import Broker
-from topics.embedded import start_broker
 from topics.settings import BusSettings
+
+if TYPE_CHECKING:
+    from topics.broker import Broker
 
 DATA = "broker"
 """Folder of the run's own broker in the run's folder."""
@@ -29,7 +31,7 @@ class RunBroker:
 
     settings: BusSettings
     name: str
-    own: Broker | None
+    own: "Broker | None"
     """None: it was named."""
 
     def check(self) -> None:
@@ -47,6 +49,8 @@ def run_broker(config: Config) -> Iterator[RunBroker]:
         return
     if named and _accepts(named):
         raise UsageError(f"the run in {config.run_folder} is going on: look at it with `rose watch --run`")
+    from topics.embedded import start_broker  # a broker that is named needs none of it
+
     port = _port(named) if named else None
     with start_broker(config.run_folder / DATA, kafka_home=kafka_home(config), port=port) as broker:
         yield RunBroker(_settings(config, broker), broker.name, broker)
@@ -57,6 +61,8 @@ def log_of(config: Config) -> Iterator[BusSettings]:
     """The log of a run for reading: its own broker is started for as long as that takes, unless it runs anyway."""
     named = config.settings.broker.bootstrap_server
     if named and _is_own(config) and not _accepts(named):
+        from topics.embedded import start_broker
+
         home = config.settings.broker.kafka_home
         with start_broker(config.run_folder / DATA, kafka_home=home, port=_port(named)) as broker:
             yield _settings(config, broker)
@@ -70,7 +76,7 @@ def kafka_home(config: Config) -> Path | None:
     return config.settings.broker.kafka_home or (Path(said) if said else None)
 
 
-def _settings(config: Config, broker: Broker) -> BusSettings:
+def _settings(config: Config, broker: "Broker") -> BusSettings:
     return broker.settings(config.settings.broker.namespace, config.settings.broker.properties)
 
 

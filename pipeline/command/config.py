@@ -16,10 +16,9 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.command.options import Common
 from pipeline.command.sections import (
@@ -88,10 +87,10 @@ Said = tuple[str, tuple[str, ...], Any]
 """Who said it, of which field (section, field, and further down), and what."""
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """All sections. Each is a frozen dataclass, declared in the room that it belongs to."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter=DELIMITER, extra="forbid")
+    model_config = ConfigDict(extra="forbid", validate_default=True)
 
     run: RunSection = Field(default_factory=RunSection)
     broker: BrokerSection = Field(default_factory=BrokerSection)
@@ -110,18 +109,6 @@ class Settings(BaseSettings):
     metrics: MetricsSection = Field(default_factory=MetricsSection)
     tracing: TracingSection = Field(default_factory=TracingSection)
     tasks: TasksSection = Field(default_factory=TasksSection)
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what `load` hands over: it reads the sources one by one, so as to know who said what."""
-        return (init_settings,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +228,12 @@ def _environment() -> Iterator[Said]:
         if not delimiter and section in Settings.model_fields:
             one = f"{PREFIX}{section}{DELIMITER}FIELD".upper()
             raise UsageError(f"{variable}: {section} is a section: say its fields one by one, as {one}")
-    for section, fields in EnvSettingsSource(Settings)().items():
+    if not any(DELIMITER in _named(variable) for variable in os.environ):
+        return
+    from pydantic_settings import EnvSettingsSource  # heavy, and most have no such variable
+
+    said = EnvSettingsSource(cast(Any, Settings), env_prefix=PREFIX, env_nested_delimiter=DELIMITER)
+    for section, fields in said().items():
         for name, value in fields.items():
             variable = f"{PREFIX}{section}{DELIMITER}{name}".upper()
             yield variable, (section, name), _from_text(value)

@@ -18,8 +18,6 @@ from threading import Lock, Thread
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import make_wsgi_app
-
 from pipeline.command.options import Common
 from pipeline.command.saying import say
 from pipeline.command.sections import HIGHEST_PORT
@@ -87,6 +85,10 @@ class _Handler(WSGIRequestHandler):
 
 def answers(health: Health) -> Answer:
     """The process's WSGI application."""
+    from prometheus_client import make_wsgi_app
+
+    import topics.metrics  # noqa: F401  exports what the process counts
+
     metrics: Answer = make_wsgi_app()
 
     def answer(environ: dict[str, Any], begin: Callable[..., Any]) -> Iterable[bytes]:

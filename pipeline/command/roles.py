@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
+import numpy  # noqa: F401  tokens are unpacked with it, and no loop is to stand still for an import
+
 from pipeline.command.config import Config, load
 from pipeline.command.options import Common
 from pipeline.command.processes import serve_metrics, stop_on_signals

@@ -30,7 +30,7 @@ from schemas.capacity import CapacityGrant, Voice, key_of
 from schemas.cells import CellSummary
 from schemas.errors import RecordError
 from schemas.wire import decode
-from topics import metrics
+from topics import counts
 from topics.catalog import CONTROL_GROUP, GRANTS, SUMMARIES
 from topics.health import HEALTH
 from topics.records import Raw, Spoiled
@@ -148,7 +148,7 @@ class ControlApp:
             self._log.warning("buried", offset=message.offset, reason=str(error))
             self._writer.dead_letter(found, str(error))
             return
-        metrics.read(SUMMARIES).inc()
+        counts.read(SUMMARIES).inc()
         behind = self.faust.consumer.highwater(message.tp) - 1 - message.offset
         if behind < NEWEST * summary.cells:
             self._control.summarised(summary, self._clock())

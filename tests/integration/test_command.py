@@ -1,5 +1,6 @@
 """The `rose` command as a user meets it: a process, its output, its exit status."""
 
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from schemas.homes import home_of
 from schemas.prompts import Prompt
 from schemas.samples import Outcome, SampleOutcome
 from tests.brokers import AnyBroker, any_broker, flags
+from tests.integration.log_kit import Log
 from tests.roles import role_process, rose, started, stop
 from tests.waiting import until
 from topics.admin import create_topics
@@ -66,6 +68,46 @@ def test_help_imports_nothing_heavy() -> None:
         "replay",
     ):
         assert re.search(rf"\b{command}\b", done.stdout)
+
+
+HEAVY = {"numpy", "prometheus_client", "pydantic_settings", "torch", "transformers", "tokenizers", "vllm", "faust"}
+"""What no look at a run needs."""
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """The modules in a fresh process that has run the command to its end, whatever that was."""
+    program = (
+        "import sys\n"
+        "from pipeline.command.main import main\n"
+        "sys.argv = ['rose', *sys.argv[1:]]\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print('\\n' + ' '.join(sys.modules))\n"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, env=without_settings())
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def without_settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("ROSE_")}
+
+
+@any_broker
+def test_a_look_at_a_run_imports_nothing_heavy(broker: AnyBroker, namespace: str) -> None:
+    log = Log(broker.settings(namespace))
+    log.group("a")
+    log.progress("a:0")
+    log.prompt("b")
+    log.heartbeat()
+    common = on(broker, namespace)
+    for look in (("status", *common), ("why", "a:0", *common), ("letters", "list", *common)):
+        imported = imported_by(*look)
+        assert "confluent_kafka" in imported, look
+        assert not HEAVY & imported, look
+    for local in (("health", "127.0.0.1:1"), ("health", *common), ("--help",), ("status", "--help")):
+        imported = imported_by(*local)
+        assert "pipeline.command.main" in imported, local
+        assert not HEAVY & imported, local
 
 
 def test_a_command_that_does_not_exist_is_bad_usage() -> None:
