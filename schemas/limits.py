@@ -75,7 +75,9 @@ Logprobs = Annotated[
 
 Mask = Annotated[bytes, Meta(max_length=CONTEXT_TOKENS, description="One byte a token, 0 or 1.")]
 
-Text = Annotated[str, Meta(max_length=4_096)]
+TEXT_CHARACTERS = 4_096
+
+Text = Annotated[str, Meta(max_length=TEXT_CHARACTERS)]
 """A reason or note for people."""
 
 Digest = Annotated[

@@ -25,6 +25,7 @@ from schemas.errors import RecordError
 from schemas.limits import NESTED
 from schemas.prompts import Prompt, PromptSampling
 from schemas.record import Record
+from schemas.roles import RoleBegun
 from schemas.samples import Sample, SampleOutcome
 from schemas.slack import SlackHeartbeat
 from schemas.traces import span_of, traceparent
@@ -46,6 +47,7 @@ RECORDS: tuple[type[Record], ...] = (
     EnvSnapshot,
     WeightManifest,
     WeightChunk,
+    RoleBegun,
 )
 """Every record that travels."""
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from topics.catalog import (
+    BEGUN,
     CATALOG,
     CHUNKS,
     COMPLETED,
@@ -134,7 +135,7 @@ _BY_HAND = {LOG_GROUP: Operation.DESCRIBE}
 ENVIRONMENT = Role(
     name="environment",
     reads=(PROMPTS, REQUESTED, COMPLETED, OUTCOMES, GROUPS, PROGRESS, SNAPSHOTS),
-    writes=(PROMPTS, REQUESTED, SAMPLES, GROUPS, PROGRESS, SNAPSHOTS),
+    writes=(PROMPTS, REQUESTED, SAMPLES, GROUPS, PROGRESS, SNAPSHOTS, BEGUN),
     buries=(PROMPTS, COMPLETED),
     digs=(PROMPTS, COMPLETED),
     cuts=(PROMPTS, REQUESTED, COMPLETED),
@@ -145,7 +146,7 @@ ENVIRONMENT = Role(
 ROUTER = Role(
     name="router",
     reads=(REQUESTED, DISPATCHED, COMPLETED, HEARTBEATS),
-    writes=(DISPATCHED, COMPLETED, SUMMARIES),
+    writes=(DISPATCHED, COMPLETED, SUMMARIES, BEGUN),
     buries=(REQUESTED, HEARTBEATS),
     digs=(REQUESTED, HEARTBEATS),
     groups={ROUTER_GROUP: Operation.READ, **_BY_HAND},
@@ -154,7 +155,7 @@ ROUTER = Role(
 CONTROL = Role(
     name="control",
     reads=(SUMMARIES, GRANTS),
-    writes=(GRANTS,),
+    writes=(GRANTS, BEGUN),
     buries=(SUMMARIES,),
     groups={CONTROL_GROUP: Operation.READ, **_BY_HAND},
 )
@@ -162,7 +163,7 @@ CONTROL = Role(
 EXECUTOR = Role(
     name="executor",
     reads=(REQUESTED, DISPATCHED, MANIFESTS, CHUNKS, GRANTS),
-    writes=(DISPATCHED, COMPLETED, HEARTBEATS),
+    writes=(DISPATCHED, COMPLETED, HEARTBEATS, BEGUN),
     buries=(DISPATCHED,),
     groups=_BY_HAND,
 )
@@ -171,7 +172,7 @@ EXECUTOR = Role(
 TRAINER = Role(
     name="trainer",
     reads=(SAMPLES, OUTCOMES, GROUPS, MANIFESTS),
-    writes=(OUTCOMES, MANIFESTS, CHUNKS),
+    writes=(OUTCOMES, MANIFESTS, CHUNKS, BEGUN),
     buries=(SAMPLES,),
     digs=(SAMPLES,),
     cuts=(SAMPLES, CHUNKS),
@@ -197,6 +198,7 @@ VIEW = Role(
         GROUPS,
         PROGRESS,
         MANIFESTS,
+        BEGUN,
     ),
     digs=RECORD_TOPICS,
     groups={

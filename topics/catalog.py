@@ -21,6 +21,7 @@ from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
 from schemas.limits import RECORD_BYTES
 from schemas.prompts import Prompt
 from schemas.record import Record
+from schemas.roles import RoleBegun
 from schemas.samples import Sample, SampleOutcome
 from schemas.slack import SlackHeartbeat
 from schemas.turns import CLAIM_KEY, TurnDispatch, TurnRequest, TurnResult
@@ -162,6 +163,7 @@ GROUPS = Topic("rose.groups.opened.v1", Group, "{group_id}", Spread.HOME, _COMPA
 PROGRESS = Topic("rose.trajectories.progress.v1", TrajectoryProgress, "{trajectory_id}", Spread.HOME, _COMPACTED)
 SNAPSHOTS = Topic("rose.env.snapshots.v1", EnvSnapshot, "{trajectory_id}", Spread.HOME, _COMPACTED)
 MANIFESTS = Topic("rose.weights.manifests.v1", WeightManifest, _VERSION, Spread.ONE, _COMPACTED)
+BEGUN = Topic("rose.roles.begun.v1", RoleBegun, "{role}", Spread.ONE, _kept(10 * MINUTE))
 CHUNKS = Topic("rose.weights.chunks.v1", WeightChunk, "{tensor}", Spread.CHUNKS, _UNTIL_DELETED)
 
 RECORD_TOPICS: tuple[Topic, ...] = (
@@ -179,6 +181,7 @@ RECORD_TOPICS: tuple[Topic, ...] = (
     SNAPSHOTS,
     MANIFESTS,
     CHUNKS,
+    BEGUN,
 )
 
 DEAD_LETTERS: tuple[Topic, ...] = tuple(

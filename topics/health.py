@@ -5,6 +5,7 @@ Keeps true
   no reason to start a process again.
 - A loop says when it turned over, how it is, and how long it may be silent. Silent for longer it hangs, whatever it
   said.
+- A process that begins anew again and again is not ready, whatever it says between.
 - Who only waits for its turn is ready: routers share the cells and any more wait, and a rollout may go on.
 
 Example
@@ -14,13 +15,17 @@ Example
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Lock
+from threading import Condition, Lock
 from typing import NamedTuple
 
 HUNG_SECONDS = 120.0
 """Silence of a loop that turns over many times a second: twice what its longest call to the broker may take."""
+
+MANY_TIMES, ANEW_SECONDS = 4, 120.0
+"""A process that began anew so often within so long does not do its work. Leaders that move are met once or twice."""
 
 START_SECONDS = 1800.0
 """Before its first word, and of a word while its engine loads: a large one loads and compiles for minutes."""
@@ -54,12 +59,36 @@ def standing(word: Word, now: float) -> Standing:
 
 
 class Health:
-    """Keeps the newest word: the loop's, or that it waits properly. Any thread reads it."""
+    """Keeps the newest word: the loop's, or that it waits properly; and when it began anew. Any thread reads it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._word = Word("starting", False, clock(), START_SECONDS)
         self._writing = Lock()
+        self._changed = Condition(self._writing)
+        self._anew: deque[float] = deque(maxlen=MANY_TIMES)
+        """When it last began anew."""
+        self._times, self._reason, self._woken = 0, "", False
+
+    def begins_anew(self, reason: str) -> None:
+        """What the loop was at is given up, and begins anew as soon as it can."""
+        with self._writing:
+            self._word = Word(f"begins anew: {reason}", False, self._clock(), HUNG_SECONDS)
+            self._anew.append(self._clock())
+            self._times, self._reason = self._times + 1, reason
+            self._changed.notify_all()
+
+    def await_anew(self, times: int) -> tuple[int, str]:
+        """Wait until it has begun anew more often than so many times, or for `wake`: how often, and why at last."""
+        with self._writing:
+            self._changed.wait_for(lambda: self._times > times or self._woken)
+            return self._times, self._reason
+
+    def wake(self) -> None:
+        """Let go who waits."""
+        with self._writing:
+            self._woken = True
+            self._changed.notify_all()
 
     def says(self, said: str, *, ready: bool = True, lasts_seconds: float = HUNG_SECONDS) -> None:
         """The loop turned over, and this is how it is."""
@@ -74,7 +103,12 @@ class Health:
 
     @property
     def standing(self) -> Standing:
-        return standing(self._word, self._clock())
+        now, anew = self._clock(), list(self._anew)
+        how = standing(self._word, now)
+        if len(anew) < MANY_TIMES or now - anew[0] > ANEW_SECONDS:
+            return how
+        sentence = f"{how.sentence} (it has begun anew {self._times} times, at last: {self._reason})"
+        return Standing(how.alive, False, sentence)
 
 
 HEALTH = Health()

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from schemas.slack import ExecutorState
+from topics import health
+from topics.health import MANY_TIMES
 
 STILL_SECONDS = 10.0
 """A run in which no turn was applied for so long says why."""
@@ -28,8 +30,8 @@ STANDSTILL_SECONDS = 120.0
 """A run in which nothing at all moved for so long is unwell, whoever waits for whom; where a kind of work may take
 longer (`Patience`) and is under way, once it has taken that long."""
 
-MANY_STARTS = 3
-"""An executor that was heard to start again so often of late does not come up."""
+ANEW_SECONDS = health.ANEW_SECONDS
+"""Beginnings that lie longer back do not count."""
 
 CLOCK_SECONDS = 5.0
 """A heartbeat whose sender's clock differs by more from its receiver's is told; what it took to come is in it."""
@@ -54,7 +56,7 @@ class Finding:
 
     severity: Severity
     who: str
-    """`executors`, `router`, `environments`, `trainer`, `prompts`, `letters`, `broker` or `run`."""
+    """`roles`, `executors`, `router`, `environments`, `trainer`, `prompts`, `letters`, `broker` or `run`."""
     sentence: str
 
 
@@ -103,8 +105,6 @@ class ExecutorFacts:
     """It was cut, and grows no more for now."""
     rivals: bool = False
     """Two run under its name."""
-    starts: int = 0
-    """Times that it was heard to start again of late."""
 
     @property
     def silent(self) -> bool:
@@ -116,10 +116,22 @@ class ExecutorFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleFacts:
+    """A process that has begun of late, for the first time or anew."""
+
+    role: str
+    times: int
+    """Within ANEW_SECONDS."""
+    reason: str = ""
+    """Why it began anew at last; empty where its process was started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What was seen of a run. What is not known is None, and nothing is concluded from it."""
 
     executors: Sequence[ExecutorFacts] = ()
+    begun: Sequence[RoleFacts] = ()
     newest_version: int = -1
     """On the log, of those that are believed."""
     disbelieved: int = 0
@@ -182,6 +194,7 @@ class Facts:
 def diagnose(facts: Facts) -> list[Finding]:
     """What is to be known, what is unwell first."""
     found = [
+        *_beginnings(facts),
         *_executors(facts),
         *_routers(facts),
         *_environments(facts),
@@ -229,6 +242,14 @@ def _longest(facts: Facts) -> float:
     return max(longest, facts.patience.training_seconds) if facts.waiting_for_trainer else longest
 
 
+def _beginnings(facts: Facts) -> Iterator[Finding]:
+    for each in facts.begun:
+        if each.times >= MANY_TIMES:
+            why = each.reason or "its process ends and is started again, its log says why"
+            sentence = f"{each.role} begins anew again and again, {each.times} times within {ANEW_SECONDS:.0f} s: {why}"
+            yield Finding(Severity.UNWELL, "roles", sentence)
+
+
 def _executors(facts: Facts) -> Iterator[Finding]:
     there = [each for each in facts.executors if each.state is not ExecutorState.STOPPING]
     speaking = [each for each in there if not each.silent]
@@ -265,9 +286,6 @@ def _executors(facts: Facts) -> Iterator[Finding]:
             times = "once" if each.cuts == 1 else f"{each.cuts} times"
             sentence = f"{each.worker} lends no more than it does now: serving took room back {times} since it started"
             yield Finding(Severity.NOTE, "executors", sentence)
-        if each.starts >= MANY_STARTS:
-            sentence = f"{each.worker} begins anew again and again, {each.starts} times of late: see its log"
-            yield Finding(Severity.UNWELL, "executors", sentence)
         if each.rivals:
             sentence = f"two executors run as {each.worker}, and one of them gets no turns: no two have the same name"
             yield Finding(Severity.UNWELL, "executors", sentence)

@@ -3,7 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Event
 
@@ -15,6 +15,7 @@ from pipeline.command.processes import serve_metrics, stop_on_signals
 from topics.access import CONTROL, ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role
 from topics.permission import reach_as
 from topics.settings import BusSettings
+from topics.telling import telling
 from topics.tracing import traced
 from workers.weights.signing import refuse_unsigned
 from workers.weights.trust import run_id
@@ -61,7 +62,7 @@ def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, obse
         lender=settings.lender,
         weights=config.weights,
         stop_file=(settings.lender.stop_file or config.run_folder / f"{name}.stop").absolute(),
-        exporting=lambda: _exporting(config, config.settings.metrics.executor, number_of(name), name=name),
+        exporting=lambda: _exporting_lender(config, name, observe=observe),
     )
     lend(plan, serving, flags)
 
@@ -128,7 +129,7 @@ def _begun(
     settings = config.bus()
     stop = stop_on_signals()
     reach_as(settings, role)
-    with _exporting(config, metrics_port, number, name=name):
+    with _exporting(config, metrics_port, number, name=name), telling(settings, name):
         look_past_imports()
         yield settings, stop
 
@@ -147,6 +148,14 @@ def _exporting(config: Config, metrics_port: int, number: int, *, name: str) -> 
     tracing, metrics = config.settings.tracing, config.settings.metrics
     serve_metrics(metrics.host, metrics.port_of(metrics_port, number))
     with traced(tracing.endpoint, tracing.ratio, role=name):
+        yield
+
+
+@contextmanager
+def _exporting_lender(config: Config, name: str, *, observe: bool) -> Iterator[None]:
+    """Of the process beside a server, which tells that it begins unless it only observes."""
+    told = nullcontext() if observe else telling(config.bus(), name)
+    with _exporting(config, config.settings.metrics.executor, number_of(name), name=name), told:
         yield
 
 

@@ -17,19 +17,20 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pipeline.command.diagnosis import SILENT_SECONDS, ExecutorFacts
+from pipeline.command.diagnosis import ANEW_SECONDS, SILENT_SECONDS, ExecutorFacts, RoleFacts
 from pipeline.routing.liveness import FORGET_SECONDS
 from schemas.environments import Group, GroupState
 from schemas.homes import home_of
 from schemas.prompts import trajectory_id
 from schemas.record import Record
+from schemas.roles import RoleBegun
 from schemas.samples import Outcome, Sample, SampleOutcome
 from schemas.slack import ExecutorState, SlackHeartbeat
 from schemas.turns import TurnOutcome, TurnResult
 from schemas.weights import WeightManifest
 
-STARTS_SECONDS = 600.0
-"""For so long it is remembered that an executor started again."""
+BEGINNINGS = 64
+"""Of one role, that are remembered."""
 
 RATE_SECONDS = 10.0
 """Over which rates are averaged."""
@@ -39,6 +40,16 @@ RECENT_SAMPLES = 512
 
 CURVE_POINTS = 400
 """Policy versions that the curve remembers."""
+
+
+@dataclass(slots=True)
+class Begun:
+    """What a role has told of one beginning, or of several."""
+
+    told: RoleBegun
+    at: float | None
+    """When it came; None where it lay there before the looking began."""
+    stamp: float | None
 
 
 class Stage(Enum):
@@ -69,8 +80,6 @@ class Heard:
     """When a start was heard again behind another of its name: both run."""
     able_at: float = math.inf
     """Since when it could have taken one more turn, without a break."""
-    starts: deque[float] = field(default_factory=deque)
-    """When other starts of it were heard than the one before, rivals apart."""
 
 
 @dataclass(slots=True)
@@ -109,6 +118,8 @@ class View:
     _live: set[str] = field(default_factory=set)
     _recent: deque[tuple[bool | None, int]] = field(default_factory=lambda: deque(maxlen=RECENT_SAMPLES))
     _turn_moments: deque[float] = field(default_factory=deque)
+    _begun: dict[str, deque[Begun]] = field(default_factory=dict)
+    """By role, its newest beginnings."""
     _stamps: dict[Stage, float] = field(default_factory=dict)
     """By stage, the broker's stamp of its newest record."""
     _ahead: float | None = None
@@ -156,6 +167,10 @@ class View:
                 self._stamp(Stage.SETTLED, stamp)
                 if fresh:
                     self.settled_at = now
+            case RoleBegun():
+                self._begun.setdefault(record.role, deque(maxlen=BEGINNINGS)).append(
+                    Begun(record, now if fresh else None, stamp)
+                )
             case WeightManifest():
                 self.versions += 1
                 self._publish(record.version)
@@ -179,6 +194,9 @@ class View:
         self.settled_at += seconds
         self.sampled_at += seconds
         self.opened_at += seconds
+        for beginnings in self._begun.values():
+            for each in beginnings:
+                each.at = None if each.at is None else each.at + seconds
         for heard in self.executors.values():
             heard.at += seconds
             heard.able_at += seconds
@@ -252,6 +270,22 @@ class View:
         """Mean turns of the recent trajectories."""
         return sum(turns for _, turns in self._recent) / len(self._recent) if self._recent else 0.0
 
+    def begun(self, now: float) -> list[RoleFacts]:
+        """The roles that have begun of late, and how often."""
+        found = []
+        for role, beginnings in sorted(self._begun.items()):
+            late = [each.told for each in beginnings if self._begun_seconds(each, now) <= ANEW_SECONDS]
+            if late:
+                times = sum(each.times for each in late)
+                found.append(RoleFacts(role=role, times=times, reason=late[-1].reason))
+        return found
+
+    def _begun_seconds(self, begun: Begun, now: float) -> float:
+        if begun.at is not None:
+            return now - begun.at
+        known = self._ahead is not None and begun.stamp is not None
+        return self._since_stamp(now, begun.stamp or 0.0) if known else math.inf
+
     def open_at(self, homes: Collection[int], of: int) -> int:
         """Open groups of these homes, of so many."""
         return sum(bool(names) and home_of(name, of) in homes for name, names in self._unsettled.items())
@@ -305,17 +339,13 @@ def _following(known: Heard | None, heard: Heard) -> Heard:
     """What is heard now, with what is known of others under its name."""
     if known is None:
         return heard
-    heard.before, heard.rival_at, heard.starts = known.before, known.rival_at, known.starts
+    heard.before, heard.rival_at = known.before, known.rival_at
     if _start(heard) == _start(known):
         heard.able_at = min(heard.able_at, known.able_at) if heard.able_at < math.inf else math.inf
     else:
         heard.before = _start(known)
         if _start(heard) == known.before:
             heard.rival_at = heard.at
-        else:
-            heard.starts.append(heard.at)
-    while heard.starts and heard.starts[0] < heard.at - STARTS_SECONDS:
-        heard.starts.popleft()
     return heard
 
 
@@ -349,5 +379,4 @@ def _facts(heard: Heard, now: float) -> ExecutorFacts:
         swap_seconds=beat.swap_seconds,
         paused_reason=beat.paused_reason,
         rivals=now - heard.rival_at < SILENT_SECONDS,
-        starts=len(heard.starts),
     )

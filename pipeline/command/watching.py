@@ -8,6 +8,7 @@ Keeps true
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from confluent_kafka import OFFSET_BEGINNING
@@ -17,7 +18,8 @@ from pipeline.command.soundings import Sounding, SoundingThread
 from pipeline.command.view import View
 from schemas.environments import Group, GroupState
 from topics.asking import nothing
-from topics.catalog import COMPLETED, GROUPS, HEARTBEATS, MANIFESTS, OUTCOMES, PROGRESS, SAMPLES, Topic
+from topics.catalog import BEGUN, COMPLETED, GROUPS, HEARTBEATS, MANIFESTS, OUTCOMES, PROGRESS, SAMPLES, Topic
+from topics.errors import BusError, TopicMissing
 from topics.log import read_back
 from topics.reader import Reader
 from topics.records import EndOfPartition, Envelope, Place
@@ -117,6 +119,7 @@ class Watch:
         workers, then = known.environment_workers, now + later
         return Facts(
             executors=view.present(now),
+            begun=view.begun(now),
             newest_version=view.version,
             disbelieved=view.disbelieved,
             max_lag_versions=self._max_lag_versions,
@@ -168,6 +171,8 @@ class Watch:
     def _assign(self, settings: BusSettings, meanwhile: Callable[[], None], *, whole: bool) -> None:
         topics = (HEARTBEATS, MANIFESTS, GROUPS, PROGRESS, OUTCOMES, COMPLETED, SAMPLES)
         places: list[Place] = [(topic, part) for topic in topics for part in range(self._reader.partitions(topic))]
+        with suppress(TopicMissing, BusError):  # a broker whose topics or rights are of 0.2.0
+            places += [(BEGUN, part) for part in range(self._reader.partitions(BEGUN))]
         bounds = self._reader.all_watermarks(places)
         self._history = {place: end for place, (_, end) in bounds.items()}
         beats = [place for place in places if place[0] is HEARTBEATS]
@@ -219,7 +224,7 @@ def _begin(topic: Topic, low: int, end: int, *, whole: bool, recent: int, open_f
     """The offset at which to begin with a partition."""
     if topic is HEARTBEATS:
         return recent
-    if topic in (MANIFESTS, PROGRESS):
+    if topic in (MANIFESTS, PROGRESS, BEGUN):
         return low
     if topic is GROUPS:
         return end

@@ -76,7 +76,7 @@ async def _run(
             raise trouble
         if not stop.is_set():
             log.warning("begins anew", reason=str(trouble))
-            HEALTH.says(f"begins anew: {trouble}", ready=False)
+            HEALTH.begins_anew(str(trouble))
             await asyncio.sleep(AGAIN_SECONDS)
 
 

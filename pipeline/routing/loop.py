@@ -80,7 +80,7 @@ class RouterLoop:
                 except (BusError, TopicMissing) as error:
                     self._bear(error)
                     self._log.warning("beginning anew after trouble with the broker", error=str(error))
-                    HEALTH.says(f"begins anew after trouble with the broker: {error}", ready=False)
+                    HEALTH.begins_anew(f"trouble with the broker: {error}")
                     self._forget()
                     stop.wait(RETRY_SECONDS)
                     self._seats.leave()

@@ -9,6 +9,7 @@ from schemas.contexts import appending
 from schemas.environments import Applied, EnvSnapshot, Group, GroupState, TrajectoryProgress
 from schemas.prompts import Prompt, PromptSampling, Sampling
 from schemas.record import Record
+from schemas.roles import RoleBegun
 from schemas.samples import Ending, Outcome, Sample, SampleOutcome, SampleTurn
 from schemas.slack import ExecutorState, Hardware, SlackHeartbeat, Tenant, WorkerClass
 from schemas.turns import (
@@ -286,4 +287,5 @@ EXAMPLES: tuple[Record, ...] = (
         part=0,
         payload=b"\x00\x00\x80\x3f",
     ),
+    RoleBegun(role="router-0", times=3, reason="the broker was away"),
 )

@@ -24,6 +24,7 @@ from pipeline.routing.liveness import FORGET_SECONDS
 from schemas.environments import Group, GroupState
 from schemas.errors import UsageError
 from schemas.prompts import Prompt
+from schemas.roles import RoleBegun
 from schemas.samples import Sample, SampleOutcome
 from schemas.slack import ExecutorState, SlackHeartbeat, Tenant
 from tests.golden.examples import EXAMPLES
@@ -256,15 +257,16 @@ def test_an_executor_could_take_a_turn_since_it_was_ready_without_a_break() -> N
     assert view.able_seconds(52.0) == 0.0
 
 
-def test_an_executor_that_starts_again_and_again_is_counted() -> None:
+def test_beginnings_of_late_are_counted_by_role_and_by_the_clock_of_the_broker() -> None:
     view = View(began=0.0)
-    for start in range(5):
-        for _ in range(3):
-            view.take(beat(incarnation=start), float(start))
-    [executor] = view.present(4.0)
-    assert (executor.starts, executor.rivals) == (4, False)
-    view.take(beat(incarnation=4), 1000.0)
-    assert view.present(1000.0)[0].starts == 0, "it runs by now"
+    for stamp in (100.0, 950.0, 960.0):
+        view.take(RoleBegun(role="router-0", times=2, reason="away"), 0.0, fresh=False, stamp=stamp)
+    assert view.begun(1.0) == [], "how long ago that was nobody knows yet"
+    view.take(RoleBegun(role="trainer"), 1.0, stamp=1001.0)
+    router, trainer = view.begun(2.0)
+    assert (router.role, router.times, router.reason) == ("router-0", 4, "away")
+    assert (trainer.role, trainer.times, trainer.reason) == ("trainer", 1, "")
+    assert not view.begun(200.0)
 
 
 def test_time_in_which_nobody_looked_is_nobodys_silence() -> None:

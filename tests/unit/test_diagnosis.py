@@ -13,6 +13,7 @@ from pipeline.command.diagnosis import (
     Facts,
     Finding,
     Patience,
+    RoleFacts,
     Severity,
     diagnose,
     headline,
@@ -98,8 +99,8 @@ WIRE = "float32 on the wire, the engine holds bfloat16"
             "the log does not say why nothing has moved for 12 s: see the logs of the roles",
         ),
         (
-            {"executors": (executor(held=4, starts=3),)},
-            "executor-0 begins anew again and again, 3 times of late: see its log",
+            {"begun": (RoleFacts(role="trainer", times=7, reason="Invalid timestamp"),)},
+            "trainer begins anew again and again, 7 times within 120 s: Invalid timestamp",
         ),
     ],
 )

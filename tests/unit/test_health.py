@@ -13,7 +13,7 @@ from pipeline.command import health as health_over_http
 from pipeline.command.health import MOST_LINES, Unwell, serve, tell_health
 from pipeline.command.options import Common
 from schemas.errors import UsageError
-from topics.health import HUNG_SECONDS, START_SECONDS, Health, Word, standing
+from topics.health import ANEW_SECONDS, HUNG_SECONDS, MANY_TIMES, START_SECONDS, Health, Word, standing
 from workers.executor.heartbeats import in_short
 
 
@@ -45,6 +45,24 @@ def test_to_turn_over_keeps_what_was_said() -> None:
         health.turned_over()
     clock.now += HUNG_SECONDS + 1
     assert not health.standing.alive and "serves" in health.standing.sentence
+
+
+def test_who_begins_anew_again_and_again_is_not_ready_whatever_it_says_between() -> None:
+    clock = Clock()
+    health = Health(clock)
+    for times in range(1, MANY_TIMES + 1):
+        health.begins_anew("the topic refuses it")
+        assert not health.standing.ready
+        assert "the topic refuses it" in health.standing.sentence
+        health.says("owns homes")
+        assert health.standing.ready == (times < MANY_TIMES), "leaders may move"
+    assert health.standing.alive, "to start it again would not mend it"
+    assert f"begun anew {MANY_TIMES} times" in health.standing.sentence
+    assert "the topic refuses it" in health.standing.sentence
+    clock.now += ANEW_SECONDS + 1
+    health.says("owns homes")
+    assert health.standing.ready
+    assert health.standing.sentence == "owns homes"
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class EnvironmentWorker:
                     self._member.moved = True
                     wait = self._troubles.met(trouble, time.monotonic(), self._outbox.began_at)
                     log.warning("trouble", worker=self._name, reason=str(trouble), seconds_to_recovery=wait)
-                    HEALTH.says(f"begins anew after trouble with the broker: {trouble}", ready=False)
+                    HEALTH.begins_anew(f"trouble with the broker: {trouble}")
                     stop.wait(wait)
         finally:
             self._member.close()

@@ -152,10 +152,11 @@ def _stay_beside(plan: Plan, shapes: Mapping[str, tuple[int, ...]], path: Path) 
                     raise
                 except RoseError as error:
                     log.warning("begins anew", reason=str(error))
-                    HEALTH.says(f"begins anew: {error}", ready=False)
+                    HEALTH.begins_anew(str(error))
                     stop.wait(AGAIN_SECONDS)
-                except Exception:  # nobody else would tell, or begin anew
+                except Exception as error:  # nobody else would tell, or begin anew
                     log.exception("begins anew")
+                    HEALTH.begins_anew(repr(error))
                     stop.wait(AGAIN_SECONDS)
     except UsageError as error:
         log.error("lends nothing, serving goes on", reason=str(error))

@@ -62,6 +62,7 @@ def lend_endpoint(
                 run_executor(settings, config, link, shapes, stop, WorkerClass.SERVING, weights=weights)
         except EngineBroken as broken:
             log.warning("begins anew", reason=str(broken))
+            HEALTH.begins_anew(str(broken))
             stop.wait(AGAIN_SECONDS)
 
 

@@ -1,0 +1,21 @@
+"""What the processes of a run say of themselves."""
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from schemas.limits import Id, Text
+from schemas.record import Record
+
+
+class RoleBegun(Record, frozen=True, kw_only=True):
+    """A process has begun, or has given up what it was at and begins anew. A process that is well says it once."""
+
+    SCHEMA: ClassVar[str] = "role-begun/1"
+
+    role: Id
+    """Which process, as its log names it."""
+    times: Annotated[int, Meta(ge=1, le=2**53)] = 1
+    """How often since it last said so."""
+    reason: Text = ""
+    """Why it begins anew; empty where the process has just started."""

@@ -1,0 +1,85 @@
+"""A role that begins anew again and again is told of, whichever it is and whatever keeps it from its work."""
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from confluent_kafka.admin import NewTopic
+
+from pipeline.command.diagnosis import Severity, diagnose
+from pipeline.command.watching import Watch
+from schemas.roles import RoleBegun
+from tests.brokers import AnyBroker
+from tests.integration.router_kit import PARTITIONS, Bus
+from tests.roles import role_process
+from tests.waiting import until
+from topics import telling as tells
+from topics.admin import create_topics, reach, wanted_settings
+from topics.catalog import BEGUN, DISPATCHED
+from topics.errors import TopicMissing
+from topics.health import MANY_TIMES, Health
+from topics.log import read_topics
+from topics.settings import BusSettings
+from topics.telling import telling
+from workers.weights.trust import Trust
+
+pytestmark = pytest.mark.slow
+
+
+def begun(settings: BusSettings) -> list[RoleBegun]:
+    return [each.record for each in read_topics(settings, [BEGUN]) if isinstance(each.record, RoleBegun)]
+
+
+def test_each_beginning_is_on_the_log_once(broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tells, "PAUSE_SECONDS", 0.01)
+    settings, health = broker.settings(namespace), Health()
+    create_topics(settings, PARTITIONS)
+    with telling(settings, "router-0", health):
+        until(lambda: begun(settings) == [RoleBegun(role="router-0")])
+        for _ in range(5):
+            health.begins_anew("the topic refuses it")
+        until(lambda: sum(each.times for each in begun(settings)) == 6)
+    assert {(each.role, each.reason) for each in begun(settings)[1:]} == {("router-0", "the topic refuses it")}
+
+
+def test_a_broker_without_the_topic_keeps_nobody_from_beginning_or_ending(
+    broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tells, "STOP_SECONDS", 0.01)
+    settings, health = broker.settings(namespace), Health()
+    with telling(settings, "router-0", health):
+        health.begins_anew("there are no topics")
+    with pytest.raises(TopicMissing):
+        begun(settings)
+
+
+@pytest.fixture
+def refusing(broker: AnyBroker, namespace: str) -> Iterator[BusSettings]:
+    """A broker that takes no dispatch."""
+    settings = broker.settings(namespace)
+    config = {**wanted_settings(DISPATCHED), "max.message.bytes": "200"}
+    topic = NewTopic(settings.topic(DISPATCHED), num_partitions=PARTITIONS.slots, replication_factor=1, config=config)
+    admin = reach(settings)  # to be held while it is asked
+    for made in admin.create_topics([topic]).values():
+        made.result()
+    create_topics(settings, PARTITIONS)
+    yield settings
+
+
+def test_a_role_that_cannot_do_its_work_is_unwell_for_whoever_looks(refusing: BusSettings) -> None:
+    bus = Bus(refusing)
+    bus.beat(1)
+    bus.ask("g:0")
+    watch = Watch(refusing, trust=Trust("policy", "run"), whole=False, window_groups=1, max_lag_versions=4)
+
+    def accused() -> list[str]:
+        watch.read(0.1)
+        bus.beat(1)
+        found = diagnose(watch.facts())
+        return [each.sentence for each in found if each.severity is Severity.UNWELL and each.who == "roles"]
+
+    with closing(watch), closing(bus), role_process("router", refusing, 0, {}):
+        until(lambda: bool(accused()))
+        [sentence] = accused()
+    assert sentence.startswith("router-0 begins anew again and again, ")
+    assert sum(each.times for each in begun(refusing)) >= MANY_TIMES

@@ -1,0 +1,57 @@
+"""A process tells on the log that it begins, and each time that it begins anew, so that a look at the run can count it.
+
+Keeps true
+- It is told on a thread of its own: nobody waits for it, and trouble with it is nobody's trouble.
+- A process that is well has no connection for it.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from threading import Event, Thread
+
+from schemas.errors import RoseError
+from schemas.limits import TEXT_CHARACTERS
+from schemas.roles import RoleBegun
+from topics.catalog import BEGUN
+from topics.health import HEALTH, Health
+from topics.settings import BusSettings
+from topics.writer import Writer
+
+PAUSE_SECONDS = 2.0
+"""Between two records: what happened meanwhile is told in one."""
+
+STOP_SECONDS = 2.0
+"""How long the end of a process waits for what is being told."""
+
+
+@contextmanager
+def telling(settings: BusSettings, role: str, health: Health = HEALTH) -> Iterator[None]:
+    """Tell that the process of this name begins, and each beginning anew until the end of the block."""
+    stop = Event()
+    thread = Thread(target=_tell, args=(settings, role, health, stop), name="telling", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        health.wake()
+        thread.join(STOP_SECONDS)
+
+
+def _tell(settings: BusSettings, role: str, health: Health, stop: Event) -> None:
+    told = 0
+    record: RoleBegun | None = RoleBegun(role=role)
+    while record is not None:
+        try:
+            with closing(Writer(settings, f"{role}-tells")) as writer:
+                writer.write(BEGUN, record, key=role)
+                writer.flush()
+        except RoseError:
+            pass  # whoever cannot write to the broker hears of it in its own work
+        record = None
+        stop.wait(PAUSE_SECONDS)
+        if not stop.is_set():
+            times, reason = health.await_anew(told)
+            if times > told:
+                record = RoleBegun(role=role, times=times - told, reason=reason[:TEXT_CHARACTERS])
+                told = times
