@@ -1,14 +1,15 @@
 """Deleting what nobody needs any more: the other half of topics that time alone does not delete from.
 
-Keeps true: what is needed stays, and so does what is younger than the age given. The age is told by the records' own
-stamps and this machine's clock, so a clock that is off by minutes is off by minutes of days.
+Keeps true: what is needed stays, and so does what is younger than the age given. The age is told by the stamps of the
+records, against the newest of them: a clock of this machine that is ahead deletes nothing too soon.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from topics.admin import ADMIN_SECONDS, reach
 from topics.catalog import KEPT_SECONDS
@@ -52,13 +53,14 @@ def delete_before(
     TopicMissing or BusError.
     """
     places = list(needed)
+    admin = reach(settings)
+    now = min([time.time(), *_after(admin, settings, places)])
     with closing(Reader(settings, client_id)) as reader:
-        aged = reader.offsets_at(places, time.time() - keep_seconds)
+        aged = reader.offsets_at(places, now - keep_seconds)
         begins = {place: low for place, (low, _) in reader.all_watermarks(places).items()}
     before = {place: min(offset, aged[place]) for place, offset in needed.items()}
     before = {place: offset for place, offset in before.items() if offset > begins[place]}
     if before:
-        admin = reach(settings)
         asked = [TopicPartition(settings.topic(topic), part, offset) for (topic, part), offset in before.items()]
         for partition, deleted in admin.delete_records(asked).items():
             try:
@@ -67,3 +69,13 @@ def delete_before(
                 right = f"Delete on topic {partition.topic}"
                 raise BusError("deleting what nobody needs any more", error.args[0], right) from error
     return before
+
+
+def _after(admin: AdminClient, settings: BusSettings, places: Sequence[Place]) -> list[float]:
+    """A moment after the newest stamp in these partitions, unix seconds; none where no broker tells of one."""
+    asked = {TopicPartition(settings.topic(topic), part): OffsetSpec.max_timestamp() for topic, part in places}
+    stamps = []
+    for answer in admin.list_offsets(asked, request_timeout=ADMIN_SECONDS).values():
+        with suppress(KafkaException):  # one that does not know the question
+            stamps.append(answer.result().timestamp / 1000)
+    return [max(stamps) + 1.0] if stamps and max(stamps) > 0 else []

@@ -3,16 +3,20 @@ time.
 """
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, Producer
 from confluent_kafka.admin import NewTopic
 
+from schemas.wire import encode
 from tests.brokers import AnyBroker
-from tests.integration.bus_kit import PARTITIONS, with_topics
+from tests.golden.examples import PROMPT
+from tests.integration.bus_kit import PARTITIONS, put, with_topics
+from topics import retention
 from topics.admin import create_topics, drift, reach, wanted_settings
-from topics.catalog import CATALOG, SAMPLES
+from topics.catalog import CATALOG, PROMPTS, SAMPLES
 from topics.settings import BusSettings
 
 DAY_SECONDS = 24 * 3600.0
@@ -39,6 +43,16 @@ def test_whatever_the_clock_of_a_writer_its_records_are_taken_and_have_the_time_
         kind, stamp = message.timestamp()
         assert kind == TIMESTAMP_LOG_APPEND_TIME, message.topic()
         assert abs(stamp / 1000 - time.time()) < LEAST_SECONDS
+
+
+def test_whoever_deletes_what_is_old_deletes_nothing_young_though_its_clock_is_ahead(
+    broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, place = with_topics(broker.settings(namespace)), (PROMPTS, 0)
+    put(settings, [encode(PROMPT)] * 3)
+    monkeypatch.setattr(retention, "time", SimpleNamespace(time=lambda: time.time() + 400 * DAY_SECONDS))
+    assert retention.delete_before(settings, {place: 3}, client_id="test") == {}
+    assert retention.delete_before(settings, {place: 2}, keep_seconds=-1.0, client_id="test") == {place: 2}
 
 
 def test_a_topic_that_is_stamped_by_its_writers_differs_from_the_catalog(broker: AnyBroker, namespace: str) -> None:
