@@ -12,10 +12,11 @@ Pure. Example
         -> unwell: "2 executors refuse version 0: float32 on the wire, the engine holds bfloat16"
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
+from pipeline.command.facts import ExecutorFacts, Facts
 from schemas.slack import ExecutorState
 from topics import health
 from topics.health import MANY_TIMES
@@ -58,137 +59,6 @@ class Finding:
     who: str
     """`roles`, `executors`, `router`, `environments`, `trainer`, `prompts`, `letters`, `broker` or `run`."""
     sentence: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long each kind of work may take, as the run is configured. Shorter than STANDSTILL_SECONDS says nothing."""
-
-    step_seconds: float = 0.0
-    """A reset or step of an environment."""
-    turn_seconds: float = 0.0
-    """A turn."""
-    training_seconds: float = 0.0
-    """A step of the trainer."""
-
-
-PATIENCE = Patience()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorFacts:
-    """One executor, by its newest heartbeat."""
-
-    worker: str
-    state: ExecutorState
-    version: int
-    refused_version: int = -1
-    refused_reason: str = ""
-    silent_seconds: float
-    """Since the heartbeat came here; since the beginning of looking for one that came before."""
-    ttl_seconds: float
-    held: int = 0
-    """Turns that it runs or keeps waiting."""
-    max_turns: int = 0
-    clock_off_seconds: float = 0.0
-    """Its clock against this machine's."""
-    kv_used: float = 0.0
-    """Share of its KV cache."""
-    tokens_per_second: float = 0.0
-    """Of one sequence."""
-    swap_seconds: float = 0.0
-    """The engine's pause at its latest version."""
-    paused_reason: str = ""
-    cuts: int = 0
-    """Times that serving took room back from rollouts."""
-    frozen: bool = False
-    """It was cut, and grows no more for now."""
-    rivals: bool = False
-    """Two run under its name."""
-
-    @property
-    def silent(self) -> bool:
-        return self.silent_seconds > self.ttl_seconds
-
-    @property
-    def ready(self) -> bool:
-        return self.state is ExecutorState.READY and not self.silent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleFacts:
-    """A process that has begun of late, for the first time or anew."""
-
-    role: str
-    times: int
-    """Within ANEW_SECONDS."""
-    reason: str = ""
-    """Why it began anew at last; empty where its process was started."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What was seen of a run. What is not known is None, and nothing is concluded from it."""
-
-    executors: Sequence[ExecutorFacts] = ()
-    begun: Sequence[RoleFacts] = ()
-    newest_version: int = -1
-    """On the log, of those that are believed."""
-    disbelieved: int = 0
-    """Manifests on the log that are of another run, or not signed by the trusted key."""
-    max_lag_versions: int = 2**53
-    """Executors that are further behind the newest version that is served get no turns."""
-    environment_workers: int | None = None
-    homes: int = 0
-    homes_owned: int | None = None
-    routers: int | None = None
-    prompts_waiting: int = 0
-    open_groups: int = 0
-    window_groups: int | None = None
-    """Groups that all environment workers together may hold open."""
-    in_a_turn: int = 0
-    """Trajectories of open groups that are under way."""
-    waiting_for_trainer: int = 0
-    """Trajectories of open groups that have ended and have no outcome."""
-    results_waiting: int = 0
-    """Results that no environment worker has taken in."""
-    openable: int | None = None
-    """Prompts that wait for a worker whose window has room."""
-    opened_seconds: float | None = None
-    """Since a group was last seen to be opened, refused or settled, or since a prompt waits for it."""
-    workers_seconds: float | None = None
-    """Since an environment worker is there, as far as that was seen."""
-    applied_seconds: float = 0.0
-    """Since a turn was last seen to be applied, or since the beginning of looking where nothing tells more."""
-    dispatched_seconds: float = 0.0
-    """The same of a turn sent to an executor."""
-    able_seconds: float | None = None
-    """Since some executor could take one more turn."""
-    settled_seconds: float = 0.0
-    """The same of an outcome, or of a sample that the trainer could settle."""
-    patience: Patience = PATIENCE
-    letters: Mapping[str, int] = field(default_factory=dict)
-    """Dead letters by topic."""
-
-    @property
-    def work_left(self) -> bool:
-        return self.prompts_waiting > 0 or self.open_groups > 0
-
-    @property
-    def moved_seconds(self) -> float:
-        """Since anything was last seen to come further. A turn that is sent out again and again does not."""
-        stages = self.applied_seconds, self.settled_seconds, self.opened_seconds
-        return min(seconds for seconds in stages if seconds is not None)
-
-    @property
-    def can_be_opened(self) -> int:
-        """Prompts that wait though a worker has room for them."""
-        if not self.environment_workers:
-            return 0
-        if self.openable is not None:
-            return self.openable
-        full = self.window_groups is not None and self.open_groups >= self.window_groups
-        return 0 if full else self.prompts_waiting
 
 
 def diagnose(facts: Facts) -> list[Finding]:

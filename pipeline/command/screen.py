@@ -8,7 +8,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.command.diagnosis import ExecutorFacts, Facts, Finding, Severity, diagnose, headline
+from pipeline.command.diagnosis import Finding, Severity, diagnose, headline
+from pipeline.command.facts import ExecutorFacts, Facts
 from pipeline.command.saying import harmless
 from pipeline.command.watching import Watch
 from schemas.slack import ExecutorState

@@ -18,7 +18,8 @@ from rich.text import Text
 
 from pipeline.command.broker import log_of
 from pipeline.command.config import load
-from pipeline.command.diagnosis import STILL_SECONDS, Facts, Finding, Severity, diagnose
+from pipeline.command.diagnosis import STILL_SECONDS, Finding, Severity, diagnose
+from pipeline.command.facts import Facts
 from pipeline.command.options import Common
 from pipeline.command.saying import Waits
 from pipeline.command.screen import executor_table, finding_lines, work_line

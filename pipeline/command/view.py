@@ -17,7 +17,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pipeline.command.diagnosis import ANEW_SECONDS, SILENT_SECONDS, ExecutorFacts, RoleFacts
+from pipeline.command.diagnosis import ANEW_SECONDS, SILENT_SECONDS
+from pipeline.command.facts import ExecutorFacts, RoleFacts
 from pipeline.routing.liveness import FORGET_SECONDS
 from schemas.environments import Group, GroupState
 from schemas.homes import home_of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from confluent_kafka import OFFSET_BEGINNING
 
-from pipeline.command.diagnosis import PATIENCE, Facts, Patience
+from pipeline.command.facts import PATIENCE, Facts, Patience
 from pipeline.command.soundings import Sounding, SoundingThread
 from pipeline.command.view import View
 from schemas.environments import Group, GroupState

@@ -6,18 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.command.diagnosis import (
-    STANDSTILL_SECONDS,
-    STILL_SECONDS,
-    ExecutorFacts,
-    Facts,
-    Finding,
-    Patience,
-    RoleFacts,
-    Severity,
-    diagnose,
-    headline,
-)
+from pipeline.command.diagnosis import STANDSTILL_SECONDS, STILL_SECONDS, Finding, Severity, diagnose, headline
+from pipeline.command.facts import ExecutorFacts, Facts, Patience, RoleFacts
 from schemas.slack import ExecutorState
 
 READY, STARTING = ExecutorState.READY, ExecutorState.STARTING
