@@ -220,8 +220,9 @@ class View:
         return since if waiting_since is None else min(since, self._since_stamp(now, waiting_since))
 
     def able_seconds(self, now: float) -> float:
-        """For how long some executor could have taken one more turn."""
-        return max((0.0, *(now - heard.able_at for heard in self.executors.values())))
+        """For how long some executor that is heard could have taken one more turn."""
+        heard = [each for each in self.executors.values() if now - each.at <= each.beat.ttl_seconds]
+        return max((0.0, *(now - each.able_at for each in heard)))
 
     def turns_per_second(self, now: float) -> float:
         """Completed turns, over the last seconds."""

@@ -116,7 +116,7 @@ class Watch:
         """What was known at the last look; as it will be `later`, in seconds, if nothing moves until then."""
         now, view, sounding = self._looked_at, self.view, self.sounding
         known = sounding or Sounding(at=now)
-        workers, then = known.environment_workers, now + later
+        workers, then, able = known.environment_workers, now + later, view.able_seconds(now)
         return Facts(
             executors=view.present(now),
             begun=view.begun(now),
@@ -138,7 +138,7 @@ class Watch:
             workers_seconds=max(0.0, then - self._soundings.workers_at),
             applied_seconds=view.applied_seconds(then),
             dispatched_seconds=then - self._soundings.dispatched_at,
-            able_seconds=view.able_seconds(then),
+            able_seconds=able + later if able else 0.0,
             settled_seconds=view.settled_seconds(then),
             patience=self._patience,
             letters=known.letters,

@@ -247,12 +247,13 @@ def test_how_long_a_stage_stands_still_is_told_by_two_stamps_of_the_broker() -> 
 
 def test_an_executor_could_take_a_turn_since_it_was_ready_without_a_break() -> None:
     view = View(began=0.0)
-    could = {"policy_version": 1, "max_turns": 4, "rollout": Tenant()}
+    could = {"policy_version": 1, "max_turns": 4, "rollout": Tenant(), "ttl_seconds": 20.0}
     view.take(beat(state=ExecutorState.STARTING, **could), 10.0)
     assert view.able_seconds(20.0) == 0.0
     for at in (30.0, 40.0):
         view.take(beat(state=ExecutorState.READY, **could), at)
-    assert view.able_seconds(50.0) == 20.0
+    assert view.able_seconds(41.0) == 11.0
+    assert view.able_seconds(100.0) == 0.0, "it is silent by then"
     view.take(beat(state=ExecutorState.READY, **could | {"rollout": Tenant(running=4)}), 51.0)
     assert view.able_seconds(52.0) == 0.0
 
