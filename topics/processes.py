@@ -3,11 +3,20 @@
 import ctypes
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
+
+KILLED_SECONDS = 10.0
+"""A process that has not gone so long after SIGKILL waits for a device or is not ours: nobody waits for it."""
+
+LOOK_SECONDS = 0.005
+"""Between two looks at processes that end."""
 
 
 def end_with(parent: int, how: signal.Signals) -> Callable[[], None]:
@@ -44,3 +53,41 @@ def setter(event: Event) -> Callable[[], None]:
 def show_as(name: str) -> None:
     """What `top` and `ps -o comm` call this process; they show fifteen bytes of it."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+
+
+def adopt_orphans() -> None:
+    """From now on a descendant that loses its parent becomes a child of this process, whatever session it is in."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_children(*, grace_seconds: float = 0.0, but: Collection[int] = ()) -> None:
+    """End all children `but` these, and after `adopt_orphans` every descendant of theirs, and reap them.
+
+    They get SIGTERM first where there is a grace, and SIGKILL when it is over.
+    """
+    kill_at = time.monotonic() + grace_seconds
+    asked: set[int] = set()
+    while left := [pid for pid in _children() if pid not in but]:
+        now = time.monotonic()
+        if now > kill_at + KILLED_SECONDS:
+            return
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                if now >= kill_at:
+                    os.kill(pid, signal.SIGKILL)
+                elif pid not in asked:
+                    os.kill(pid, signal.SIGTERM)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        asked.update(left)
+        time.sleep(LOOK_SECONDS)
+
+
+def _children() -> list[int]:
+    """Of this process, those among them that have ended and are not reaped."""
+    own, found = str(os.getpid()), []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            if stat.read_text(errors="replace").rpartition(")")[2].split()[1] == own:
+                found.append(int(stat.parent.name))
+    return found

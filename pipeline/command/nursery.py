@@ -5,6 +5,7 @@ Keeps true
   environment of whoever opened the nursery, the same exit status and last words.
 - The nursery imports what a role wants once, before the first role that wants it; never vLLM for a router.
 - A role ends when the nursery ends, and the nursery when its owner does, however they end: the kernel kills them.
+- Whatever a role has started ends with it (`guard.py`); if its guard is killed as well, the nursery ends the rest.
 - Nobody waits for imports: to start a role is to ask for it, and one that is not born yet can be ended at once.
 
 An executor's start is ten seconds of imports and one of work; a run has several, each demo measures twice, and crashed
@@ -18,6 +19,7 @@ import gc
 import itertools
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -30,7 +32,8 @@ from pathlib import Path
 from time import monotonic
 from types import TracebackType
 
-from topics.processes import end_with, show_as
+from pipeline.command.guard import HEARD, guard
+from topics.processes import adopt_orphans, end_children, end_with, show_as
 
 ENGINE = ("workers.executor.vllm.alone", "workers.executor.vllm.engine", "workers.executor.vllm.start")
 WANTED = {
@@ -165,7 +168,7 @@ class Nursery:
             number, pid, status = json.loads(said)
             if status is None:
                 self._roles[number].born(pid)
-            else:
+            elif number in self._roles:  # else its guard was killed when it had said so
                 self._roles.pop(number).ended(status)
             seconds = 0.0
 
@@ -215,23 +218,37 @@ def nurse(line_number: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, TextIOWrapper)
         stream.reconfigure(line_buffering=True)
-    line, own, numbers = socket.socket(fileno=line_number), os.getpid(), dict[int, int]()
+    line, own, guards = socket.socket(fileno=line_number), os.getpid(), dict[int, int]()
+
+    def tell(number: int, role: int, status: int | None) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # nobody wants to know any more
+            line.send(json.dumps([number, role, status]).encode())
 
     def reap(*_: object) -> None:
-        for pid in list(numbers):
+        for pid in list(guards):
             with suppress(ChildProcessError):  # the next signal came amid this loop, and took it
                 if (ended := os.waitpid(pid, os.WNOHANG))[0]:
-                    line.send(json.dumps([numbers.pop(pid), pid, os.waitstatus_to_exitcode(ended[1])]).encode())
+                    number = guards.pop(pid)
+                    if status := os.waitstatus_to_exitcode(ended[1]):  # else it has told how its role ended
+                        end_children(but=guards)
+                        tell(number, pid, status)
 
+    adopt_orphans()
+    woken, wakes = socket.socketpair()
+    wakes.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)  # a signal may come just before a wait
     signal.signal(signal.SIGCHLD, reap)  # also amid an import
     while True:
+        if line not in select.select([line, woken], [], [])[0]:
+            woken.recv(MOST_BYTES)
+            continue
         said, outputs, _, _ = socket.recv_fds(line, MOST_BYTES, 1)
         if not said:
             sys.exit()
         number, *words = json.loads(said)
         if not words:
-            for pid in [pid for pid, its in list(numbers.items()) if its == number]:
-                _kill(pid)
+            for pid in [pid for pid, its in list(guards.items()) if its == number]:
+                os.kill(pid, signal.SIGTERM)
             continue
         name, *arguments = words
         for output in outputs:
@@ -239,15 +256,16 @@ def nurse(line_number: int) -> None:
             os.dup2(output, 2)
             os.close(output)
         _import(arguments[0])
+        signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
         pid = os.fork()
         if pid == 0:
             break
-        line.send(json.dumps([number, pid, None]).encode())
-        numbers[pid] = number
-        reap()
-    end_with(own, signal.SIGKILL)()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    line.close()
+        guards[pid] = number
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+    signal.set_wakeup_fd(-1)
+    guard(own, lambda role, status: tell(number, role, status))
+    for each in (line, woken, wakes):
+        each.close()
     os.setsid()
     show_as(name)
     if "numpy" in sys.modules:

@@ -44,7 +44,10 @@ def _harmless(logger: object, name: str, event: EventDict) -> EventDict:
 
 
 def stop_on_signals() -> Event:
-    """An event that SIGTERM or the first Ctrl-C sets; a second Ctrl-C ends the process at once."""
+    """An event that SIGTERM, SIGHUP or the first Ctrl-C sets; a second Ctrl-C ends the process at once.
+
+    SIGHUP, the end of a terminal, stays without effect where it was (`nohup`).
+    """
     stop = Event()
     set_stop = setter(stop)
 
@@ -54,6 +57,8 @@ def stop_on_signals() -> Event:
 
     signal.signal(signal.SIGTERM, ask)
     signal.signal(signal.SIGINT, ask)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, ask)
     return stop
 
 

@@ -92,9 +92,9 @@ class Run:
             return []
 
     def kill(self, role: str) -> None:
-        """SIGKILL the process of this role, which is called so; the supervisor's nursery has forked it."""
+        """SIGKILL the process of this role, which is called so; a guard of the supervisor's nursery has forked it."""
         for nursery in children(self.process.pid):
-            for child in children(nursery):
+            for child in (each for guard in children(nursery) for each in children(guard)):
                 if Path(f"/proc/{child}/comm").read_text().strip() == role:
                     os.kill(child, signal.SIGKILL)
                     return

@@ -30,8 +30,13 @@ def alive(process_id: int) -> bool:
         return False
 
 
+def nursery_of(role: int) -> int:
+    """The parent of the role's guard."""
+    return parent_of(parent_of(role))
+
+
 def parent_of(process_id: int) -> int:
-    """Of a role: its nursery."""
+    """Of a role: its guard."""
     return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -129,13 +134,13 @@ def test_a_killed_nursery_takes_its_roles_with_it_and_they_come_back(
     supervisor = Supervisor([router], tmp_path, nursery)
     supervisor.start()
     first = supervisor.process_ids["router"]
-    os.kill(parent_of(first), signal.SIGKILL)
+    os.kill(nursery_of(first), signal.SIGKILL)
     until(lambda: any("router was killed by signal SIGKILL" in line for line in supervisor.tick()))
     until(lambda: not alive(first))
     until(lambda: any("starts again" in line for line in supervisor.tick()))
     second = supervisor.process_ids["router"]
     until(lambda: "event=started" in (tmp_path / "router.log").read_text())
-    its_nursery = parent_of(second)
+    its_nursery = nursery_of(second)
     supervisor.stop()
     assert alive(its_nursery) and not alive(second)
     nursery.close()
@@ -161,10 +166,62 @@ def test_roles_do_not_outlive_a_supervisor_that_is_killed(router: Role, tmp_path
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         until(lambda: "event=started" in (tmp_path / "router.log").read_text())
-        nursery = parent_of(child)
+        nursery = nursery_of(child)
         assert alive(child) and alive(nursery)
         parent.kill()
     until(lambda: not alive(child) and not alive(nursery))
+
+
+STARTING = """
+import os, pathlib, signal, subprocess
+stubborn = ["sh", "-c", "trap '' TERM HUP; while :; do sleep 1; done"]
+own = [subprocess.Popen(["sleep", "1000"]), subprocess.Popen(stubborn, start_new_session=True)]
+orphan = subprocess.run(["setsid", "sh", "-c", "sleep 1000 > /dev/null & echo $!"], stdout=subprocess.PIPE, text=True)
+found = pathlib.Path(__file__).with_name("children")
+found.with_suffix(".new").write_text(" ".join(map(str, [own[0].pid, own[1].pid, int(orphan.stdout)])))
+found.with_suffix(".new").rename(found)
+signal.pause()
+"""
+
+SUPERVISES = """
+from pathlib import Path
+from threading import Event
+from pipeline.command.nursery import Nursery
+from pipeline.command.supervisor import Role, Supervisor
+supervisor = Supervisor([Role("environment", {arguments!r})], Path({logs!r}), Nursery())
+supervisor.start()
+print(supervisor.process_ids["environment"], flush=True)
+Event().wait()
+"""
+
+
+@any_broker
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGQUIT], ids=lambda each: each.name)
+@pytest.mark.parametrize("killed", ["role", "guard", "nursery", "supervisor"])
+def test_nothing_that_a_role_has_started_outlives_it_whoever_is_killed(
+    broker: AnyBroker, namespace: str, tmp_path: Path, killed: str, number: signal.Signals
+) -> None:
+    """A child, one with a session of its own that ignores SIGTERM, and one whose parent has gone."""
+    (tmp_path / "starting.py").write_text(STARTING)
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(2, 2, 1, 1))
+    (tmp_path / "rose.toml").write_text(
+        f'[environment]\nimport_paths = ["{tmp_path}"]\nenvironments = ["starting:Environment"]\n'
+    )
+    arguments = ("environment", "--config", str(tmp_path / "rose.toml"), *flags(settings))
+    program = SUPERVISES.format(arguments=arguments, logs=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        role = int(supervisor.stdout.readline())
+        until((tmp_path / "children").exists)
+        started = [int(each) for each in (tmp_path / "children").read_text().split()]
+        chain = {"role": role, "guard": parent_of(role), "nursery": nursery_of(role), "supervisor": supervisor.pid}
+        assert all(alive(each) for each in [*started, *chain.values()])
+        os.kill(chain[killed], number)
+        until(lambda: not any(alive(each) for each in [role, *started]))
+        supervisor.kill()
+    until(lambda: not any(alive(each) for each in chain.values()))
 
 
 @pytest.mark.slow

@@ -1,0 +1,57 @@
+"""A guard around a role: a process that stays behind when the role is forked, and leaves nothing of what it started.
+
+Keeps true
+- Whatever ends a role, and whatever sessions its descendants have made for themselves, none outlives it: an orphan
+  becomes the guard's child, and the guard ends it before it says that the role has ended.
+- The role ends when the guard ends, and the guard, role first, when its own parent does: the kernel sees to both.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+
+from topics.processes import adopt_orphans, end_children, end_with, show_as
+
+GRACE_SECONDS = 3.0
+"""What a role has left behind may take so long to end after SIGTERM: a lender's companion hands its turns back."""
+
+HEARD = frozenset({signal.SIGTERM, signal.SIGCHLD})
+"""What a guard waits for; both are blocked, so none comes between a look and the wait."""
+
+
+def guard(parent: int, tell: Callable[[int, int | None], None]) -> None:
+    """Fork, and return in the role alone. Call it with `HEARD` blocked.
+
+    `tell` is called in the guard: with the role's process id and, once nothing of the role is left, with its exit
+    status too.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    end_with(parent, signal.SIGTERM)()
+    adopt_orphans()
+    own = os.getpid()
+    role = os.fork()
+    if role == 0:
+        end_with(own, signal.SIGKILL)()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+        return
+    try:
+        show_as("guard")
+        tell(role, None)
+        tell(role, _end_of(role))
+    finally:
+        os._exit(0)
+
+
+def _end_of(role: int) -> int:
+    """Its exit status, once nothing of it is left."""
+    grace = GRACE_SECONDS
+    status: int | None = None
+    while status is None:
+        if signal.sigwait(HEARD) == signal.SIGTERM:
+            os.kill(role, signal.SIGKILL)
+            grace = 0.0
+        while status is None and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == role:  # others are orphans that have ended by themselves
+                status = os.waitstatus_to_exitcode(ended[1])
+    end_children(grace_seconds=grace)
+    return status
