@@ -180,7 +180,7 @@ def parse_properties(pairs: list[str], command_config: Path | None) -> dict[str,
     properties: dict[str, str] = {}
     if command_config is not None:
         try:
-            text = command_config.read_text(encoding="utf-8")
+            text = command_config.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read --command-config {command_config}: {error}") from error
         for number, line in enumerate(text.splitlines(), 1):

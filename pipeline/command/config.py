@@ -10,6 +10,7 @@ Keeps true
 import dataclasses
 import difflib
 import json
+import math
 import os
 import re
 import tomllib
@@ -180,6 +181,7 @@ def load(common: Common, *, resolved: bool = False) -> Config:
         elif all(isinstance(value, str | Path) for value in values):  # else the section that says it is refused
             _put(merged, tuple(field.split(".")), Path(*values))
     settings = _validate(merged, origins)
+    _check_values(settings, origins)
     _check_together(settings)
     return Config(settings, origins)
 
@@ -198,7 +200,7 @@ def _file(common: Common) -> Iterator[Said]:
     if path is None:
         return
     try:
-        said = tomllib.loads(path.read_text(encoding="utf-8"))
+        said = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -310,6 +312,18 @@ def _validate(merged: Values, origins: Mapping[str, str]) -> Settings:
         said = "" if quiet else f", not {first['input']!r}"
         message = first["msg"].removeprefix("Value error, ")
         raise UsageError(f"{f'{origin}: ' if origin else ''}{path}: {message}{said}") from None
+
+
+def _check_values(settings: Settings, origins: Mapping[str, str]) -> None:
+    """What holds for the fields of every section. Raises UsageError."""
+    for section, declared_by in section_types().items():
+        for field in dataclasses.fields(declared_by):
+            path, value = f"{section}.{field.name}", getattr(getattr(settings, section), field.name)
+            origin = f"{origins[path]}: " if path in origins else ""
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"{origin}{path} ({value}) must be a finite number")
+            if isinstance(value, Path) and "\0" in str(value):
+                raise UsageError(f"{origin}{path} ({str(value)!r}) names no file: it has a NUL in it")
 
 
 def _check_together(settings: Settings) -> None:

@@ -14,6 +14,7 @@ from pipeline.command.broker import run_broker
 from pipeline.command.client import LawBroken
 from pipeline.command.closing import facts_now, show_summary, write_report
 from pipeline.command.config import Config, load
+from pipeline.command.folder import RUN, held, made
 from pipeline.command.nursery import Nursery
 from pipeline.command.options import Common
 from pipeline.command.processes import stop_on_signals
@@ -41,7 +42,7 @@ def run_demo(common: Common) -> None:
         settings.tasks, run=settings.run.name, seed=settings.run.seed, groups=settings.trainer.total_groups
     )
     started_at, began = time(), monotonic()
-    with roles_nursery() as nursery, run_broker(config) as broker:
+    with held(config.run_folder, RUN), roles_nursery() as nursery, run_broker(config) as broker:
         console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")
         configuration = prepare(config, broker)
         try:
@@ -78,6 +79,7 @@ def _configuration(common: Common) -> Config:
         common = replace(common, config=Path(str(files("pipeline.command") / CONFIGURATION)))
     config = load(common)
     name, folder = config.settings.run.name, config.settings.run.folder
+    made(folder)
     if (folder / name).exists():
         if "run.name" in config.origins:
             raise UsageError(f"{folder / name} is there already: choose another --name, or remove it")

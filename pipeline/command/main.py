@@ -13,12 +13,15 @@ import typer
 
 from pipeline.command.letters_commands import letters
 from pipeline.command.options import Common, with_common
-from pipeline.command.saying import Waits, harmless
+from pipeline.command.saying import Waits, about_a_file, harmless
 from pipeline.command.topics_commands import topics
 from schemas.errors import RoseError, UsageError
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+
+MOST_NUMBER = 65_535
+"""Of the processes of a kind."""
 
 RUNNING, ROLES, LOOKING = "Run", "Roles, one process each", "Look"
 
@@ -109,7 +112,9 @@ def evaluate(
 @with_common
 def environment(
     common: Common,
-    number: Annotated[int, typer.Option("--number", metavar="N", help="Which environment worker this is.")] = 0,
+    number: Annotated[
+        int, typer.Option("--number", metavar="N", min=0, max=MOST_NUMBER, help="Which environment worker this is.")
+    ] = 0,
 ) -> None:
     """An environment worker: opens groups, steps environments, asks for turns."""
     from pipeline.command.roles import run_environment
@@ -169,7 +174,14 @@ def users(
 def router(
     common: Common,
     number: Annotated[
-        int, typer.Option("--number", metavar="N", help="Which router this is: they share the cells, any more wait.")
+        int,
+        typer.Option(
+            "--number",
+            metavar="N",
+            min=0,
+            max=MOST_NUMBER,
+            help="Which router this is: they share the cells, any more wait.",
+        ),
     ] = 0,
 ) -> None:
     """The router: places every turn on an executor."""
@@ -183,7 +195,14 @@ def router(
 def control(
     common: Common,
     number: Annotated[
-        int, typer.Option("--number", metavar="N", help="Which control app this is: one decides, any others wait.")
+        int,
+        typer.Option(
+            "--number",
+            metavar="N",
+            min=0,
+            max=MOST_NUMBER,
+            help="Which control app this is: one decides, any others wait.",
+        ),
     ] = 0,
 ) -> None:
     """The control app: decides which serving workers lend, by leases that it renews, and shows why on a page."""
@@ -358,6 +377,11 @@ def main() -> None:
     except RoseError as error:
         sys.stderr.write(f"rose: {harmless(str(error))}\n")
         sys.exit(error.exit_status)
+    except OSError as error:
+        if (refused := about_a_file(error)) is None:
+            raise
+        sys.stderr.write(f"rose: {harmless(str(refused))}\n")
+        sys.exit(refused.exit_status)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 

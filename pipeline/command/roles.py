@@ -10,6 +10,8 @@ from threading import Event
 import numpy  # noqa: F401  tokens are unpacked with it, and no loop is to stand still for an import
 
 from pipeline.command.config import Config, load
+from pipeline.command.folder import TRAINER as TRAINER_LOCK
+from pipeline.command.folder import held, made
 from pipeline.command.options import Common
 from pipeline.command.processes import serve_metrics, stop_on_signals
 from topics.access import CONTROL, ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role
@@ -83,7 +85,9 @@ def run_users_role(common: Common, url: str) -> None:
     """The users of the server at `url`, until they are asked to stop. They need no broker."""
     from workers.users.main import run_users
 
-    run_users(load(common).settings.users, url, stop_on_signals())
+    config = load(common)
+    made(config.run_folder)
+    run_users(config.settings.users, url, stop_on_signals())
 
 
 def run_router_role(common: Common, number: int) -> None:
@@ -111,7 +115,10 @@ def run_trainer_role(common: Common) -> None:
 
     config = load(common)
     refuse_unsigned(config.bus(), config.weights.signing_key, "signing_key")  # before it fences another
-    with _begun(config, TRAINER, config.settings.metrics.trainer, name="trainer") as (settings, stop):
+    with (
+        held(config.run_folder, TRAINER_LOCK),
+        _begun(config, TRAINER, config.settings.metrics.trainer, name="trainer") as (settings, stop),
+    ):
         run_trainer(settings, config.settings.trainer, stop, weights=config.weights)
 
 

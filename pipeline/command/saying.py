@@ -6,9 +6,12 @@ written out.
 Example: "\\x1b[2J" -> the five characters \\x1b, and [2J.
 """
 
+import errno
 import re
 import sys
 from threading import Timer
+
+from schemas.errors import RoseError, UsageError
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """What steers a terminal, or turns the order of letters round; but for tabs and the ends of lines."""
@@ -47,3 +50,23 @@ class Waits:
 def _tell(what: str) -> None:
     sys.stderr.write(f"rose: {harmless(what)}\n")
     sys.stderr.flush()
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Nothing more can be written."""
+
+PASSING = (errno.ENOENT, errno.EIO, errno.ESTALE)
+"""What was wrong with a file may be mended by itself."""
+
+
+def about_a_file(error: OSError) -> RoseError | None:
+    """What a person can mend about a file or a disk; None of any other error."""
+    if error.errno in FULL:
+        where = f" ({error.filename})" if error.filename else ""
+        return RoseError(
+            f"{error.strerror}{where}: free some space, and start it again; what is on the log is not lost"
+        )
+    if error.filename is None:
+        return None
+    kind = RoseError if error.errno in PASSING else UsageError
+    return kind(f"{error.filename} cannot be used ({error.strerror}): mend that, or name another place for it")

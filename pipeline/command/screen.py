@@ -133,8 +133,9 @@ class Screen:
         return Text.assemble(("settled       ", "dim"), f"{view.settled}{self._of()} trajectories   ", (ends, "dim"))
 
     def _of(self) -> str:
-        """What was asked for, if that is known, without what was refused."""
-        return f" of {self._total - self._watch.view.refused}" if self._total else ""
+        """What was asked for, if that is known, without what was refused; and what others have asked for since."""
+        view = self._watch.view
+        return f" of {max(self._total - view.refused, view.opened)}" if self._total else ""
 
     def _curve(self) -> Text:
         view = self._watch.view

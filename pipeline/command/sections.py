@@ -5,12 +5,32 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from schemas.bounds import refuse_outside
 from schemas.errors import UsageError
+from schemas.limits import GROUP_SIZE, TURNS
 
 WARM_START = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 """The small policy that ships with ROSE: pre-trained on noisy demonstrations of the calculator task."""
 
 HIGHEST_PORT = 65_535
+
+MOST_PARTITIONS = 65_536
+"""Of a topic."""
+
+MOST_COPIES = 32_767
+"""Of a partition, by Kafka's protocol."""
+
+MOST_PROCESSES = 4_096
+"""Of a kind on one machine."""
+
+MOST_SEED = 2**32
+"""Of a run; each has a million tasks of its own."""
+
+MOST_TASKS = 10**6
+"""As many seeds a run has to itself."""
+
+MOST_FIRST_SEED = 2**62
+"""With that of a run's last task it is a seed that a prompt may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +70,19 @@ class TopicsSection:
     replication_factor: int = 1
     """Copies of every partition; 3 on a cluster that must survive the loss of a broker."""
 
+    def __post_init__(self) -> None:
+        refuse_outside(
+            self,
+            {
+                "home_partitions": (1, MOST_PARTITIONS),
+                "inbox_slots": (1, MOST_PARTITIONS),
+                "sample_partitions": (1, MOST_PARTITIONS),
+                "chunk_partitions": (1, MOST_PARTITIONS),
+                "cells": (1, MOST_PARTITIONS),
+                "replication_factor": (1, MOST_COPIES),
+            },
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
@@ -77,6 +110,17 @@ class RunSection:
     """Dedicated executors that `rose up` starts."""
     lenders: int = 0
     """vLLM servers that lend, with users who ask them, that `rose up` starts."""
+
+    def __post_init__(self) -> None:
+        refuse_outside(
+            self,
+            {
+                "seed": (0, MOST_SEED),
+                "environment_workers": (1, MOST_PROCESSES),
+                "executors": (0, MOST_PROCESSES),
+                "lenders": (0, MOST_PROCESSES),
+            },
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +164,11 @@ class MetricsSection:
                 raise UsageError(f"metrics.{each.name} ({port}) must be a port, 1 to {HIGHEST_PORT}, or 0: off")
 
     def port_of(self, first: int, number: int) -> int:
-        """Of the process with this number, of a kind whose first has the port `first`."""
-        return self.port or (first + number if first else 0)
+        """Of the process with this number, of a kind whose first has the port `first`. Raises UsageError."""
+        port = self.port or (first + number if first else 0)
+        if port > HIGHEST_PORT:
+            raise UsageError(f"the metrics of number {number} would be at port {port}, and {HIGHEST_PORT} is the last")
+        return port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,3 +211,16 @@ class TasksSection:
     """Seed of the first training task of run seed 0; every run seed has a range of its own."""
     held_out_seed: int = 1_000_000_000
     """Seed of the first held-out task; the same for every run."""
+
+    def __post_init__(self) -> None:
+        refuse_outside(
+            self,
+            {
+                "group_size": (1, GROUP_SIZE),
+                "steps": (1, MOST_TASKS),
+                "max_turns": (1, TURNS),
+                "held_out": (1, MOST_TASKS),
+                "first_seed": (0, MOST_FIRST_SEED),
+                "held_out_seed": (0, MOST_FIRST_SEED),
+            },
+        )

@@ -20,7 +20,7 @@ from pipeline.command.options import Common
 from pipeline.command.processes import stop_on_signals
 from pipeline.command.resolved import resolved_toml
 from pipeline.command.screen import Screen
-from pipeline.command.submit import send_prompts
+from pipeline.command.submit import send_prompts, work_of
 from pipeline.command.supervisor import Role, Supervisor
 from pipeline.command.watching import watch_of
 from schemas.prompts import Prompt
@@ -133,12 +133,17 @@ def run_roles(
     prompts: Sequence[Prompt],
     title: str,
 ) -> None:
-    """Run everything until the trainer is done. Raises Interrupted, RoleFailed, BrokerFailed or BusError."""
+    """Run everything until the trainer is done. Of the prompts those are sent that the log does not know.
+
+    Raises Interrupted, RoleFailed, BrokerFailed, BusError, or UsageError for a prompt that is known as another.
+    """
+    work = work_of(broker.settings, prompts, config.run_folder)
+    if work.known:
+        console.print(f"{work.known} of {len(prompts)} prompts are on the log already, and are not sent again")
     supervisor = Supervisor(roles_of(config, configuration), config.run_folder / LOGS, nursery)
-    total = sum(prompt.group_size for prompt in prompts)
     stop = stop_on_signals()
-    watch = watch_of(config, broker.settings, whole=total > 0)
-    screen = Screen(watch, console, title=title, total=total)
+    watch = watch_of(config, broker.settings, whole=work.trajectories > 0)
+    screen = Screen(watch, console, title=title, total=work.trajectories)
 
     def look_after() -> list[str]:
         broker.check()
@@ -146,7 +151,7 @@ def run_roles(
 
     try:
         supervisor.start()
-        send_prompts(broker.settings, prompts)
+        send_prompts(broker.settings, work.prompts)
         screen.run(lambda: not (supervisor.finished or stop.is_set()), events=look_after)
     finally:
         supervisor.stop()

@@ -1,14 +1,20 @@
 """Prompts from a JSONL file to the input topic: all of them, or none.
 
-Keeps true: nothing is sent before every line was found good; every bad line is named with its number and the reason.
+Keeps true
+- Nothing is sent before every line was found good; every bad line is named with its number and the reason.
+- A run that is started again sends nothing that its log knows. A prompt that is not what was sent under its id is
+  refused.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import closing
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from pipeline.accounting.asked import Asked, asked_for
 from schemas.errors import RecordError, UsageError
 from schemas.homes import home_of
 from schemas.prompts import Prompt, unpriced
@@ -16,6 +22,12 @@ from schemas.wire import encode, read_prompt
 from topics.catalog import PROMPTS
 from topics.settings import BusSettings
 from topics.writer import Writer
+
+SENT = "prompts.sent"
+"""The file in a run's folder that says what was sent: by line, a group id and a digest of its prompt."""
+
+SHOWN_GROUPS = 5
+"""Changed prompts that are named."""
 
 SHOWN_LINES = 20
 """Bad lines that are named one by one; of more, the count is told."""
@@ -99,6 +111,65 @@ def send_prompts(settings: BusSettings, prompts: Iterable[Prompt], *, sent: Call
         writer.write(PROMPTS, prompt, key=prompt.group_id, partition=home, on_delivery=lambda *place: sent())
         writer.poll()
     writer.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a run has to do."""
+
+    prompts: list[Prompt]
+    """To be sent."""
+    known: int
+    """Prompts that its log knows already."""
+    trajectories: int
+    """Asked for in all, on the log or to be sent."""
+
+
+def work_of(settings: BusSettings, prompts: Sequence[Prompt], folder: Path) -> Work:
+    """What of these prompts its log does not know yet; in the folder of the run it is noted what each was.
+
+    Raises UsageError for a prompt that was changed since it was sent; TopicMissing or BusError.
+    """
+    asked, noted = asked_for(settings), _noted(folder / SENT)
+    new = [prompt for prompt in prompts if not asked.knows(prompt.group_id)]
+    known = [prompt for prompt in prompts if asked.knows(prompt.group_id)]
+    changed = [prompt.group_id for prompt in known if _was_changed(prompt, asked, noted)]
+    if changed:
+        named = ", ".join(changed[:SHOWN_GROUPS]) + (", ..." if len(changed) > SHOWN_GROUPS else "")
+        raise UsageError(
+            f"{len(changed)} of {len(prompts)} prompts are not what this run was given before under their group_id "
+            f"({named}): give a changed prompt a group_id of its own; nothing was sent"
+        )
+    with (folder / SENT).open("ab") as file:
+        file.write(b"".join(msgspec.json.encode([each.group_id, _digest(each)]) + b"\n" for each in new))
+    sizes = asked.sizes() | {prompt.group_id: prompt.group_size for prompt in new}
+    return Work(new, len(known), sum(sizes.values()))
+
+
+def _noted(file: Path) -> dict[str, str]:
+    """By group id, the digest of the prompt that was sent last; a line that was cut short is none."""
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    noted = {}
+    for line in lines:
+        with suppress(msgspec.DecodeError):
+            group_id, digest = msgspec.json.decode(line, type=tuple[str, str])
+            noted[group_id] = digest
+    return noted
+
+
+def _was_changed(prompt: Prompt, asked: Asked, noted: Mapping[str, str]) -> bool:
+    """Whether it is another than was sent, as far as anybody knows."""
+    group, sent = asked.groups.get(prompt.group_id), asked.prompts.get(prompt.group_id)
+    if sent is not None:
+        return _digest(sent) != _digest(prompt)
+    if prompt.group_id in noted:
+        return noted[prompt.group_id] != _digest(prompt)
+    return group is not None and group.group_size != prompt.group_size
+
+
+def _digest(prompt: Prompt) -> str:
+    """Of all that matters to its trajectories."""
+    return hashlib.blake2b(encode(msgspec.structs.replace(prompt, note="")), digest_size=16).hexdigest()
 
 
 def _prompt(line: bytes) -> Prompt:

@@ -8,6 +8,7 @@ from rich.console import Console
 from pipeline.command.broker import run_broker
 from pipeline.command.closing import facts_now, show_summary, write_report
 from pipeline.command.config import load
+from pipeline.command.folder import RUN, held
 from pipeline.command.options import Common
 from pipeline.command.session import Interrupted, prepare, roles_nursery, run_roles, serving_beside
 from pipeline.command.submit import read_prompts
@@ -20,7 +21,7 @@ def run_up(common: Common, prompts_file: Path | None, without: Path | None) -> N
     console = Console()
     prompts = read_prompts(prompts_file, config.environments, without=without) if prompts_file is not None else []
     started_at, began = time(), monotonic()
-    with roles_nursery() as nursery, run_broker(config) as broker:
+    with held(config.run_folder, RUN), roles_nursery() as nursery, run_broker(config) as broker:
         console.print(f"[bold]ROSE[/bold] on {broker.settings.bootstrap} ({broker.name}), in {config.run_folder}")
         try:
             configuration = prepare(config, broker)

@@ -262,6 +262,11 @@ class View:
         return self.ends.total()
 
     @property
+    def opened(self) -> int:
+        """Trajectories with an outcome, and those of open groups that have none."""
+        return self.settled + sum(len(names) for names in self._unsettled.values())
+
+    @property
     def solved(self) -> float | None:
         """Share that was solved of the recent trajectories of which that is known; None where it is of none."""
         known = [solved for solved, _ in self._recent if solved is not None]

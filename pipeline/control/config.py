@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+from schemas.bounds import MANY, YEAR_SECONDS, refuse_outside
 from schemas.capacity import LONGEST_LEASE_SECONDS
+
+HIGHEST_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +30,14 @@ class ControlConfig:
     """Port of the page that shows what was decided and why; 0 is off."""
 
     def __post_init__(self) -> None:
-        in_range = {
-            "most_lenders must be at least 0": self.most_lenders >= 0,
-            f"lease_seconds must be from 1 to {LONGEST_LEASE_SECONDS:.0f}": (
-                1 <= self.lease_seconds <= LONGEST_LEASE_SECONDS
-            ),
-            "margin_seconds must be above 0": self.margin_seconds > 0,
-            "dwell_seconds and idle_seconds must be at least 0": min(self.dwell_seconds, self.idle_seconds) >= 0,
-            "page_port must be from 0 to 65535": 0 <= self.page_port <= 65535,
-        }
-        for sentence, holds in in_range.items():
-            if not holds:
-                raise ValueError(sentence)
+        refuse_outside(
+            self,
+            {
+                "most_lenders": (0, MANY),
+                "lease_seconds": (1, LONGEST_LEASE_SECONDS),
+                "margin_seconds": (0.001, YEAR_SECONDS),
+                "dwell_seconds": (0, YEAR_SECONDS),
+                "idle_seconds": (0, YEAR_SECONDS),
+                "page_port": (0, HIGHEST_PORT),
+            },
+        )

@@ -2,6 +2,14 @@
 
 from dataclasses import dataclass
 
+from schemas.bounds import MANY, refuse_outside
+
+MOST_ATTEMPTS = 10_000
+"""At one turn."""
+
+HOUR_SECONDS = 3600.0
+"""A place from which to read that is noted more seldom is of no use."""
+
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
@@ -18,3 +26,15 @@ class RouterConfig:
     """Trajectories, and as many groups, whose place of cached tokens is remembered; up to twice as many for a while."""
     low_water_seconds: float = 5.0
     """How often the place from which a restart would read is noted and committed."""
+
+    def __post_init__(self) -> None:
+        refuse_outside(
+            self,
+            {
+                "max_attempts": (1, MOST_ATTEMPTS),
+                "max_lag_versions": (0, MANY),
+                "max_waiting_turns": (1, MANY),
+                "remembered_trajectories": (1, MANY),
+                "low_water_seconds": (0.01, HOUR_SECONDS),
+            },
+        )

@@ -139,7 +139,7 @@ def test_what_is_not_there_is_said_in_a_sentence(tmp_path: Path, name: str, says
 
 
 def test_a_pace_must_be_one() -> None:
-    with pytest.raises(UsageError, match="above 0"):
+    with pytest.raises(ValueError, match=r"pace \(0.0\) must be from"):
         UsersConfig(model_folder=Path(), run_folder=Path(), pace=0.0)
 
 

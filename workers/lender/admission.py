@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from schemas.bounds import YEAR_SECONDS
 from schemas.errors import UsageError
 from workers.executor.step_cost import UNKNOWN, StepCost
 from workers.executor.want import Want, Work
@@ -74,8 +75,8 @@ class Promise:
     def __post_init__(self) -> None:
         if not 0.0 <= self.dial <= 1.0:
             raise UsageError(f"the dial is a number from 0 (strict) to 1 (the slack alone), not {self.dial}")
-        if not (0.0 < self.tpot_seconds < math.inf and 0.0 < self.ttft_seconds < math.inf):
-            raise UsageError("the TTFT and TPOT budgets are seconds above 0")
+        if not (0.0 < self.tpot_seconds <= YEAR_SECONDS and 0.0 < self.ttft_seconds <= YEAR_SECONDS):
+            raise UsageError("the TTFT and TPOT budgets are seconds above 0, of a year at most")
         if not 0.0 < self.yield_seconds < self.ttft_seconds:
             raise UsageError(f"the yield bound is above 0 s and below the TTFT budget, not {self.yield_seconds} s")
 

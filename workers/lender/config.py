@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from schemas.bounds import YEAR_SECONDS, refuse_outside
 from schemas.errors import UsageError
 from workers.lender.admission import Promise
 
@@ -22,13 +23,7 @@ class MemoryConfig:
     its prefix cache counts for one to two of them."""
 
     def __post_init__(self) -> None:
-        in_range = {
-            "headroom must be from 0 to 1": 0 <= self.headroom <= 1,
-            "quiet_seconds must be above 0": self.quiet_seconds > 0,
-        }
-        for sentence, holds in in_range.items():
-            if not holds:
-                raise ValueError(sentence)
+        refuse_outside(self, {"headroom": (0, 1), "quiet_seconds": (0.001, YEAR_SECONDS)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +41,9 @@ class LenderConfig:
     """What is left free of its KV memory, and for how long a cut lasts."""
     needs_grant: bool = False
     """Whether it lends nothing without a grant, of the control app or by hand; else it lends all until there is one."""
+
+    def __post_init__(self) -> None:
+        refuse_outside(self, {"hang_seconds": (0.1, YEAR_SECONDS)})
 
 
 class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

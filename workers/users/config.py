@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.errors import UsageError
+from schemas.bounds import MANY, refuse_outside
+from workers.users.traces import SQUARE
+
+LEAST_PACE, MOST_PACE = 1e-6, 1e6
 
 SLICE = Path(__file__).parent / "azure_code.csv"
 """Six and a half minutes of real users: see README.md beside it."""
@@ -11,7 +14,7 @@ SLICE = Path(__file__).parent / "azure_code.csv"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsersConfig:
-    """Who asks the servers that lend, of a run on this machine. Raises UsageError."""
+    """Who asks the servers that lend, of a run on this machine."""
 
     model_folder: Path
     """Hugging Face folder of what the server serves: its vocabulary."""
@@ -27,5 +30,9 @@ class UsersConfig:
     """The trace's answers are divided by this."""
 
     def __post_init__(self) -> None:
-        if not (0 < self.pace < float("inf") and self.prompt_divisor > 0 and self.output_divisor > 0):
-            raise UsageError("pace, prompt_divisor and output_divisor are numbers above 0")
+        refuse_outside(
+            self,
+            {"pace": (LEAST_PACE, MOST_PACE), "prompt_divisor": (1, MANY), "output_divisor": (1, MANY)},
+        )
+        if str(self.trace).startswith(SQUARE):
+            raise ValueError(f"trace ({self.trace}) must be a file: a square wave has no end, and is played for ever")

@@ -4,7 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from schemas.bounds import YEAR_SECONDS, refuse_outside
 from schemas.errors import UsageError
+
+LEAST_SECONDS = 1e-6
+"""Of a promise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +31,9 @@ class EndpointConfig:
         place = urlsplit(self.url)
         if self.url and (place.scheme not in ("http", "https") or not place.hostname or "@" in place.netloc):
             raise UsageError("endpoint.url is http://host:port, with no password in it: logs name it")
-        if not (self.ttft_seconds > 0 and self.tpot_seconds > 0):
-            raise UsageError("endpoint.ttft_seconds and endpoint.tpot_seconds are more than 0")
+        refuse_outside(
+            self, {"ttft_seconds": (LEAST_SECONDS, YEAR_SECONDS), "tpot_seconds": (LEAST_SECONDS, YEAR_SECONDS)}
+        )
 
     @property
     def place(self) -> str:

@@ -1,0 +1,17 @@
+"""Bounds of settings, which a user may set to anything that a number can be."""
+
+from collections.abc import Mapping
+
+YEAR_SECONDS = 366 * 24 * 3600.0
+"""No wait that is set is longer: what adds it to a clock's time meets no overflow."""
+
+MANY = 10**9
+"""More than there is of anything that is counted in one process; sums and products of it stay whole."""
+
+
+def refuse_outside(config: object, bounds: Mapping[str, tuple[float, float]]) -> None:
+    """Raise ValueError for the first of these fields that is not from its least value to its most: NaN never is."""
+    for name, (least, most) in bounds.items():
+        value = getattr(config, name)
+        if not least <= value <= most:
+            raise ValueError(f"{name} ({value}) must be from {least} to {most}")

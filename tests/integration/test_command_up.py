@@ -1,0 +1,171 @@
+"""`rose up` started again, and twice at once: what the log knows is not sent again, and one folder is one run's."""
+
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline.command.screen import Screen
+from pipeline.command.submit import work_of
+from schemas.environments import Group, GroupState
+from schemas.errors import UsageError
+from schemas.homes import home_of
+from schemas.prompts import Prompt
+from tests.brokers import AnyBroker, any_broker, flags
+from tests.integration.rose_command import Rose
+from tests.waiting import until
+from topics.admin import create_topics
+from topics.catalog import GROUPS, PROMPTS, Partitions
+from topics.errors import TopicMissing
+from topics.log import read_topics
+from topics.settings import BusSettings
+from topics.writer import Writer
+
+HOMES = 2
+GROUP_SIZE = 3
+
+
+def prompt(name: str, **fields: Any) -> Prompt:
+    return msgspec.convert(
+        {"group_id": name, "group_size": GROUP_SIZE, "environment": "calculator", "seed": 1, **fields}, Prompt
+    )
+
+
+def group_of(submitted: Prompt, state: GroupState, offset: int) -> Group:
+    return Group(
+        group_id=submitted.group_id,
+        group_size=submitted.group_size,
+        state=state,
+        offset=offset,
+        prompt=submitted if state is GroupState.OPEN else None,
+        changed_at=1.0,
+    )
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    settings = broker.settings(namespace)
+    create_topics(settings, Partitions(HOMES, 2, 1, 1))
+    return settings
+
+
+def submit(settings: BusSettings, *prompts: Prompt) -> None:
+    writer = Writer(settings, "test")
+    for each in prompts:
+        writer.write(PROMPTS, each, key=each.group_id, partition=home_of(each.group_id, HOMES))
+    writer.flush()
+
+
+def decide(settings: BusSettings, *groups: Group) -> None:
+    writer = Writer(settings, "test")
+    for each in groups:
+        writer.write(GROUPS, each, key=each.group_id, partition=home_of(each.group_id, HOMES))
+    writer.flush()
+
+
+def names(prompts: list[Prompt]) -> list[str]:
+    return [each.group_id for each in prompts]
+
+
+@any_broker
+def test_a_prompt_that_waits_or_was_decided_is_not_sent_again_and_one_that_was_refused_is(
+    settings: BusSettings, tmp_path: Path
+) -> None:
+    waits, settled, refused, new = (prompt(name) for name in ("waits", "settled", "refused", "new"))
+    submit(settings, waits, refused)
+    places = {each.key: each.offset for each in read_topics(settings, [PROMPTS])}
+    decide(
+        settings,
+        group_of(settled, GroupState.SETTLED, 0),
+        group_of(refused, GroupState.REFUSED, places["refused"]),
+    )
+    work = work_of(settings, [waits, settled, refused, new], tmp_path)
+    assert names(work.prompts) == ["refused", "new"]
+    assert (work.known, work.trajectories) == (2, 4 * GROUP_SIZE)
+
+
+@any_broker
+def test_a_run_that_goes_on_without_prompts_knows_what_it_was_asked_for(settings: BusSettings, tmp_path: Path) -> None:
+    submit(settings, prompt("waits"))
+    decide(settings, group_of(prompt("settled"), GroupState.SETTLED, 0))
+    assert work_of(settings, [], tmp_path).trajectories == 2 * GROUP_SIZE
+
+
+@any_broker
+@pytest.mark.parametrize("state", [None, GroupState.OPEN, GroupState.SETTLED])
+def test_a_prompt_that_was_changed_since_it_was_sent_is_refused_however_far_it_is(
+    settings: BusSettings, tmp_path: Path, state: GroupState | None
+) -> None:
+    """Also once nothing on the log says what it was; a note is not what it asks for."""
+    same, changed = prompt("same"), prompt("changed")
+    work_of(settings, [same, changed], tmp_path)
+    if state is None:
+        submit(settings, same, changed)
+    else:
+        decide(settings, group_of(same, state, 0), group_of(changed, state, 1))
+    again = [prompt("same", note="told anew"), prompt("changed", max_turns=2)]
+    with pytest.raises(UsageError, match=r"1 of 2 prompts .* under their group_id \(changed\): give .* of its own"):
+        work_of(settings, again, tmp_path)
+    assert work_of(settings, again[:1], tmp_path).prompts == []
+
+
+def test_more_is_never_settled_than_was_asked_for() -> None:
+    """Others may submit while the run goes on."""
+
+    class Watched:
+        class view:
+            refused, opened, settled = 1, 30, 24
+
+    screens = [Screen(Watched, None, title="", total=total) for total in (22, 100, 0)]  # type: ignore[arg-type]
+    assert [screen._of() for screen in screens] == [" of 30", " of 99", ""]
+
+
+def opened(settings: BusSettings) -> set[str]:
+    try:
+        return {each.key for each in read_topics(settings, [GROUPS])}
+    except TopicMissing:  # the run has not created it yet
+        return set()
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What it said, asked to stop."""
+    process.send_signal(signal.SIGHUP)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    return said
+
+
+@any_broker
+@pytest.mark.slow
+def test_a_run_has_its_folder_to_itself_and_started_again_sends_nothing_twice(
+    broker: AnyBroker, namespace: str, tmp_path: Path
+) -> None:
+    rose, settings = Rose("embedded", tmp_path), broker.settings(namespace)
+    prompts = [prompt(f"g{number}") for number in range(3)]
+    (tmp_path / "prompts.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, prompts)))
+    common = ("--name", "mine", "--set", "run.executors=0", "--set", "topics.home_partitions=2", *flags(settings))
+    up = ("up", "--prompts", "prompts.jsonl", *common)
+    lock = tmp_path / "runs" / "mine" / "trainer.lock"
+    with rose.start(*up) as first:
+        until(lambda: first.poll() is not None or len(opened(settings)) == 3)
+        until(lambda: first.poll() is not None or lock.exists())
+        assert refused(rose, *up) == (2, "rose: another `rose up` is at work in runs/mine: ")
+        trainer = ("trainer", "--set", "run.name=mine", *flags(settings))
+        assert refused(rose, *trainer) == (2, "rose: another trainer is at work in runs/mine: ")
+        ended(first)
+    with rose.start(*up) as again:
+        assert again.stdout is not None
+        lines = iter(again.stdout.readline, "")
+        assert any("3 of 3 prompts are on the log already, and are not sent again" in line for line in lines)
+        assert any(" of 9 trajectories settled" in line for line in lines)
+        ended(again)
+    assert len(list(read_topics(settings, [PROMPTS]))) == 3
+
+
+def refused(rose: Rose, *arguments: str) -> tuple[int, str]:
+    with rose.start(*arguments) as process:
+        said = process.communicate(timeout=120)[0]
+    return process.returncode, said[: said.index(": ", len("rose: ")) + 2]
