@@ -1,6 +1,7 @@
 """Bounds of settings, which a user may set to anything that a number can be."""
 
 from collections.abc import Mapping
+from urllib.parse import urlsplit
 
 YEAR_SECONDS = 366 * 24 * 3600.0
 """No wait that is set is longer: what adds it to a clock's time meets no overflow."""
@@ -15,3 +16,14 @@ def refuse_outside(config: object, bounds: Mapping[str, tuple[float, float]]) ->
         value = getattr(config, name)
         if not least <= value <= most:
             raise ValueError(f"{name} ({value}) must be from {least} to {most}")
+
+
+def is_server(url: str) -> bool:
+    """Whether it is `http://HOST[:PORT]`, or https, without a password: logs and reports show it."""
+    try:
+        place = urlsplit(url)
+        return (
+            place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0 and "@" not in place.netloc
+        )
+    except ValueError:  # a port that is none
+        return False

@@ -14,6 +14,8 @@ from pipeline.command.folder import TRAINER as TRAINER_LOCK
 from pipeline.command.folder import held, made
 from pipeline.command.options import Common
 from pipeline.command.processes import serve_metrics, stop_on_signals
+from schemas.bounds import is_server
+from schemas.errors import UsageError
 from topics.access import CONTROL, ENVIRONMENT, EXECUTOR, ROUTER, TRAINER, Role
 from topics.permission import reach_as
 from topics.settings import BusSettings
@@ -85,6 +87,8 @@ def run_users_role(common: Common, url: str) -> None:
     """The users of the server at `url`, until they are asked to stop. They need no broker."""
     from workers.users.main import run_users
 
+    if not is_server(url):
+        raise UsageError(f"{url} is no address of a server: write it as http://HOST:PORT")
     config = load(common)
     made(config.run_folder)
     run_users(config.settings.users, url, stop_on_signals())

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from schemas.bounds import refuse_outside
+from schemas.bounds import is_server, refuse_outside
 from schemas.errors import UsageError
 from schemas.limits import GROUP_SIZE, TURNS
 
@@ -181,8 +180,7 @@ class TracingSection:
     """Share of the trajectories that are traced, the same ones in every process."""
 
     def __post_init__(self) -> None:
-        place = urlsplit(self.endpoint)
-        if self.endpoint and (place.scheme not in ("http", "https") or not place.hostname or "@" in place.netloc):
+        if self.endpoint and not is_server(self.endpoint):
             raise UsageError(
                 "tracing.endpoint is a URL, as http://collector:4318, with no password in it, since reports show it: "
                 "that goes into OTEL_EXPORTER_OTLP_HEADERS"

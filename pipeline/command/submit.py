@@ -6,6 +6,7 @@ Keeps true
   refused.
 """
 
+import codecs
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -25,6 +26,18 @@ from topics.writer import Writer
 
 SENT = "prompts.sent"
 """The file in a run's folder that says what was sent: by line, a group id and a digest of its prompt."""
+
+PACKED = {
+    b"\x1f\x8b": ("gzip", "gunzip"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+    b"\xfd7zXZ\0": ("xz", "unxz"),
+    b"BZh": ("bzip2", "bunzip2"),
+    b"PK\x03\x04": ("zip", "unzip"),
+}
+"""What packed files begin with, who packs them, and what unpacks them."""
+
+WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
+"""What text begins with that is no UTF-8; that of UTF-32 in the other order begins like the first."""
 
 SHOWN_GROUPS = 5
 """Changed prompts that are named."""
@@ -51,14 +64,17 @@ def read_prompts(path: Path, environments: Collection[str], *, without: Path | N
     """
     settled = frozenset() if without is None else settled_groups(without)
     try:
-        lines = path.read_bytes().splitlines()
+        content = path.read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    if foreign := _foreign(content):
+        raise UsageError(f"{path} {foreign}; nothing was sent")
+    lines = content.splitlines()
     prompts: dict[str, Prompt] = {}
     first_seen: dict[str, int] = {}
     bad: list[tuple[int, str]] = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
+        if not line.strip().removeprefix(codecs.BOM_UTF8):
             continue
         try:
             prompt = _prompt(line)
@@ -172,7 +188,19 @@ def _digest(prompt: Prompt) -> str:
     return hashlib.blake2b(encode(msgspec.structs.replace(prompt, note="")), digest_size=16).hexdigest()
 
 
+def _foreign(content: bytes) -> str:
+    """What a file is that has no prompts one a line in UTF-8, and what to do; empty if it is nothing that is known."""
+    for magic, (name, tool) in PACKED.items():
+        if content.startswith(magic):
+            return f"is packed by {name}: unpack it first ({tool})"
+    if content.startswith(WIDE) or b"\0" in content[:4]:
+        return "is text in UTF-16 or UTF-32: save it in UTF-8 (iconv -f UTF-16 -t UTF-8)"
+    if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        return "is a JSON array: write its prompts one a line, without commas between them (jq -c '.[]')"
+    return ""
+
+
 def _prompt(line: bytes) -> Prompt:
-    prompt = read_prompt(line.strip())
+    prompt = read_prompt(line.strip().removeprefix(codecs.BOM_UTF8))
     encode(prompt)  # refuses what is too large to travel
     return prompt

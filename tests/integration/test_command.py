@@ -219,12 +219,43 @@ def test_bad_settings_are_bad_usage(tmp_path: Path) -> None:
         (("keys", "."), "is a folder"),
         (("health", "a..b:9464"), "no HOST:PORT"),
         (("config", "--set", "metrics.port=70000"), "metrics.port (70000) must be a port"),
+        (("users", "somewhere"), "somewhere is no address of a server"),
+        (("users", "http://127.0.0.1:99999"), "is no address of a server"),
+        *(
+            ((command, "--set", f"run.folder={folder}", "--bootstrap-server", "127.0.0.1:1"), f"{folder}/demo cannot")
+            for command in ("up", "trainer")
+            for folder in ("/dev/null", "/dev/null/there", "/proc/there", "/sys/there")
+        ),
+        (("demo", "--set", "run.folder=/dev/null"), "the run's folder /dev/null cannot be written"),
+        (("demo", "--set", "run.folder=/sys/there"), "the run's folder /sys/there cannot be written"),
+        (("users", "http://127.0.0.1:1", "--set", "run.folder=/dev/null"), "/dev/null/demo cannot be written"),
     ],
 )
 def test_what_is_said_wrong_is_one_line(arguments: tuple[str, ...], words: str) -> None:
     done = rose(*arguments)
     refused(done, words, status=2)
     assert (done.stdout, done.stderr.count("\n")) == ("", 1), done.stderr
+
+
+@any_broker
+@pytest.mark.parametrize(
+    ("name", "folder", "words"),
+    [
+        ("config.toml", True, "config.toml cannot be used (Is a directory): mend that"),
+        ("logs", False, "logs cannot be used (File exists): mend that"),
+        ("run.lock", True, "cannot be written (Is a directory"),
+        ("prompts.sent", True, "prompts.sent cannot be used (Is a directory): mend that"),
+    ],
+)
+def test_what_is_in_the_way_in_a_run_s_folder_is_told_in_a_sentence(
+    broker: AnyBroker, namespace: str, tmp_path: Path, name: str, folder: bool, words: str
+) -> None:
+    place = tmp_path / "demo" / name
+    place.parent.mkdir()
+    _ = place.mkdir() if folder else place.touch()
+    done = rose("up", *on(broker, namespace), "--set", f"run.folder={tmp_path}", "--set", "run.executors=0")
+    refused(done, words, status=2)
+    assert done.stderr.count("\n") == 1, done.stderr
 
 
 def test_config_prints_every_value_with_its_sentence_and_origin(tmp_path: Path) -> None:

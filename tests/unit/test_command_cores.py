@@ -1,6 +1,10 @@
 """The command's cores: prompt files, restarts, tasks, and the live view."""
 
+import bz2
+import codecs
+import gzip
 import json
+import lzma
 import socket
 import subprocess
 import sys
@@ -79,6 +83,38 @@ def test_every_bad_line_is_named_with_its_reason(tmp_path: Path) -> None:
     for told_line, (number, (_, reason)) in zip(named, bad.items(), strict=True):
         assert told_line.startswith(f"  line {number}: ")
         assert reason in told_line.lower(), told_line
+
+
+BOM = codecs.BOM_UTF8
+
+
+def test_prompts_with_a_mark_of_their_byte_order_are_read(tmp_path: Path) -> None:
+    """At the beginning of a file, and within one that was joined from several."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(BOM + line() + b"\r\n" + BOM + line(group_id="g2") + b"\r\n" + BOM)
+    assert [prompt.group_id for prompt in read_prompts(file, BUILT_IN)] == ["g1", "g2"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (gzip.compress(line()), r"is packed by gzip: unpack it first \(gunzip\)"),
+        (bz2.compress(line()), "is packed by bzip2"),
+        (lzma.compress(line()), "is packed by xz"),
+        (b"PK\x03\x04" + bytes(30), "is packed by zip"),
+        (b"\x28\xb5\x2f\xfd" + bytes(30), "is packed by zstd"),
+        (line().decode().encode("utf-16"), "UTF-16 or UTF-32: save it in UTF-8"),
+        (line().decode().encode("utf-16-be"), "UTF-16 or UTF-32: save it in UTF-8"),
+        (line().decode().encode("utf-32"), "UTF-16 or UTF-32: save it in UTF-8"),
+        (BOM + b"[\n" + line() + b"]", "is a JSON array: write its prompts one a line"),
+    ],
+)
+def test_a_prompt_file_of_another_form_is_refused_in_one_sentence(tmp_path: Path, content: bytes, says: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=rf"{says}.*; nothing was sent") as refused:
+        read_prompts(file, BUILT_IN)
+    assert "\n" not in str(refused.value)
 
 
 def test_an_empty_or_missing_prompt_file_is_refused(tmp_path: Path) -> None:

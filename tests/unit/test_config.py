@@ -3,14 +3,16 @@
 import dataclasses
 import os
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.command.broker import RunBroker
-from pipeline.command.config import Config, load, section_types, without_settings
+from pipeline.command.config import SHARED, Config, load, section_types, without_settings
 from pipeline.command.documentation import field_sentences
 from pipeline.command.options import Common
 from pipeline.command.resolved import resolved_toml, without_secrets
@@ -140,6 +142,63 @@ def test_what_is_wrong_in_the_environment_or_a_flag_is_named(monkeypatch: pytest
         assert "ROSE_ROUTER__MAX_ATEMPTS: there is no router.max_atempts" in refusal(Common())
     monkeypatch.setenv("ROSE_RUTER__MAX_ATTEMPTS", "3")
     assert "ROSE_RUTER__MAX_ATTEMPTS: there is no section ruter" in refusal(Common())
+
+
+MINE = ("run", "topics", "metrics", "tracing", "tasks", "router", "control", "lender", "endpoint", "users")
+"""Sections; those of environment, executor, trainer and weights have tests of their own."""
+
+
+def numbers(declared_by: type, path: str) -> Iterator[tuple[str, type]]:
+    """Path and type of every number in a section."""
+    for name, kind in get_type_hints(declared_by).items():
+        if kind in (int, float):
+            yield f"{path}.{name}", kind
+        elif dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            yield from numbers(kind, f"{path}.{name}")
+
+
+NUMBERS = [each for section in MINE for each in numbers(section_types()[section], section)]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (path, value)
+        for path, kind in NUMBERS
+        if path not in SHARED
+        for value in (("-1", "nan", "inf", "-inf", "1e300") if kind is float else ("-1", str(10**30)))
+    ],
+)
+def test_a_number_has_both_ends_and_what_lies_outside_is_refused_in_a_sentence(
+    tmp_path: Path, path: str, value: str
+) -> None:
+    section, name = path.rsplit(".", 1)
+    sentence = refusal(in_file(tmp_path, f"[{section}]\n{name} = {value}\n"))
+    assert any(word in sentence for word in (name, "the dial", "budgets", "yield bound"))
+
+
+@pytest.mark.parametrize(
+    "path", ["run.folder", "model.folder", "serving.folder", "lender.stop_file", "endpoint.folder"]
+)
+def test_a_path_that_no_file_can_have_is_refused_in_a_sentence(tmp_path: Path, path: str) -> None:
+    section, name = path.split(".")
+    sentence = refusal(in_file(tmp_path, f'[{section}]\n{name} = "a\\u0000b"\n'))
+    assert f"rose.toml: {path}" in sentence and "names no file" in sentence
+
+
+def test_a_port_beyond_the_last_is_refused() -> None:
+    metrics = load(Common(settings=["metrics.executor=65534"])).settings.metrics
+    assert metrics.port_of(metrics.executor, 1) == 65535
+    with pytest.raises(UsageError, match="port 65536, and 65535 is the last"):
+        metrics.port_of(metrics.executor, 2)
+
+
+def test_a_configuration_is_utf_8_wherever_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rose.toml"
+    path.write_bytes('\ufeff[run]\nfolder = "Läufe"\n'.encode())
+    assert load(Common(config=path)).settings.run.folder == Path("Läufe")
+    path.write_bytes(b'[run]\nfolder = "L\xe4ufe"\n')
+    assert "is no TOML" in refusal(Common(config=path))
 
 
 def test_sections_that_do_not_fit_together_are_refused() -> None:

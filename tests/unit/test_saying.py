@@ -1,5 +1,6 @@
 """What others wrote is shown on a terminal, and does nothing there."""
 
+import errno
 import io
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from pipeline.command.diagnosis import Finding, Severity
 from pipeline.command.processes import configure_logging
-from pipeline.command.saying import harmless, say
+from pipeline.command.saying import about_a_file, harmless, say
 from pipeline.command.screen import Screen, finding_lines
 
 NASTY = "\x1b]0;mine\x07 [/opt/model] is none \x9b2J [bold]\u202etxt"
@@ -46,3 +47,22 @@ def test_logs_are_harmless(capsys: pytest.CaptureFixture[str]) -> None:
         structlog.reset_defaults()
     told = capsys.readouterr().err
     assert "[/opt/model]" in told and "home=3" in told and "\x1b" not in told and "\x9b" not in told
+
+
+@pytest.mark.parametrize(
+    ("number", "file", "status"),
+    [
+        (errno.ENOSPC, None, 1),
+        (errno.EDQUOT, "runs/x", 1),
+        (errno.EACCES, "runs/x", 2),
+        (errno.EROFS, "runs/x", 2),
+        (errno.EIO, "runs/x", 1),
+        (errno.ECONNREFUSED, None, None),
+    ],
+)
+def test_what_is_wrong_with_a_file_or_a_disk_is_a_sentence_and_nothing_else_is(
+    number: int, file: str | None, status: int | None
+) -> None:
+    refused = about_a_file(OSError(number, "why", file))
+    assert (refused and refused.exit_status) == status
+    assert refused is None or ("why" in str(refused) and (file or "") in str(refused))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from schemas.bounds import YEAR_SECONDS, refuse_outside
+from schemas.bounds import YEAR_SECONDS, is_server, refuse_outside
 from schemas.errors import UsageError
 
 LEAST_SECONDS = 1e-6
@@ -28,8 +28,7 @@ class EndpointConfig:
     """Its promise: from one token of a request to the next, in the mean."""
 
     def __post_init__(self) -> None:
-        place = urlsplit(self.url)
-        if self.url and (place.scheme not in ("http", "https") or not place.hostname or "@" in place.netloc):
+        if self.url and not is_server(self.url):
             raise UsageError("endpoint.url is http://host:port, with no password in it: logs name it")
         refuse_outside(
             self, {"ttft_seconds": (LEAST_SECONDS, YEAR_SECONDS), "tpot_seconds": (LEAST_SECONDS, YEAR_SECONDS)}
