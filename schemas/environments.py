@@ -19,6 +19,7 @@ from schemas.limits import (
     Moment,
     Reward,
     Seconds,
+    Text,
     TrajectoryId,
 )
 from schemas.prompts import Prompt
@@ -102,3 +103,20 @@ class TrajectoryProgress(Record, frozen=True, kw_only=True):
     """Tokens of the first observation."""
     applied: Annotated[tuple[Applied, ...], Meta(max_length=TURNS)] = ()
     """Of the turns before `turn`, in order."""
+
+
+class SettleRequest(Record, frozen=True, kw_only=True):
+    """Somebody wants a trajectory to end as a failure of the infrastructure. Its environment worker sees to it, before
+    it applies another of its results; one that has ended already stays as it is.
+    """
+
+    SCHEMA: ClassVar[str] = "settle-request/1"
+
+    trajectory_id: TrajectoryId
+    group_id: GroupId
+    offset: Count
+    """Of its group's prompt in its home: a later group of the same id is another."""
+    reason: Text = ""
+    """For people."""
+    asked_at: Moment
+    """Unix seconds."""

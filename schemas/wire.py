@@ -20,7 +20,7 @@ import msgspec
 
 from schemas.capacity import CapacityGrant
 from schemas.cells import CellSummary
-from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
+from schemas.environments import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
 from schemas.errors import RecordError
 from schemas.limits import NESTED
 from schemas.prompts import Prompt, PromptSampling
@@ -45,6 +45,7 @@ RECORDS: tuple[type[Record], ...] = (
     Group,
     TrajectoryProgress,
     EnvSnapshot,
+    SettleRequest,
     WeightManifest,
     WeightChunk,
     RoleBegun,

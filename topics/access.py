@@ -39,6 +39,7 @@ from topics.catalog import (
     REQUESTED,
     ROUTER_GROUP,
     SAMPLES,
+    SETTLES,
     SNAPSHOTS,
     SUMMARIES,
     TRAINER_NAMES,
@@ -134,7 +135,7 @@ _BY_HAND = {LOG_GROUP: Operation.DESCRIBE}
 
 ENVIRONMENT = Role(
     name="environment",
-    reads=(PROMPTS, REQUESTED, COMPLETED, OUTCOMES, GROUPS, PROGRESS, SNAPSHOTS),
+    reads=(PROMPTS, REQUESTED, COMPLETED, OUTCOMES, GROUPS, PROGRESS, SNAPSHOTS, SETTLES),
     writes=(PROMPTS, REQUESTED, SAMPLES, GROUPS, PROGRESS, SNAPSHOTS, BEGUN),
     buries=(PROMPTS, COMPLETED),
     digs=(PROMPTS, COMPLETED),
@@ -215,13 +216,13 @@ BURIED = tuple({topic: None for role in (ENVIRONMENT, ROUTER, CONTROL, EXECUTOR,
 OPERATOR = Role(
     name="operator",
     reads=(PROMPTS, GROUPS, HEARTBEATS),
-    writes=(*BURIED, GRANTS),
+    writes=(*BURIED, GRANTS, SETTLES),
     buries=BURIED,
     digs=BURIED,
     groups=_BY_HAND,
     writer=LETTERS_WRITER,
 )
-"""Steps in: grants, drains, and dead letters that are sent back to their topics."""
+"""Steps in: grants, drains, trajectories settled by hand, and dead letters that are sent back to their topics."""
 
 ADMIN = Role(name="admin", manages=True)
 """`rose topics create`, `check` and `describe`."""

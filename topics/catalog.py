@@ -17,7 +17,7 @@ from enum import Enum
 
 from schemas.capacity import CapacityGrant, Voice
 from schemas.cells import CellSummary
-from schemas.environments import EnvSnapshot, Group, TrajectoryProgress
+from schemas.environments import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
 from schemas.limits import RECORD_BYTES
 from schemas.prompts import Prompt
 from schemas.record import Record
@@ -162,6 +162,7 @@ OUTCOMES = Topic("rose.samples.outcomes.v1", SampleOutcome, "{trajectory_id}", S
 GROUPS = Topic("rose.groups.opened.v1", Group, "{group_id}", Spread.HOME, _COMPACTED)
 PROGRESS = Topic("rose.trajectories.progress.v1", TrajectoryProgress, "{trajectory_id}", Spread.HOME, _COMPACTED)
 SNAPSHOTS = Topic("rose.env.snapshots.v1", EnvSnapshot, "{trajectory_id}", Spread.HOME, _COMPACTED)
+SETTLES = Topic("rose.settlements.requested.v1", SettleRequest, "{trajectory_id}", Spread.ONE, _COMPACTED)
 MANIFESTS = Topic("rose.weights.manifests.v1", WeightManifest, _VERSION, Spread.ONE, _COMPACTED)
 BEGUN = Topic("rose.roles.begun.v1", RoleBegun, "{role}", Spread.ONE, _kept(10 * MINUTE))
 CHUNKS = Topic("rose.weights.chunks.v1", WeightChunk, "{tensor}", Spread.CHUNKS, _UNTIL_DELETED)
@@ -179,6 +180,7 @@ RECORD_TOPICS: tuple[Topic, ...] = (
     GROUPS,
     PROGRESS,
     SNAPSHOTS,
+    SETTLES,
     MANIFESTS,
     CHUNKS,
     BEGUN,

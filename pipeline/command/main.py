@@ -281,6 +281,19 @@ def drain(
         raise UsageError("--release takes a drain back, and says nothing else: give it alone")
 
 
+@app.command(rich_help_panel=RUNNING)
+@with_common
+def settle(
+    common: Common,
+    name: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="GROUP_ID:INDEX, or a GROUP_ID: all of it.")],
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
+) -> None:
+    """End a trajectory, or all of a group, as a failure of the infrastructure: one that ends its worker, say."""
+    from pipeline.command.settling import settle as settle_by_hand
+
+    settle_by_hand(common, name, reason)
+
+
 @app.command(rich_help_panel=LOOKING)
 @with_common
 def watch(common: Common) -> None:

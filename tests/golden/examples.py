@@ -6,7 +6,7 @@ from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.capacity import CapacityGrant
 from schemas.cells import CellSummary, ExecutorLine
 from schemas.contexts import appending
-from schemas.environments import Applied, EnvSnapshot, Group, GroupState, TrajectoryProgress
+from schemas.environments import Applied, EnvSnapshot, Group, GroupState, SettleRequest, TrajectoryProgress
 from schemas.prompts import Prompt, PromptSampling, Sampling
 from schemas.record import Record
 from schemas.roles import RoleBegun
@@ -230,6 +230,13 @@ EXAMPLES: tuple[Record, ...] = (
         ended=Ending.DONE,
     ),
     OUTCOME,
+    SettleRequest(
+        trajectory_id="g-1:3",
+        group_id="g-1",
+        offset=17,
+        reason="its environment ends the process",
+        asked_at=1.25,
+    ),
     EnvSnapshot(
         trajectory_id="g-1:3",
         digest=DIGEST,

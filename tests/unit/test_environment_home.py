@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.environments import GroupState
+from schemas.environments import GroupState, SettleRequest
 from schemas.homes import home_of
 from schemas.prompts import Prompt, trajectory_id
 from topics.catalog import MAX_MESSAGE_BYTES, PROMPTS
@@ -268,3 +268,48 @@ def test_old_groups_are_forgotten_as_fast_as_they_come(monkeypatch: pytest.Monke
         forgotten.append(sum(len(old) for old in outbox._old_groups([here]).values()))
         now += AGAIN_SECONDS
     assert forgotten == [OLD_BATCH, OLD_BATCH, OLD_BATCH, 1, 0, 0]
+
+
+def request(group_id: str, index: int, offset: int) -> SettleRequest:
+    name = trajectory_id(group_id, index)
+    return SettleRequest(trajectory_id=name, group_id=group_id, offset=offset, reason="why", asked_at=0.0)
+
+
+def with_group(offset: int, group_id: str) -> Home:
+    """A home with an open group of two, whose trajectories live."""
+    of = home()
+    of.submitted(found(offset, group_id))
+    decision = decide(of)
+    put_on_the_log(of, decision)
+    for index in range(2):
+        life = begin(decision.opens, index, home=1, observation=bytes(4), state=b"")
+        of.trajectories[life.trajectory_id] = life
+    return of
+
+
+def test_a_trajectory_is_settled_by_hand_once_and_when_no_step_of_it_is_under_way() -> None:
+    of, name = with_group(10, HERE[0]), trajectory_id(HERE[0], 1)
+    of.trajectories[name].applying = True
+    of.ask(request(HERE[0], 1, 10))
+    assert list(of.take_asked()) == []
+    of.trajectories[name].applying = False
+    assert list(of.take_asked()) == [(of.trajectories[name], "settled by hand: why")]
+    assert of.trajectories[name].applying, "nothing more is applied to it"
+    assert list(of.take_asked()) == []
+
+
+@pytest.mark.parametrize("offset", [9, 11], ids=["an earlier group of its id", "a later one"])
+def test_a_trajectory_is_not_settled_for_another_group_of_its_id(offset: int) -> None:
+    of = with_group(10, HERE[0])
+    of.ask(request(HERE[0], 1, offset))
+    assert list(of.take_asked()) == []
+
+
+def test_what_is_settled_before_its_group_is_opened_begins_nothing() -> None:
+    of = home()
+    for asked in (request(HERE[0], 0, 10), request(HERE[0], 1, 9), request(ELSEWHERE, 1, 10)):
+        of.ask(asked)
+    assert list(of.take_asked()) == []
+    of.submitted(found(10, HERE[0]))
+    assert of.asked_of(decide(of)) == {0: "settled by hand: why"}
+    assert ELSEWHERE not in {asked.group_id for asked in of.asked.values()}

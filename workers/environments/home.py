@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from schemas.environments import Group, GroupState
+from schemas.environments import Group, GroupState, SettleRequest
 from schemas.homes import home_of
 from schemas.limits import GROUP_SIZE
-from schemas.prompts import Prompt
+from schemas.prompts import Prompt, trajectory_id
 from topics.catalog import MAX_MESSAGE_BYTES, Topic
 from topics.records import Envelope, Spoiled
 from workers.environments.trajectory import Trajectory
@@ -143,6 +143,8 @@ class Home:
         """Results that are none and why; not in the dead letters yet."""
         self.strays: list[str] = []
         """Trajectories of groups that have settled without them: what is on the log of them is to go."""
+        self.asked: dict[str, SettleRequest] = {}
+        """By trajectory, what is to be settled by hand and was neither begun nor settled yet."""
         self.decisions: deque[Decision] = deque()
         """Begun, not on the log, in order."""
         self._homes = homes
@@ -258,6 +260,32 @@ class Home:
             del self.unsettled[group_id]
             self.settled.append(group_id)
 
+    def ask(self, request: SettleRequest) -> None:
+        """Somebody wants a trajectory settled."""
+        if home_of(request.group_id, self._homes) == self.partition:
+            self.asked[request.trajectory_id] = request
+
+    def asked_of(self, decision: Decision) -> dict[int, str]:
+        """Of the group that a decision opens: by index, why a trajectory is not to begin."""
+        group_id, offset = decision.opens.group_id, decision.found.offset
+        found = {index: self.asked.get(trajectory_id(group_id, index)) for index in range(decision.opens.group_size)}
+        return {index: _by_hand(ask) for index, ask in found.items() if ask is not None and ask.offset == offset}
+
+    def take_asked(self) -> Iterator[tuple[Trajectory, str]]:
+        """The trajectories that are to be settled now, each once and why; nothing more is applied to them. One whose
+        step is under way is left until that is over.
+        """
+        for name, request in list(self.asked.items()):
+            group, trajectory = self.groups.get(request.group_id), self.trajectories.get(name)
+            if group is None or group.offset < request.offset:
+                continue  # it is yet to be opened
+            if group.offset == request.offset and trajectory is not None:
+                if trajectory.applying:
+                    continue
+                trajectory.applying = True
+                yield trajectory, _by_hand(request)
+            del self.asked[name]
+
     def settle_forgotten(self, low: int) -> list[str]:
         """Count groups as settled whose outcomes may be gone, as those before `low` are, and of which nothing lives."""
         live = {trajectory.prompt.group_id for trajectory in self.trajectories.values()}
@@ -305,6 +333,10 @@ class Home:
     def _count(self, prompt: Prompt, outcomes_from: int) -> None:
         """The group counts as unsettled from now on."""
         self.unsettled[prompt.group_id] = _all_wait(prompt, outcomes_from)
+
+
+def _by_hand(request: SettleRequest) -> str:
+    return f"settled by hand: {request.reason or 'no reason was given'}"
 
 
 def _all_wait(prompt: Prompt, outcomes_from: int) -> Unsettled:

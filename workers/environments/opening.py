@@ -42,8 +42,10 @@ def refusal_of(prompt: Prompt, rules: Rules, check_environment: Callable[[str], 
 
 
 def resets(home: Home, decision: Decision, *, life: int) -> list[Reset]:
-    """What the environments of the group are asked to begin with."""
+    """What the environments of the group are asked to begin with. What is to be settled by hand begins nothing."""
     prompt = decision.opens
+    decision.begun |= home.asked_of(decision)
+    decision.awaited -= len(decision.begun)
     return [
         Reset(
             life=life,
@@ -54,4 +56,5 @@ def resets(home: Home, decision: Decision, *, life: int) -> list[Reset]:
             arguments=prompt.arguments,
         )
         for index in range(prompt.group_size)
+        if index not in decision.begun
     ]

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import structlog
 
 from schemas.arrays import count
+from schemas.environments import SettleRequest
 from schemas.samples import Ending, SampleOutcome
 from schemas.turns import TurnResult
 from topics import tracing
-from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS
+from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, OUTCOMES, PROMPTS, SETTLES
 from topics.health import HEALTH
 from topics.log import read_back
 from topics.metrics import export
@@ -136,6 +137,7 @@ class EnvironmentWorker:
         if self._member.moved:
             self._recover()  # what was read is read again
             return
+        self._end_asked()  # first: what they had applied next may be what ends this process
         early, self._early = self._early, []
         for item in early + items:
             self._take(item)
@@ -205,15 +207,19 @@ class EnvironmentWorker:
         return taken.newest + taken.fetched
 
     def _recall_outcomes(self) -> None:
-        """Read the outcomes of the groups that are open, to the present end."""
+        """Read the outcomes of the groups that are open, and what is to be settled by hand, to the present end."""
         place: Place = (OUTCOMES, 0)
+        asked: Place = (SETTLES, 0)
         low, end = self._member.reader.watermarks(place)  # its fetches are over: no question to a broker waits for one
+        asked_low, asked_end = self._member.reader.watermarks(asked)
+        begins = {asked: asked_low} if asked_low < asked_end else {}
         begin = outcomes_from(self._homes.values())
         if begin is not None and begin < end:
-            begins = {place: max(low, begin)}
+            begins[place] = max(low, begin)
+        if begins:
             self._settle(read_back(self._settings, begins, client_id="rose-recovery", meanwhile=self._meanwhile))
         self._outcomes_next = end
-        self._outcomes.assign({place: end})
+        self._outcomes.assign({place: end, asked: asked_end})
         for home in self._homes.values():
             for group_id in home.settle_forgotten(low):
                 log.warning("outcomes_forgotten", group=group_id, reason="outcomes are kept for 30 days")
@@ -285,12 +291,25 @@ class EnvironmentWorker:
         self._ready.append(Ready(home, name, asked_again(trajectory, self._rules, self._clock()), offset))
 
     def _settle(self, items: Iterable[Item]) -> None:
-        """Take outcomes in."""
+        """Take outcomes in, and what is to be settled by hand."""
         for item in items:
+            if item.topic is SETTLES:
+                if isinstance(item, Envelope) and isinstance(item.record, SettleRequest):
+                    for home in self._homes.values():
+                        home.ask(item.record)
+                continue
             self._outcomes_next = item.offset + 1
             if isinstance(item, Envelope) and isinstance(item.record, SampleOutcome):
                 for home in self._homes.values():
                     home.outcome(item.record.group_id, item.record.trajectory_id, item.offset)
+
+    def _end_asked(self) -> None:
+        """End what is to be settled by hand."""
+        for home in self._homes.values():
+            for trajectory, reason in home.take_asked():
+                log.warning("trajectory_settled_by_hand", trajectory=trajectory.trajectory_id, reason=reason)
+                written = failed(trajectory, reason, self._rules, self._clock())
+                self._ready.append(Ready(home, trajectory.trajectory_id, written, None))
 
     def _open_groups(self) -> None:
         """Decide prompts, home by home in turn, while the window has room; read more only while none waits."""

@@ -1,0 +1,97 @@
+"""`rose settle`: what is named ends once, as a failure of the infrastructure, with a worker there or not."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.accounting.audit import audit_log
+from schemas.environments import GroupState
+from schemas.samples import Sample
+from tests.brokers import any_broker, flags, kafka_first
+from tests.integration.environment_kit import SIZE, finish, groups, once, prompt_of
+from tests.integration.scripted_executors import ScriptedExecutors, worker_process
+from tests.roles import kill, rose
+from topics.settings import BusSettings
+
+NEVER = '''
+from workers.environments.calculator import Calculator
+
+class Never(Calculator):
+    """One that must not begin."""
+
+    async def reset(self, seed, arguments):
+        raise OSError("it began")
+'''
+
+pytestmark = pytest.mark.slow
+
+
+def settle(settings: BusSettings, name: str, reason: str = "it ends its worker") -> None:
+    done = rose("settle", name, "--reason", reason, *flags(settings))
+    assert done.returncode == 0, done.stderr
+
+
+@kafka_first
+@pytest.mark.parametrize("lives", [True, False], ids=["its worker lives", "no worker is there"])
+def test_a_trajectory_that_is_settled_by_hand_ends_before_its_next_result_is_applied(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, lives: bool
+) -> None:
+    name, settings = "g0:1", executors.settings
+    executors.answers = lambda request: request.trajectory_id != name
+    for number in range(2):
+        executors.submit(prompt_of(number))
+    with worker_process(settings, 0, {"model_folder": model}) as worker:
+        finish(executors, 2 * SIZE - 1)
+        if lives:
+            settle(settings, name)
+            finish(executors, 2 * SIZE)
+        else:
+            kill(worker)
+        executors.answer([executors.requests[name, 0]])
+        executors.pump()
+    if not lives:
+        settle(settings, name)
+    with worker_process(settings, 0, {"model_folder": model}):
+        finish(executors, 2 * SIZE)
+        executors.pump_until(
+            lambda: all(group.state is GroupState.SETTLED for group in groups(settings).values()), what="settled groups"
+        )
+    samples = once(executors)
+    ended = samples.pop(name)
+    assert (ended.reward, ended.failure, ended.turns) == (None, "settled by hand: it ends its worker", ())
+    assert samples == {each: undisturbed[each] for each in samples}
+    found = audit_log(settings)
+    assert found.clean and found.settled == found.requested == 2 * SIZE
+    refused = rose("settle", name, *flags(settings))
+    assert refused.returncode == 2 and "every trajectory of group g0 has its outcome already" in refused.stderr
+
+
+@any_broker
+def test_a_group_that_is_settled_before_it_is_opened_begins_nothing(
+    executors: ScriptedExecutors, model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "never.py").write_text(NEVER)
+    executors.submit(prompt_of(0, environment="never:Never"))
+    settle(executors.settings, "g0")
+    config = {"model_folder": model, "import_paths": [str(tmp_path)], "environments": ["never:Never"]}
+    with worker_process(executors.settings, 0, config):
+        finish(executors, SIZE)
+    assert {sample.failure for sample in once(executors).values()} == {"settled by hand: it ends its worker"}
+
+
+@any_broker
+@pytest.mark.parametrize(
+    ("name", "reason", "words"),
+    [
+        ("g1", "", "no trajectory g1"),
+        ("g0:4", "", "no trajectory g0:4"),
+        ("g0:01", "", "no trajectory g0:01"),
+        ("g0", "x" * 5_000, "that cannot be asked for"),
+    ],
+)
+def test_what_cannot_be_settled_is_refused_in_a_sentence(
+    executors: ScriptedExecutors, name: str, reason: str, words: str
+) -> None:
+    executors.submit(prompt_of(0))
+    done = rose("settle", name, "--reason", reason, *flags(executors.settings))
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
