@@ -55,8 +55,8 @@ def settle(common: Common, name: str, reason: str) -> None:
             writer.poll()
         writer.flush()
     say(
-        f"{name}: {len(requests)} trajectories are to end as infra_failed, but for those that have ended: their "
-        f"environment worker does it as soon as it hears of it, or when it starts; `rose why {name}` tells"
+        f"what of {name} has not ended is to end as infra_failed: its environment worker does that when it hears of "
+        f"it, or when it starts; `rose why {name}` tells"
     )
 
 

@@ -209,6 +209,7 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     processes |= {role: run.start(role) for role in (ROUTER, ENVIRONMENT, CONTROL)}
     until(lambda: "event=serving" in run.log(ROUTER))
     until(lambda: sum(ends(everything, REQUESTED).values()) > 2 * 4)  # some groups are open, and there is no policy yet
+    run.ask(OPERATOR, "settle", "g1:0", "--reason", "nobody wants it")
     processes[ENVIRONMENT].send_signal(signal.SIGKILL)
     processes[ENVIRONMENT] = run.start(ENVIRONMENT)
     processes[TRAINER] = run.start(TRAINER)
@@ -233,6 +234,7 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
     assert f"{4 * GROUPS_ASKED} requested" in run.ask(VIEW, "audit")
     assert "outcome" in run.ask(VIEW, "replay", "g0:0")
     assert "g0:0" in run.ask(VIEW, "why", "g0:0")
+    assert "settled by hand: nobody wants it" in run.ask(VIEW, "why", "g1:0")
     assert place in run.ask(VIEW, "letters", "list")
     json.loads(rose(run.folder, "status", "--json", *run.common(VIEW)).stdout)
     do_what_is_seldom(users)
