@@ -252,7 +252,10 @@ def test_what_is_in_the_way_in_a_run_s_folder_is_told_in_a_sentence(
 ) -> None:
     place = tmp_path / "demo" / name
     place.parent.mkdir()
-    _ = place.mkdir() if folder else place.touch()
+    if folder:
+        place.mkdir()
+    else:
+        place.touch()
     done = rose("up", *on(broker, namespace), "--set", f"run.folder={tmp_path}", "--set", "run.executors=0")
     refused(done, words, status=2)
     assert done.stderr.count("\n") == 1, done.stderr
