@@ -88,6 +88,6 @@ def _children() -> list[int]:
     own, found = str(os.getpid()), []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
-            if stat.read_text(errors="replace").rpartition(")")[2].split()[1] == own:
+            if stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1] == own:
                 found.append(int(stat.parent.name))
     return found
