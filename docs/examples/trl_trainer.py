@@ -145,6 +145,7 @@ def train(
         beta=0.0,
         epsilon=0.2,
         epsilon_high=0.28,
+        disable_dropout=True,  # the engines sample without
         report_to="none",
         save_strategy="no",
         use_cpu=not torch.cuda.is_available(),

@@ -3,6 +3,8 @@
 Keeps true
 - Weights and arithmetic are float32: the engine's recorded logprobs and the trainer's agree to about 1e-6.
 - A token's logprob is that of the distribution it was drawn from: of the logits over the temperature of its turn.
+- The model is in evaluation mode, also while gradients flow: no engine samples with dropout, layers left out or noise
+  in a router, so a policy that computes with them is another one than that which sampled.
 - A folder that does not load gives one sentence, never a half-loaded model.
 - Padding is on the right and attention is causal, so a token's logprob does not depend on its batch.
 """
@@ -25,7 +27,7 @@ class ModelFolderError(UsageError):
 
 
 def load_policy(folder: Path) -> Any:
-    """The folder's model in float32, in training mode; a `transformers.PreTrainedModel`. Raises ModelFolderError."""
+    """The folder's model in float32, in evaluation mode; a `transformers.PreTrainedModel`. Raises ModelFolderError."""
     from transformers import AutoModelForCausalLM
 
     if not (folder / "config.json").is_file():
@@ -40,7 +42,7 @@ def load_policy(folder: Path) -> Any:
     if report["missing_keys"] or report["mismatched_keys"]:
         names = ", ".join(sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])[:3])
         raise ModelFolderError(f"{folder}: the weights do not fit config.json, beginning with {names}")
-    return model.train()
+    return model.eval()
 
 
 def token_logprobs(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> Tensor:

@@ -1,7 +1,8 @@
 """One training step on a batch of groups: the function that the bus trainer and the plain reference both call.
 
 Keeps true
-- The step is a function of model, optimizer and groups: no clock, no randomness, no I/O.
+- The step is a function of model, optimizer and groups: no clock, no randomness, no I/O. The model computes in
+  evaluation mode (`policy`), so on policy a token's ratio is 1.
 - Samples of a group without advantage, or without a sampled token, are not computed: their gradient is exactly zero,
   and they dilute no mean.
 - How sequences are packed into passes changes nothing but time and memory.
@@ -125,7 +126,7 @@ def train_step(
         groups_with_signal=len(live),
         tokens=sum(sum(row.sample.loss_mask) for rows in live for row in rows),
     )
-    model.train()
+    model.eval()
     for first in range(min(settings.minibatches, len(live))):
         minibatch = [row for rows in live[first :: settings.minibatches] for row in rows]
         _update(model, optimizer, minibatch, settings=settings, metrics=metrics)
