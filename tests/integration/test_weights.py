@@ -11,15 +11,18 @@ from confluent_kafka import Producer, TopicPartition
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
+from schemas.errors import UsageError
 from schemas.weights import WeightChunk, WeightManifest
 from tests.brokers import AnyBroker, kafka_first
 from topics.admin import create_topics, reach
-from topics.catalog import CHUNKS, Partitions
+from topics.catalog import CHUNKS, MANIFESTS, Partitions
+from topics.log import read_topics
 from topics.reader import Reader
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.weights import index, retention
 from workers.weights.config import DEFAULT_RUN, WeightsConfig
+from workers.weights.digests import digest_of
 from workers.weights.geometry import Box
 from workers.weights.manifests import newest_manifest, signed
 from workers.weights.publish import WeightPublisher
@@ -377,4 +380,30 @@ def test_chunks_that_no_version_needs_any_more_are_deleted(trainer: Trainer, mon
         reader.close()
     assert all(0 < low < high for low, high in kept.values())
     with receiving(trainer.settings) as receiver:
+        assert_equal(staged(receiver), tensors_of(2))
+
+
+def test_a_version_that_is_not_finite_is_refused_before_anything_of_it_is_on_the_log(trainer: Trainer) -> None:
+    with WeightPublisher(trainer.settings, MODEL) as publisher:
+        publisher.publish(tensors_of(0).items()).result()
+        before = len(list(read_topics(trainer.settings, [CHUNKS, MANIFESTS])))
+        spoiled = tensors_of(1)
+        spoiled["embed"][999, 699] = float("inf")
+        with pytest.raises(UsageError, match="embed holds a value that is not finite"):
+            publisher.publish(spoiled.items())
+    assert len(list(read_topics(trainer.settings, [CHUNKS, MANIFESTS]))) == before
+
+
+def test_a_version_that_is_not_finite_is_not_taken_whoever_published_it(trainer: Trainer) -> None:
+    snapshot = trainer._publisher.snapshot(tensors_of(1).items())
+    snapshot.words["norm"][3] = 0xFFC00000  # as a trainer of another
+    for name, box in snapshot.digests:  # kind would publish it, that does not look
+        snapshot.digests[name, box] = digest_of(snapshot.within(name, box).data)
+    with receiving(trainer.settings) as receiver:
+        trainer.write(trainer._publisher.put(snapshot, 1, step=1, published_at=0.0))
+        assert receiver.refused(Refusal.NOT_FINITE, WAIT_SECONDS) == 1
+        assert receiver.refused_newest == (1, "version 1: norm holds a value that is not finite")
+        assert receiver.staged() is None
+        sound = Trainer(trainer.settings)
+        sound.write(sound.publish(2))
         assert_equal(staged(receiver), tensors_of(2))

@@ -94,6 +94,24 @@ def test_the_tensors_of_an_earlier_version_are_never_written_to_again(
     assert set(served.digests.values()) == {piece.digest for piece in Shelf().store(first, 1).slices}
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", sorted(TORCH_DTYPES))
+@pytest.mark.parametrize("anchor", [True, False])
+def test_a_version_with_a_value_that_is_not_finite_is_refused(dtype: str, value: float, *, anchor: bool) -> None:
+    """Whoever published it: an engine that computed with it would have what is no number in its cache."""
+    random = np.random.default_rng(4)
+    shelf, assembly = Shelf(), Assembly(None, None)
+    tensors = random_tensors({"a": (8, 8), "b": (5,)}, TORCH_DTYPES[dtype], random)
+    assembly.add(shelf.store(tensors, 1), shelf.fetch)
+    spoiled = {name: tensor.clone() for name, tensor in tensors.items()}
+    spoiled["b"][3] = value
+    manifest = shelf.store(spoiled, 2, base=None if anchor else tensors, base_version=1)
+    with pytest.raises(VersionRefused, match="b holds a value that is not finite") as refused:
+        assembly.add(manifest, shelf.fetch)
+    assert refused.value.refusal is Refusal.NOT_FINITE
+    assert assembly.done.version == 1 and same_bits(assembly.done.tensors, tensors)
+
+
 @pytest.mark.parametrize("repeat", [1, 3])
 def test_a_chunk_that_comes_more_than_once_or_in_any_order_changes_nothing(repeat: int) -> None:
     random = np.random.default_rng(4)

@@ -20,7 +20,7 @@ from workers.weights.digests import NO_BASE, digest_of, whole_digest
 from workers.weights.geometry import Box, cut, matrix, whole
 from workers.weights.publish import merge
 from workers.weights.shelves import Stored
-from workers.weights.tensors import put, spec_of, take, words_of
+from workers.weights.tensors import INFINITY, put, spec_of, take, words_of
 
 Tensors = dict[str, Tensor]
 Place = tuple[int, int]
@@ -37,11 +37,12 @@ def bare(version: int, base: int | None = None, **fields: Any) -> WeightManifest
 
 
 def random_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, random: np.random.Generator) -> Tensors:
-    """Tensors of any bits: NaNs, infinities and subnormals among them."""
+    """Tensors of any bits that are a finite number: subnormals and both zeros among them."""
     tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
     for tensor in tensors.values():
         words = words_of(tensor)
         words[...] = random.integers(0, 1 << (8 * words.itemsize), words.shape, dtype=words.dtype)
+        _make_finite(tensor)
     return tensors
 
 
@@ -51,7 +52,14 @@ def changed(tensors: Tensors, share: float, random: np.random.Generator) -> Tens
     for tensor in copies.values():
         words = words_of(tensor)
         words += (random.random(words.shape) < share).astype(words.dtype)
+        _make_finite(tensor)
     return copies
+
+
+def _make_finite(tensor: Tensor) -> None:
+    words, infinity = words_of(tensor), INFINITY[spec_of("", tensor).dtype]
+    magnitude = words.dtype.type(np.iinfo(words.dtype).max >> 1)
+    words[...] = (words & ~magnitude) | ((words & magnitude) % words.dtype.type(infinity))
 
 
 def same_bits(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:

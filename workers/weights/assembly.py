@@ -3,6 +3,7 @@
 Keeps true
 - A version is whole or not there: what was decoded is kept aside until every slice of it has been verified.
 - A slice is decoded against the bytes that its publisher had, or refused: both digests are checked.
+- Every value of a version is a finite number.
 - Memory is taken for the model's own tensors and for payloads that its manifest bounds, for nothing else.
 """
 
@@ -18,7 +19,7 @@ from workers.weights.codec import CodecError
 from workers.weights.digests import digest_of
 from workers.weights.geometry import Box, box_of
 from workers.weights.refusals import Refusal, VersionRefused
-from workers.weights.tensors import Matrix, empty, put, take, words_of
+from workers.weights.tensors import Matrix, empty, finite, put, take, words_of
 
 Fetch = Callable[[list[ChunkRef]], Iterable[tuple[ChunkRef, WeightChunk | bytes]]]
 """Hands out what lies at every reference, in no order of slices. May raise VersionRefused."""
@@ -107,6 +108,8 @@ def _decode(base: Assembled, name: str, piece: SliceRef, payload: bytes, manifes
         raise VersionRefused(Refusal.WRONG_RESULT, f"a slice of {name} does not decode: {error}") from None
     if digest_of(new.data) != piece.digest:
         raise VersionRefused(Refusal.WRONG_RESULT, f"a slice of {name} is not what was published")
+    if not finite(new, manifest.tensors[piece.tensor].dtype):
+        raise VersionRefused(Refusal.NOT_FINITE, f"{name} holds a value that is not finite")
     return new
 
 

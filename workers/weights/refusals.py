@@ -30,6 +30,8 @@ class Refusal(Enum):
     """A chunk is not intact, or all slices together are not what the manifest says."""
     WRONG_RESULT = "wrong_result"
     """A slice does not decode to what was published."""
+    NOT_FINITE = "not_finite"
+    """A weight of it is no finite number."""
     UNREADABLE = "unreadable"
     """Reading it raised what nobody expects: see the log."""
 

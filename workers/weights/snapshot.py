@@ -12,9 +12,13 @@ from torch import Tensor
 
 from schemas.weights import TensorSpec
 from workers.weights.digests import WholeDigest, digest_of
-from workers.weights.geometry import DTYPE_BYTES, Box, cut
+from workers.weights.geometry import DTYPE_BYTES, Box, LayoutError, cut
 from workers.weights.ownership import owned
-from workers.weights.tensors import Matrix, as_it_travels, spec_of, take, words_of
+from workers.weights.tensors import Matrix, as_it_travels, finite, spec_of, take, words_of
+
+
+class NotFinite(LayoutError):
+    """A policy that no engine could serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,9 @@ class Snapshot:
 def snapshot_of(
     named_tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None, column_parts: int
 ) -> Snapshot:
-    """A copy, with finer values rounded to `dtype`. Raises LayoutError for a type or placement that cannot travel."""
+    """A copy, with finer values rounded to `dtype`. Raises LayoutError for a type or placement that cannot travel, and
+    NotFinite for a value that is not finite, or too large for `dtype`.
+    """
     snapshot = Snapshot()
     for name, tensor in named_tensors:
         wired = as_it_travels(tensor.detach(), dtype)
@@ -66,5 +72,18 @@ def snapshot_of(
         words = words_of(shard)
         snapshot.words[name] = words.copy() if wired.dtype == tensor.dtype else words  # what was rounded is a copy
         for box in cut(snapshot.boxes[name], column_parts=column_parts):
-            snapshot.digests[name, box] = digest_of(snapshot.within(name, box).data)
+            flat = snapshot.within(name, box)
+            if not finite(flat, snapshot.specs[name].dtype):
+                raise NotFinite(_not_finite(name, owned(tensor.detach()), snapshot.specs[name].dtype))
+            snapshot.digests[name, box] = digest_of(flat.data)
     return snapshot
+
+
+def _not_finite(name: str, own: tuple[Box, Tensor] | None, dtype: str) -> str:
+    """Why it cannot travel as this. `own`: what this process owns of it, before it was rounded."""
+    assert own is not None
+    values = own[1].float()
+    if not values.isfinite().all():
+        return f"{name} holds a value that is not finite: lower the learning rate, or take another policy to begin with"
+    most = float(values.abs().max())
+    return f"{name} holds {most:g}, which {dtype} does not: set weights.dtype and executor.dtype to bfloat16 or float32"

@@ -17,6 +17,9 @@ from workers.weights.geometry import DTYPE_BYTES, Box, LayoutError, matrix
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WORDS = {2: torch.uint16, 4: torch.uint32}
 
+INFINITY = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
+"""Its bits by element type. Those of what is no number are above them, but for the sign."""
+
 Matrix = NDArray[Any]
 """uint16 or uint32 [rows, columns]: a tensor's bits."""
 
@@ -39,6 +42,13 @@ def words_of(tensor: Tensor) -> Matrix:
     flat = tensor.detach().to("cpu").contiguous().reshape(matrix(tensor.shape))
     words: Matrix = flat.view(WORDS[tensor.element_size()]).numpy()
     return words
+
+
+def finite(words: Matrix, dtype: str) -> bool:
+    """Whether all of these are finite numbers."""
+    infinity = INFINITY[dtype]
+    unsigned = words.dtype.type(np.iinfo(words.dtype).max >> 1)
+    return not words.size or int((words & unsigned).max()) < infinity
 
 
 def take(words: Matrix, box: Box) -> Matrix:

@@ -1,7 +1,8 @@
 """The engine's weights, replaced between two steps.
 
 Keeps true
-- A version is taken whole or not at all: names, shapes, element types and coverage are checked before the first write.
+- A version is taken whole or not at all: names, shapes, element types, coverage and that every value is a finite number
+  are checked before the first write.
   On a CPU it is written into spare weights while the old version computes, and the two are exchanged between steps. On
   a GPU it is written between steps, and a write that fails is undone by writing the version that served before.
 - What computes is what was written. On a CPU vLLM computes from packed copies of linear weights and throws the plain
@@ -24,7 +25,7 @@ from vllm.platforms import current_platform
 
 from workers.executor.vllm.spare import exchange, spare_of
 from workers.executor.vllm.types import EngineBroken, SwapRefused
-from workers.executor.vllm.writing import equal, refuse_unwritten, writing
+from workers.executor.vllm.writing import equal, not_finite, refuse_unwritten, writing
 
 HEAD = "lm_head.weight"
 """The tensor that a tied model does not have of its own."""
@@ -70,6 +71,8 @@ def checking(
         raise SwapRefused(f"{len(missing)} tensors are missing, the first is {min(missing)}")
     for name, tensor in version.items():
         _check_tensor(name, tensor, shapes[name], engine_dtype)
+    if name := (yield from not_finite(version)):
+        raise SwapRefused(f"{name} holds a value that is not finite")
     return version
 
 

@@ -8,7 +8,7 @@ Keeps true
   other. An output is a row's own, so what is computed stays the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +67,20 @@ def equal(one: Tensor, other: Tensor) -> Iterator[bool]:
     """Whether two tensors of one shape are the same, piece by piece."""
     for pieces in cut(one, other):
         yield torch.equal(*pieces)
+
+
+def not_finite(version: Mapping[str, Tensor]) -> Generator[None, None, str]:
+    """The first tensor with a value that is no finite number, or an empty name; piece by piece."""
+    left = PIECE_ELEMENTS
+    for name, tensor in version.items():
+        for (piece,) in cut(tensor):
+            if piece.numel() > left:
+                yield
+                left = PIECE_ELEMENTS
+            if piece.numel() and not all(bound.isfinite() for bound in torch.aminmax(piece)):
+                return name
+            left -= piece.numel()
+    return ""
 
 
 def writing(model: Any, version: Mapping[str, Tensor]) -> Iterator[None]:
