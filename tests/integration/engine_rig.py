@@ -67,7 +67,9 @@ class Rig:
             self.add(key, context, max_tokens=rng.randint(1, 40))
             if rng.random() < 0.3:
                 self.engine.step()
-        return max(difference(self.model, contexts[key], turn) for key, turn in self.drain().items() if key in contexts)
+        ended = [(contexts[key], turn) for key, turn in self.drain().items() if key in contexts]
+        differences = torch.tensor([difference(self.model, context, turn) for context, turn in ended])
+        return float(differences.max())  # which is none where one of them is, as Python's own is not
 
 
 @contextmanager

@@ -4,10 +4,13 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -171,7 +174,7 @@ class Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
         REAL_PACK(layer, remove_weight)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function._opname in ("copy_", "clone", "_to_copy", "equal", "fill_"):
+        if function._opname in ("copy_", "clone", "_to_copy", "equal", "fill_", "aminmax"):
             self.seen += max((each.numel() for each in args if isinstance(each, torch.Tensor)), default=0)
         return function(*args, **(kwargs or {}))
 
@@ -227,8 +230,13 @@ def test_a_version_that_is_being_prepared_changes_nothing_until_it_serves(rig: R
         (lambda v: v.update({"model.norm.weight": torch.zeros(96, dtype=torch.int32)}), "int32"),
         (lambda v: v.update({"model.norm.weight": torch.zeros(96, device="meta")}), "no dense data"),
         (lambda v: v.update({"lm_head.weight": torch.zeros(VOCABULARY - 1, 96)}), "lm_head"),
+        (
+            lambda v: v["model.norm.weight"][7:8].fill_(torch.nan),
+            r"model\.norm\.weight holds a value that is not finite",
+        ),
+        (lambda v: v["model.layers.3.mlp.up_proj.weight"][-1:, -1:].fill_(-torch.inf), "not finite"),
     ],
-    ids=["missing", "unknown", "shape", "float64", "int32", "meta", "head"],
+    ids=["missing", "unknown", "shape", "float64", "int32", "meta", "head", "nan", "infinity"],
 )
 def test_a_version_that_is_not_the_models_is_refused_before_the_first_write(
     rig: Rig, spoil: Callable[[dict[str, torch.Tensor]], object], reason: str
@@ -312,6 +320,52 @@ def test_the_next_turn_finds_its_prefix_and_no_version_finds_anothers(rig: Rig) 
     rig.engine.swap(rig.engine.version, weights.items())  # other weights under the same number
     assert rig.run(longer, max_tokens=5).cached_tokens == 0
     rig.swap()
+
+
+def overflows(turn: Finished) -> bool:
+    return not bool(np.isfinite(turn.logprobs).all())
+
+
+def test_what_a_version_computed_that_is_no_number_reaches_no_turn_of_the_next(tmp_path: Path) -> None:
+    """A policy of finite weights whose products overflow; of a small cache each block holds what is no number then."""
+    model = new_policy(0, tied=True)
+    kv_bytes = 100 * BLOCK * 4 * 2 * 2 * 32 * 4
+    config = folder_config(save_policy(tmp_path, model), policy_version=0, kv_cache_bytes=kv_bytes)
+    with closing(Engine(config)) as engine:
+        rig, source = Rig(engine, model, True), random.Random(12)
+        vast = {name: tensor * 1e20 if "proj" in name else tensor for name, tensor in tensors_of(model).items()}
+        engine.swap(1, vast.items())
+        for version in (1, 2):
+            for number in range(60):
+                rig.add(f"t{number}", contexts_of(source, source.randint(20, 120)), max_tokens=20)
+            assert set(map(overflows, rig.drain().values())) == {version == 1}
+            rig.swap()
+        assert rig.check(1) < TOLERANCE
+
+
+def test_a_turn_that_overflows_spoils_no_other_turn_of_its_version(tmp_path: Path) -> None:
+    """One token alone meets a vast weight of the first layer: whose context has it computes no number."""
+    model = new_policy(0, tied=False)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 0.0
+        model.model.embed_tokens.weight[VOCABULARY - 1, 0] = 10.0
+        model.model.layers[0].self_attn.v_proj.weight[:, 0] = 3e38
+    with closing(Engine(folder_config(save_policy(tmp_path, model), policy_version=0))) as engine:
+        rig, source = Rig(engine, model, False), random.Random(11)
+        for wave in range(4):
+            contexts = {}
+            for number in range(24):
+                context = [source.randrange(VOCABULARY - 1) for _ in range(source.randint(2, 120))]
+                contexts[f"t{wave}.{number}"] = [VOCABULARY - 1, *context] if number % 3 == 0 else context
+            for key, context in contexts.items():
+                rig.add(key, context, max_tokens=12, stop_token_ids=(VOCABULARY - 1,))
+            for key, turn in rig.drain().items():
+                if VOCABULARY - 1 in contexts[key]:
+                    assert overflows(turn)
+                else:
+                    least = len(turn.tokens) - turn.tokens.count(VOCABULARY - 1)  # transformers computes none
+                    sound = replace(turn, tokens=turn.tokens[:least], logprobs=turn.logprobs[:least])
+                    assert not overflows(turn) and (not least or difference(model, contexts[key], sound) < TOLERANCE)
 
 
 def test_a_cache_that_is_too_small_for_all_changes_no_logprob(tmp_path: Path) -> None:

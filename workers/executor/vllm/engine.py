@@ -5,6 +5,7 @@ Keeps true
 - A token's version is that of the weights that sampled it; a turn that a swap overtakes goes on, with two spans.
 - KV computed before a swap serves only turns that were running then: whoever holds none begins under the new weights.
 - A turn that cannot run is refused before anything is taken for it.
+- What a turn computed that is no number spoils no turn that takes its blocks after it.
 
 It drives vLLM's `EngineCore` and not `LLM`: nothing here needs text, and a core can also live beside another one in a
 serving process.
@@ -29,6 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from schemas.prompts import Sampling
 from schemas.turns import VersionSpan
+from workers.executor.vllm.cpu_runner import zero_new_blocks
 from workers.executor.vllm.folder import read_folder
 from workers.executor.vllm.place import Here, Place
 from workers.executor.vllm.start import start_core
@@ -124,6 +126,7 @@ class Engine:
         """That a step takes the time of."""
         self._core = start_core(config, self._place)
         self._scheduler = self._core.scheduler
+        zero_new_blocks(self._scheduler)
         self._weights = self._place.fit(self._core, config.model_folder, self.shapes)
         self._swaps = 0
         self._prepared: dict[str, torch.Tensor] | None = None
