@@ -19,6 +19,13 @@ F32 = "<f4"
 ITEM_BYTES = 4
 """Bytes of one token id and of one logprob."""
 
+LEAST_LOGPROB = -87.0
+"""Of a token that was drawn: samplers draw from probabilities in float32, and of less than this none is left there.
+What engines say where they have no logprob, as -9999 or -100, is below it."""
+
+MOST_LOGPROB = 1e-3
+"""A probability is at most 1; what is left above that is rounding."""
+
 
 def pack_tokens(tokens: "Sequence[int] | npt.NDArray[np.integer]") -> bytes:
     """Pack token ids, each in [0, 2**32), as little-endian u32."""
@@ -44,11 +51,13 @@ def unpack_logprobs(packed: bytes) -> "npt.NDArray[np.float32]":
     return _view(packed, F32)
 
 
-def all_finite(packed: bytes) -> bool:
-    """Whether every logprob is a finite number. Raises RecordError when the bytes are no whole number of f32."""
-    import numpy as np
-
-    return bool(np.isfinite(_view(packed, F32)).all())
+def impossible_logprob(logprobs: "npt.NDArray[np.floating]") -> str:
+    """Why one of these cannot be the logprob of a token that was drawn; empty if each can."""
+    possible = (logprobs >= LEAST_LOGPROB) & (logprobs <= MOST_LOGPROB)
+    if possible.all():
+        return ""
+    worst = float(logprobs[~possible][0])
+    return f"a logprob of {worst:g} is not that of a token that was drawn, which lies from {LEAST_LOGPROB:g} to 0"
 
 
 def count(packed: bytes) -> int:

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from schemas.arrays import ITEM_BYTES, all_finite, count
+from schemas.arrays import ITEM_BYTES, count, impossible_logprob, unpack_logprobs
 from schemas.limits import (
     CHAIN,
     CONTEXT_TOKENS,
@@ -144,8 +144,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
             return f"{len(self.tokens)} bytes of tokens are no whole number of tokens above 0"
         if len(self.logprobs) != len(self.tokens):
             return f"{len(self.logprobs)} bytes of logprobs for {len(self.tokens)} bytes of tokens"
-        if not all_finite(self.logprobs):
-            return "a logprob is not finite"
+        if impossible := impossible_logprob(unpack_logprobs(self.logprobs)):
+            return impossible
         if any(abs(seconds) > MOST_DEVICE_SECONDS for seconds in self.device_seconds.values()):
             return f"it took more than {MOST_DEVICE_SECONDS:g} device-seconds"
         at = 0

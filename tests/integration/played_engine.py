@@ -104,8 +104,8 @@ class Engine:
         self.reports.say(Serving(version, 0.0))
         self.say(version=version)
 
-    def complete(self, name: str, tokens: list[int]) -> None:
-        spans, logprobs = (VersionSpan(0, len(tokens), 3),), pack_logprobs([-1.0] * len(tokens))
+    def complete(self, name: str, tokens: list[int], logprob: float = -1.0) -> None:
+        spans, logprobs = (VersionSpan(0, len(tokens), 3),), pack_logprobs([logprob] * len(tokens))
         self.reports.say(Done(name, pack_tokens(tokens), logprobs, "stop", spans, 3, 0, 1.0, 2.0, 3.0, 0.5))
 
     def give_up(self, name: str, tokens: list[int]) -> None:

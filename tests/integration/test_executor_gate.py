@@ -365,3 +365,19 @@ def test_who_is_not_there_cannot_be_drained_and_that_is_told(settings: BusSettin
 def test_a_grant_that_cannot_be_is_one_sentence(settings: BusSettings) -> None:
     with pytest.raises(UsageError, match="no such grant"):
         grant(settings, lend=True, worker="no worker")
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("-inf"), -9999.0, 0.5])
+def test_a_turn_whose_logprobs_cannot_be_is_refused_and_not_completed(settings: BusSettings, logprob: float) -> None:
+    """So it is tried elsewhere, and fails at last as infrastructure: nothing is learned from it."""
+    with running(settings) as (engine, router):
+        engine.serve()
+        router.until(lambda: bool(router.beats) and router.beats[-1].state is ExecutorState.READY)
+        router.dispatch("spoiled", [3, 4, 5])
+        engine.complete(engine.hear(Take).name, [7, 8], logprob)
+        answer = router.result("spoiled")
+        assert (answer.outcome, answer.refusal, answer.tokens) == (TurnOutcome.REFUSED, Refusal.ENGINE, b"")
+        assert f"a logprob of {logprob:g}" in answer.reason
+        router.dispatch("sound", [3, 4, 5])
+        engine.complete(engine.hear(Take).name, [7, 8])
+        assert router.result("sound").outcome is TurnOutcome.COMPLETED

@@ -37,6 +37,8 @@ class Scripted:
     def __init__(self, *ends: Exception | str, pieces: tuple[int, ...] = (1, 1)) -> None:
         self.ends = list(ends)
         self.pieces = pieces
+        self.logprobs: list[float] = []
+        """Of the pieces that come next; those behind them have -1."""
         self.looks = 0
         self.there = True
 
@@ -44,7 +46,7 @@ class Scripted:
         end = self.ends.pop(0)
         for size in self.pieces:
             await asyncio.sleep(0)
-            yield 0, [5] * size, [-1.0] * size, ""
+            yield 0, [5] * size, [self.logprobs.pop(0) if self.logprobs else -1.0] * size, ""
         if isinstance(end, Exception):
             raise end
         yield 0, [], [], end
@@ -114,6 +116,15 @@ def test_what_came_of_a_turn_goes_back_and_one_of_which_nothing_came_is_refused_
     assert isinstance(full, Done) and (full.finish_reason, sampled(full)) == (ABORTED, 0)
     [unfit] = played(Scripted(EngineRefusal("too long"), pieces=()))
     assert isinstance(unfit, Refused) and unfit.reason == "too long"
+
+
+@pytest.mark.parametrize("logprob", [-9999.0, -100.0, 0.5, float("-inf"), float("nan")])
+def test_a_turn_whose_logprobs_cannot_be_is_refused_and_the_others_are_not(logprob: float) -> None:
+    api = Scripted("length", "length")
+    api.logprobs = [-1.0, logprob]
+    one, other = played(api)
+    assert isinstance(one, Refused) and f"a logprob of {logprob:g}" in one.reason
+    assert isinstance(other, Done) and sampled(other) == 2
 
 
 def test_a_turn_that_breaks_off_ends_the_endpoint_only_where_it_is_another_by_then() -> None:

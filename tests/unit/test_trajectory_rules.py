@@ -32,6 +32,9 @@ MALFORMED = {
     "short of the end": {"spans": (VersionSpan(0, 2, 0),)},
     "no worker": {"worker": None},
     "no version": {"spans": (VersionSpan(0, 3, -1),)},
+    "a logprob of 0 chance": {"logprobs": pack_logprobs([-1.0, float("-inf"), -1.0])},
+    "what engines say for that": {"logprobs": pack_logprobs([-1.0, -9999.0, -1.0])},
+    "a chance above 1": {"logprobs": pack_logprobs([-1.0, 0.5, -1.0])},
 }
 
 

@@ -94,10 +94,18 @@ def test_who_is_left_alone_is_filtered() -> None:
     assert outcomes(group) == [Outcome.FILTERED, Outcome.INFRA_FAILED]
 
 
-@pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.1 + 0.2, 0.3, 0.3, 0.3], [1e9, 1e9 + 1e-3], [1e-9, 0.0]])
+@pytest.mark.parametrize(
+    "rewards", [[1.0, 1.0, 1.0], [0.1 + 0.2, 0.3, 0.3, 0.3], [1e9, 1e9 + 1e-3], [0.1 + 0.2 - 0.3, 0.0]]
+)
 def test_what_sums_of_floats_leave_is_no_difference(rewards: list[float]) -> None:
     group = judged(*(sample(index=index, reward=reward) for index, reward in enumerate(rewards)))
     assert outcomes(group) == [Outcome.FILTERED] * len(rewards)
+
+
+@pytest.mark.parametrize("rewards", [[1e-9, 0.0], [2e-7, 3e-7], [-1e-8, 1e-8], [1e-6, 1.1e-6]])
+def test_small_rewards_that_differ_teach(rewards: list[float]) -> None:
+    group = judged(*(sample(index=index, reward=reward) for index, reward in enumerate(rewards)))
+    assert outcomes(group) == [Outcome.TRAINED] * len(rewards)
 
 
 def test_samples_of_versions_that_the_run_went_back_behind_are_superseded() -> None:
@@ -164,7 +172,13 @@ def shifted(turns: tuple[SampleTurn, ...], by: int) -> tuple[SampleTurn, ...]:
         ({"loss_mask": b"\0\1"}, "3 tokens, a mask of 2 and 3 logprobs do not fit"),
         ({"tokens": b"\0" * 13}, "whole number"),
         ({"tokens": pack_tokens([1, 2, 50])}, "token 50 is outside of the vocabulary of 50"),
-        ({"logprobs": pack_logprobs([0.0, -0.5, float("nan")])}, "no finite number"),
+        ({"logprobs": pack_logprobs([0.0, -0.5, float("nan")])}, "a logprob of nan is not that of a token"),
+        ({"logprobs": pack_logprobs([0.0, -0.5, float("-inf")])}, "a logprob of -inf"),
+        ({"logprobs": pack_logprobs([0.0, -0.5, -9999.0])}, "a logprob of -9999"),
+        ({"logprobs": pack_logprobs([0.0, -100.0, -0.5])}, "a logprob of -100"),
+        ({"logprobs": pack_logprobs([0.0, -0.5, 0.5])}, "a logprob of 0.5"),
+        ({"logprobs": pack_logprobs([-9999.0, -0.5, -80.0])}, ""),
+        ({"logprobs": pack_logprobs([0.0, -0.5, 1e-6])}, ""),
         ({"loss_mask": b"\0\1\2"}, "more than 0 and 1"),
         ({"reward": None, "failure": "the environment broke"}, "the environment broke"),
         ({"spans": ()}, "nothing says under which version token 1 was sampled"),

@@ -357,9 +357,13 @@ class Executor:
         dispatch = self._inbox.release(running.key)
         given_up = done.finish_reason == ABORTED
         outcome = TurnOutcome.PREEMPTED if given_up else TurnOutcome.COMPLETED
-        metrics.count_ended(outcome, done, received_at=running.received_at)
         reason = (done.reason or self._gate.reason or PARKED) if given_up else ""
-        self._send(ended(self._start, dispatch, done, outcome, reason, received_at=running.received_at))
+        result = ended(self._start, dispatch, done, outcome, reason, received_at=running.received_at)
+        if not given_up and (flaw := result.part.flaw):  # else who would go on from it looks
+            self._refuse(dispatch, f"its engine's answer cannot be learned from: {flaw}", Refusal.ENGINE)
+        else:
+            metrics.count_ended(outcome, done, received_at=running.received_at)
+            self._send(result)
 
     def _refuse(self, dispatch: TurnDispatch, reason: str, refusal: Refusal | None, *, listed: bool = True) -> None:
         """`listed`: whether it was; else what is listed goes on saying what there is room for."""

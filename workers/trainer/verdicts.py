@@ -19,7 +19,7 @@ from math import isclose
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import unpack_logprobs, unpack_tokens
+from schemas.arrays import impossible_logprob, unpack_logprobs, unpack_tokens
 from schemas.errors import RecordError, said_by
 from schemas.prompts import unpriced
 from schemas.samples import CUT_OFF, Outcome, Sample, SampleOutcome
@@ -30,6 +30,9 @@ LEAST_TO_COMPARE = 2
 
 EQUAL_REWARDS = 1e-6
 """Rewards that differ by no more, relative to the larger, are equal: what sums of floats leave is no lesson."""
+
+SUM_LEAVES = 1e-12
+"""Rewards that differ by no more are equal, too: sums of terms up to a thousand leave less of what should be 0."""
 
 REASON_CHARACTERS = 300
 """Of an exception's message in an outcome."""
@@ -97,7 +100,16 @@ def judge(
 def failed(group: JudgedGroup, error: Exception) -> JudgedGroup:
     """The group as it is settled when to train on it raised this."""
     message = " ".join(said_by(error).split())[:REASON_CHARACTERS]
-    verdict = Verdict(Outcome.INFRA_FAILED, f"to train on its group raised {type(error).__name__}: {message}")
+    return _not_trained(group, f"to train on its group raised {type(error).__name__}: {message}")
+
+
+def skipped(group: JudgedGroup) -> JudgedGroup:
+    """The group as it is settled when the step left its minibatch out."""
+    return _not_trained(group, "the gradient of its minibatch is not finite, and was not applied")
+
+
+def _not_trained(group: JudgedGroup, reason: str) -> JudgedGroup:
+    verdict = Verdict(Outcome.INFRA_FAILED, reason)
     verdicts = tuple(verdict if one.outcome is Outcome.TRAINED else one for one in group.verdicts)
     return JudgedGroup(group.group_id, group.samples, verdicts)
 
@@ -123,7 +135,7 @@ def rewards_differ(rewards: Sequence[float]) -> bool:
     """Whether these rewards say that one was better than another. The one tolerance of filter and advantage."""
     if len(rewards) < LEAST_TO_COMPARE:
         return False
-    return not isclose(min(rewards), max(rewards), rel_tol=EQUAL_REWARDS, abs_tol=EQUAL_REWARDS)
+    return not isclose(min(rewards), max(rewards), rel_tol=EQUAL_REWARDS, abs_tol=SUM_LEAVES)
 
 
 def staleness(sample: Sample, version: int, abandoned: Sequence[tuple[int, int]] = ()) -> int:
@@ -181,9 +193,7 @@ def sample_flaw(sample: Sample, *, rules: Rules) -> str:
         return f"token {tokens.max()} is outside of the vocabulary of {rules.vocabulary}"
     if mask.max(initial=0) > 1:
         return "the loss mask holds more than 0 and 1"
-    if not np.isfinite(logprobs[mask == 1]).all():
-        return "a logprob is no finite number"
-    return _flaw_of_turns(sample, mask)
+    return impossible_logprob(logprobs[mask == 1]) or _flaw_of_turns(sample, mask)
 
 
 def _flaw_of_turns(sample: Sample, mask: NDArray[np.uint8]) -> str:

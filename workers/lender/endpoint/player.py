@@ -21,9 +21,10 @@ from math import inf
 from typing import Any
 
 import msgspec
+import numpy as np
 from torch import Tensor
 
-from schemas.arrays import pack_logprobs, pack_tokens, unpack_tokens
+from schemas.arrays import impossible_logprob, pack_logprobs, pack_tokens, unpack_tokens
 from schemas.errors import RecordError
 from schemas.prompts import LEAST_TEMPERATURE
 from schemas.turns import VersionSpan
@@ -244,6 +245,8 @@ class Player:
             raise EngineBroken(f"{self._api.url} told {len(tokens)} tokens with {len(logprobs)} logprobs")
         if not all(0 <= token < self._vocabulary for token in tokens):
             raise EngineBroken(f"{self._api.url} told tokens outside the vocabulary of {self._vocabulary}")
+        if impossible := impossible_logprob(np.array(logprobs)):
+            raise EngineRefusal(f"{self._api.url} answered with {impossible}")
         turn.last_token_at = time.time()
         if not turn.tokens:
             turn.first_token_at = turn.counted_at = turn.last_token_at
