@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from bench.plain_engine import Task, sample_trajectories
+from schemas.arrays import LEAST_LOGPROB
 from workers.environments.calculator import Calculator
 from workers.environments.turn_format import TurnFormat
 from workers.trainer.config import TrainerConfig
@@ -122,6 +123,32 @@ def test_a_gradient_that_is_not_finite_is_not_applied(policy: Any, groups: list[
     metrics = train_step(model, make_optimizer(model, learning_rate=1.0), [broken], settings=ONE_UPDATE)
     assert metrics.skipped_minibatches == 1
     assert torch.equal(parameters_of(model), parameters_of(policy))
+
+
+def test_what_was_not_applied_is_named_and_is_in_no_mean(policy: Any, groups: list[list[TrainingSample]]) -> None:
+    """Of two minibatches the second: its groups are the second and, after one without a signal, the third with one."""
+    alike = [replace(sample, reward=1.0) for sample in groups[1]]
+    broken = [replace(sample, behaviour_logprobs=[math.nan] * len(sample.tokens)) for sample in groups[2]]
+    model, same = copy.deepcopy(policy), copy.deepcopy(policy)
+    whole = train_step(
+        model, make_optimizer(model, learning_rate=1e-3), [groups[0], alike, broken, groups[3]], settings=STANDARD
+    )
+    assert (whole.skipped_minibatches, whole.skipped_groups) == (1, (2,))
+    applied = train_step(same, make_optimizer(same, learning_rate=1e-3), [groups[0], groups[3]], settings=ONE_UPDATE)
+    assert torch.equal(parameters_of(model), parameters_of(same))
+    assert whole.tokens == applied.tokens > 0 and whole.gradient_norm == applied.gradient_norm
+    for name in ("loss", "importance_mean", "kl_behaviour", "clipped_share"):
+        assert getattr(whole, name) == getattr(applied, name)
+
+
+def test_figures_stay_finite_whatever_the_recorded_logprobs_are(
+    policy: Any, groups: list[list[TrainingSample]]
+) -> None:
+    least = [replace(sample, behaviour_logprobs=[LEAST_LOGPROB] * len(sample.tokens)) for sample in groups[0]]
+    model = copy.deepcopy(policy)
+    done = train_step(model, make_optimizer(model, learning_rate=1e-3), [least], settings=ONE_UPDATE)
+    assert done.skipped_minibatches == 0 and done.importance_mean > 1e30
+    assert all(map(math.isfinite, (done.loss, done.importance_mean, done.kl_behaviour, done.gradient_norm)))
 
 
 def test_tokens_are_weighed_at_the_temperatures_they_were_drawn_at(

@@ -12,7 +12,9 @@ Keeps true
 - A version number stands for one policy, and the policy on the log and that in the checkpoint have the same digest.
 - One trainer a model: a newer one fences the older, which then cannot settle or publish anything.
 - A version is published while the next is trained, one at a time: no checkpoint is two versions ahead of the log.
-- A group that no step can compute is settled with the reason, and the trainer goes on.
+- A group that no step can compute is settled with the reason, and the trainer goes on. So are those of a minibatch
+  whose gradient is not finite. Where steps on end have no other minibatches, the trainer ends.
+- A policy that is not finite is neither kept in a checkpoint nor published nor exported: the trainer ends.
 """
 
 import time
@@ -25,7 +27,7 @@ from time import perf_counter
 import structlog
 import torch
 
-from schemas.errors import RoseError
+from schemas.errors import RoseError, UsageError
 from schemas.limits import CONTEXT_TOKENS
 from schemas.samples import SampleOutcome
 from schemas.weights import WeightManifest
@@ -50,10 +52,10 @@ from workers.trainer.step import (
 )
 from workers.trainer.step_log import StepLine, StepLog, decoded, encoded
 from workers.trainer.stream import SampleStream, Settlement
-from workers.trainer.verdicts import JudgedGroup, Rules, failed, judge, outcomes_of, recent
+from workers.trainer.verdicts import JudgedGroup, Rules, failed, judge, outcomes_of, recent, skipped
 from workers.weights.config import WeightsConfig
 from workers.weights.publish import publisher_of
-from workers.weights.snapshot import Snapshot
+from workers.weights.snapshot import NotFinite, Snapshot
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 """No sample's fault: with less at once it would have gone."""
@@ -61,7 +63,18 @@ OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 NO_MEMORY_ON_CPU = "DefaultCPUAllocator"
 """What torch's RuntimeError names when the machine's own memory is not enough."""
 
+STEPS_IN_VAIN = 2
+"""On end, of which no minibatch had a finite gradient: one may be its groups' fault, so many are the policy's."""
+
 log = structlog.get_logger("trainer")
+
+
+class StepsInVain(RoseError):
+    """The policy computes what no gradient can be made of."""
+
+
+class PolicyRefused(UsageError):
+    """A step, or the model folder, left a policy that no engine could serve."""
 
 
 class TrainerFenced(RoseError):
@@ -105,6 +118,8 @@ class Trainer:
         self._abandoned: tuple[tuple[int, int], ...] = ()
         self._progress: Progress | None = None
         """Of the present version, as it is on disk."""
+        self._in_vain = 0
+        """Steps on end of which no minibatch had a finite gradient."""
         self._waiting_since = perf_counter()
 
     def run(self) -> None:
@@ -207,6 +222,7 @@ class Trainer:
         began = perf_counter()
         judged = [judge(group, self._version, rules=self._rules, abandoned=self._abandoned) for group in groups]
         judged, done = self._learn(judged)
+        judged = self._without_skipped(judged, done)
         trained, now = perf_counter(), time.time()
         self._publisher.settle(HEALTH.turned_over)  # no checkpoint is two versions ahead of the log
         before, self._version = self._version, self._publisher.next_version
@@ -238,6 +254,23 @@ class Trainer:
     def _train_on(self, groups: Sequence[JudgedGroup]) -> StepMetrics:
         trained = [[TrainingSample.of(sample) for sample in group.trained] for group in groups if group.trained]
         return train_step(self._model, self._optimizer, trained, settings=self._step_settings)
+
+    def _without_skipped(self, groups: list[JudgedGroup], done: StepMetrics) -> list[JudgedGroup]:
+        """Those of minibatches that were not applied are judged anew, as failed. Raises StepsInVain."""
+        if not done.skipped_minibatches:
+            self._in_vain = 0 if done.tokens else self._in_vain
+            return groups
+        trained = [group for group in groups if group.trained]
+        left_out = {trained[place].group_id for place in done.skipped_groups}
+        self._in_vain = 0 if done.tokens else self._in_vain + 1
+        if self._in_vain >= STEPS_IN_VAIN:
+            raise StepsInVain(
+                f"in {self._in_vain} steps on end no gradient was finite: what the policy of version {self._version} "
+                "computes overflows, and the groups of the last of these steps are not settled; begin again with "
+                "another model folder or a lower trainer.learning_rate"
+            )
+        log.error("gradients are not finite, groups left out", version=self._version, groups=sorted(left_out))
+        return [skipped(group) if group.group_id in left_out else group for group in groups]
 
     def _tried(self, group: JudgedGroup) -> JudgedGroup:
         try:
@@ -280,7 +313,11 @@ class Trainer:
         self._publish(snapshot, settlement)
 
     def _snapshot(self) -> Snapshot:
-        return self._publisher.snapshot(self._model.named_parameters())
+        """The present version as it travels. Raises PolicyRefused for one that no engine could serve."""
+        try:
+            return self._publisher.snapshot(self._model.named_parameters())
+        except NotFinite as error:
+            raise PolicyRefused(f"version {self._version} is neither kept nor published: {error}") from error
 
     def _publish(self, snapshot: Snapshot, settlement: Settlement) -> None:
         """Begin to publish the present version; training goes on meanwhile. A failure ends the run."""

@@ -6,7 +6,7 @@ Keeps true
 - Samples of a group without advantage, or without a sampled token, are not computed: their gradient is exactly zero,
   and they dilute no mean.
 - How sequences are packed into passes changes nothing but time and memory.
-- A minibatch whose gradient is not finite changes nothing; the metrics count it.
+- A minibatch whose gradient is not finite changes nothing and is in no mean; the metrics count it and name its groups.
 """
 
 import math
@@ -91,12 +91,32 @@ class StepMetrics:
     """Share of tokens that the clip kept from pulling further."""
     skipped_minibatches: int = 0
     """Minibatches whose gradient was not finite."""
+    skipped_groups: tuple[int, ...] = ()
+    """Of those, by their places among the groups given: nothing was learned from them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
     sample: TrainingSample
     advantage: float
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Over sampled tokens."""
+
+    tokens: int = 0
+    loss: float = 0.0
+    ratio: float = 0.0
+    divergence: float = 0.0
+    clipped: float = 0.0
+
+    def add(self, other: Self) -> None:
+        self.tokens += other.tokens
+        self.loss += other.loss
+        self.ratio += other.ratio
+        self.divergence += other.divergence
+        self.clipped += other.clipped
 
 
 def make_optimizer(model: Any, *, learning_rate: float) -> torch.optim.AdamW:
@@ -112,50 +132,48 @@ def train_step(
     settings: StepSettings,
 ) -> StepMetrics:
     """Update the model in place from whole groups; say what happened."""
-    live: list[list[_Row]] = []
-    for group in groups:
+    live: list[tuple[int, list[_Row]]] = []
+    for place, group in enumerate(groups):
         rewards = [sample.reward for sample in group]
         advantages = group_advantages(rewards, scale_by_deviation=settings.scale_by_deviation)
         if any(advantages):
             rows = zip(group, advantages, strict=True)
-            live.append([_Row(sample, advantage) for sample, advantage in rows if any(sample.loss_mask)])
+            live.append((place, [_Row(sample, advantage) for sample, advantage in rows if any(sample.loss_mask)]))
     samples = [sample for group in groups for sample in group]
     metrics = StepMetrics(
         reward=sum(sample.reward for sample in samples) / max(len(samples), 1),
         groups=len(groups),
         groups_with_signal=len(live),
-        tokens=sum(sum(row.sample.loss_mask) for rows in live for row in rows),
     )
     model.eval()
+    learned = _Sums()
     for first in range(min(settings.minibatches, len(live))):
-        minibatch = [row for rows in live[first :: settings.minibatches] for row in rows]
-        _update(model, optimizer, minibatch, settings=settings, metrics=metrics)
+        minibatch = live[first :: settings.minibatches]
+        optimizer.zero_grad(set_to_none=True)
+        sums = _gradients(model, [row for _, rows in minibatch for row in rows], settings)
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_norm))
+        if math.isfinite(norm):
+            optimizer.step()
+            metrics.gradient_norm = max(metrics.gradient_norm, norm)
+            learned.add(sums)
+        else:
+            metrics.skipped_minibatches += 1
+            metrics.skipped_groups += tuple(place for place, _ in minibatch)
+    metrics.tokens, tokens = learned.tokens, max(learned.tokens, 1)
+    metrics.loss, metrics.importance_mean = learned.loss / tokens, learned.ratio / tokens
+    metrics.kl_behaviour, metrics.clipped_share = learned.divergence / tokens, learned.clipped / tokens
     return metrics
 
 
 def try_group(model: Any, group: Sequence[TrainingSample], *, settings: StepSettings) -> None:
     """Compute a group's gradient and throw it away: raises what a step on it would raise, and changes no weight."""
-    metrics = StepMetrics(reward=0.0, groups=1, groups_with_signal=1)
-    _gradients(model, [_Row(sample, 1.0) for sample in group if any(sample.loss_mask)], settings, metrics)
+    _gradients(model, [_Row(sample, 1.0) for sample in group if any(sample.loss_mask)], settings)
     model.zero_grad(set_to_none=True)
 
 
-def _update(
-    model: Any, optimizer: torch.optim.Optimizer, rows: list[_Row], *, settings: StepSettings, metrics: StepMetrics
-) -> None:
-    optimizer.zero_grad(set_to_none=True)
-    _gradients(model, rows, settings, metrics)
-    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_norm))
-    if math.isfinite(norm):
-        metrics.gradient_norm = max(metrics.gradient_norm, norm)
-        optimizer.step()
-    else:
-        metrics.skipped_minibatches += 1
-
-
-def _gradients(model: Any, rows: Sequence[_Row], settings: StepSettings, metrics: StepMetrics) -> None:
+def _gradients(model: Any, rows: Sequence[_Row], settings: StepSettings) -> _Sums:
     """Add to the parameters' gradients that of the rows' loss, a mean over their sampled tokens."""
-    tokens = max(sum(sum(row.sample.loss_mask) for row in rows), 1)
+    sums = _Sums(tokens=sum(sum(row.sample.loss_mask) for row in rows))
     for indices in microbatches([len(row.sample.tokens) for row in rows], tokens=settings.microbatch_tokens):
         part = [rows[index] for index in indices]
         mask = padded([row.sample.loss_mask for row in part], dtype=torch.float32)
@@ -168,19 +186,19 @@ def _gradients(model: Any, rows: Sequence[_Row], settings: StepSettings, metrics
         summed = grpo_loss(
             logprobs, behaviour_logprobs=behaviour, advantages=advantages, loss_mask=mask, bounds=settings.bounds
         )
-        (summed / tokens).backward()  # type: ignore[no-untyped-call]
+        (summed / max(sums.tokens, 1)).backward()  # type: ignore[no-untyped-call]
         HEALTH.turned_over()
-        _observe(metrics, logprobs.detach(), behaviour, advantages, mask=mask, bounds=settings.bounds)
-        metrics.loss += float(summed.detach()) / max(metrics.tokens, 1)
+        sums.loss += float(summed.detach())
+        _observe(sums, logprobs.detach(), behaviour, advantages, mask=mask, bounds=settings.bounds)
+    return sums
 
 
 def _observe(
-    metrics: StepMetrics, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, *, mask: Tensor, bounds: LossBounds
+    sums: _Sums, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, *, mask: Tensor, bounds: LossBounds
 ) -> None:
-    log_ratio = (logprobs - behaviour)[mask.bool()]
+    log_ratio = (logprobs - behaviour)[mask.bool()].double()  # whose ratio is at most that of LEAST_LOGPROB
     ratio = log_ratio.exp()
-    spent = beyond_clip(ratio, advantages.expand_as(mask)[mask.bool()], bounds)
-    metrics.importance_mean += float(ratio.sum()) / max(metrics.tokens, 1)
+    sums.ratio += float(ratio.sum())
     # The estimator r - 1 - log r of the divergence is never negative and varies little.
-    metrics.kl_behaviour += float((ratio - 1 - log_ratio).sum()) / max(metrics.tokens, 1)
-    metrics.clipped_share += float(spent.sum()) / max(metrics.tokens, 1)
+    sums.divergence += float((ratio - 1 - log_ratio).sum())
+    sums.clipped += float(beyond_clip(ratio, advantages.expand_as(mask)[mask.bool()], bounds).sum())

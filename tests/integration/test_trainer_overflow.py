@@ -1,0 +1,162 @@
+"""A trainer whose numbers overflow: nothing of that counts as trained, and no such policy is kept or published."""
+
+from collections.abc import Collection
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.accounting.audit import audit_log
+from schemas.arrays import pack_tokens
+from schemas.errors import UsageError
+from schemas.samples import Outcome, SampleOutcome
+from tests.brokers import AnyBroker
+from tests.integration.trainer_kit import (
+    FAILED_GROUP,
+    GROUP_SIZE,
+    GROUPS,
+    GROUPS_PER_STEP,
+    STEPS,
+    config_of,
+    group_name,
+    log_with_samples,
+    make_policy,
+    make_samples,
+    result_of,
+)
+from topics.catalog import CHUNKS, MANIFESTS, OUTCOMES
+from topics.log import read_topics
+from topics.settings import BusSettings
+from workers.trainer.loop import PolicyRefused, StepsInVain, Trainer
+from workers.trainer.main import run_trainer
+from workers.trainer.step_log import NAME, read_step_log
+from workers.weights.config import WeightsConfig
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def settings(broker: AnyBroker, namespace: str) -> BusSettings:
+    return log_with_samples(broker, namespace)
+
+
+def trainer_of(settings: BusSettings, model_folder: Path, run_folder: Path, **change: Any) -> Trainer:
+    return Trainer(settings, config_of(model_folder, run_folder, **change), WeightsConfig(), Event())
+
+
+def overflow_on(trainer: Trainer, groups: Collection[str]) -> None:
+    """What the policy computes of a batch with a sample of these groups is no number."""
+    spoiled = [one.tokens[:-4] for one in make_samples() if one.group_id in groups]
+
+    def spoil(_module: object, _arguments: object, given: dict[str, torch.Tensor], output: Any) -> None:
+        rows = [pack_tokens(row.tolist()) for row in given["input_ids"]]
+        if any(row.startswith(one) for row in rows for one in spoiled):
+            output.logits = output.logits * torch.nan
+
+    trainer._model.register_forward_hook(spoil, with_kwargs=True)
+
+
+def spoiled_folder(folder: Path, value: float) -> Path:
+    make_policy(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def on_log(settings: BusSettings) -> int:
+    """How many records there are of what a trainer writes."""
+    return len(list(read_topics(settings, [CHUNKS, MANIFESTS, OUTCOMES])))
+
+
+def test_samples_of_a_minibatch_that_was_not_applied_are_settled_as_failed_and_all_others_are_trained(
+    settings: BusSettings, model_folder: Path, tmp_path: Path
+) -> None:
+    trainer = trainer_of(settings, model_folder, tmp_path / "run", minibatches=GROUPS_PER_STEP)
+    overflow_on(trainer, ["g04"])
+    trainer.run()
+    result = result_of(settings)
+    failed = {name for name, outcome, _ in result.outcomes if outcome is Outcome.INFRA_FAILED}
+    assert failed == {f"g04:{index}" for index in range(GROUP_SIZE)} | {f"{group_name(FAILED_GROUP)}:0"}
+    assert result.counts[Outcome.TRAINED] == (GROUPS - 2) * GROUP_SIZE - 1
+    records = [envelope.record for envelope in read_topics(settings, [OUTCOMES])]
+    reasons = {one.reason for one in records if isinstance(one, SampleOutcome) and one.group_id == "g04"}
+    assert reasons == {"the gradient of its minibatch is not finite, and was not applied"}
+    lines = read_step_log(tmp_path / "run")
+    assert [sum(line["skipped_minibatches"] for line in lines), len(lines)] == [1, STEPS]
+    assert all(line[name] is not None for line in lines for name in ("loss", "importance_mean", "kl_behaviour"))
+    assert sum(line["outcomes"].get("trained", 0) for line in lines) == result.counts[Outcome.TRAINED]
+    assert audit_log(settings).clean
+
+
+def test_steps_on_end_without_a_finite_gradient_end_the_trainer_and_nothing_of_them_is_trained(
+    settings: BusSettings, model_folder: Path, tmp_path: Path
+) -> None:
+    trainer = trainer_of(settings, model_folder, tmp_path / "run")
+    overflow_on(trainer, [group_name(number) for number in range(GROUPS)])
+    with pytest.raises(StepsInVain, match="in 2 steps on end no gradient was finite"):
+        trainer.run()
+    result = result_of(settings)
+    assert result.counts.keys() <= {Outcome.INFRA_FAILED, Outcome.FILTERED}
+    assert len(result.outcomes) == GROUPS_PER_STEP * GROUP_SIZE, "the first step alone is settled"
+    assert result.digests[0] == result.digests[1] and not (tmp_path / "run" / "model").exists()
+    run_trainer(settings, config_of(model_folder, tmp_path / "run"), Event())
+    assert result_of(settings).counts[Outcome.TRAINED] >= (GROUPS - 2 - GROUPS_PER_STEP) * GROUP_SIZE
+    assert audit_log(settings).clean
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_step_that_leaves_a_policy_that_is_not_finite_is_as_if_it_had_not_been(
+    settings: BusSettings, model_folder: Path, tmp_path: Path, value: float
+) -> None:
+    trainer = trainer_of(settings, model_folder, tmp_path / "run")
+    spoil = trainer._model.model.norm.weight.data
+
+    def spoils(*_: object) -> None:
+        spoil[3] = value
+
+    trainer._optimizer.register_step_post_hook(spoils)
+    with pytest.raises(PolicyRefused, match=r"^version 1 is neither kept nor published: model\.norm\.weight holds a"):
+        trainer.run()
+    assert result_of(settings).outcomes == [] and list(result_of(settings).digests) == [0]
+    kept = sorted(file.name for file in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000000.msgpack", "step-00000000.safetensors"]
+    assert not (tmp_path / "run" / NAME).exists() and not (tmp_path / "run" / "model").exists()
+    run_trainer(settings, config_of(model_folder, tmp_path / "run"), Event())
+    assert result_of(settings).counts == {
+        Outcome.TRAINED: (GROUPS - 1) * GROUP_SIZE - 1,
+        Outcome.FILTERED: GROUP_SIZE,
+        Outcome.INFRA_FAILED: 1,
+    }
+    assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "run/model/model.safetensors").values())
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_policy_to_begin_with_that_is_not_finite_begins_no_run(
+    settings: BusSettings, tmp_path: Path, value: float
+) -> None:
+    folder, before = spoiled_folder(tmp_path / "model", value), on_log(settings)
+    with pytest.raises(UsageError, match=r"version 0 .* model\.norm\.weight holds a value that is not finite"):
+        run_trainer(settings, config_of(folder, tmp_path / "run"), Event())
+    assert on_log(settings) == before
+    assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "model").exists()
+
+
+def test_a_weight_that_what_it_travels_as_does_not_hold_is_refused_with_the_setting(
+    settings: BusSettings, tmp_path: Path
+) -> None:
+    folder, before = spoiled_folder(tmp_path / "model", 70_000.0), on_log(settings)
+    config = config_of(folder, tmp_path / "run")
+    with pytest.raises(UsageError, match=r"holds 70000, which float16 does not: set weights\.dtype"):
+        run_trainer(settings, config, Event(), weights=WeightsConfig(dtype="float16"))
+    assert on_log(settings) == before and not config.checkpoints.exists()
+    run_trainer(settings, config, Event(), weights=WeightsConfig(dtype="bfloat16"))
+    assert result_of(settings).counts[Outcome.FILTERED] == GROUP_SIZE
