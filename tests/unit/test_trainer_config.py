@@ -1,11 +1,16 @@
-"""The trainer's configuration refuses what makes no sense."""
+"""The configurations of the trainer, of weights and of executors refuse what makes no sense."""
 
+import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from workers.executor.config import ExecutorConfig
 from workers.trainer.config import TrainerConfig
+from workers.weights.config import WeightsConfig
 
 
 def config(**change: Any) -> TrainerConfig:
@@ -31,3 +36,47 @@ def test_checkpoints_lie_in_the_run_unless_said_otherwise() -> None:
 def test_a_value_out_of_its_range_is_named(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
         config(**change)
+
+
+SECTIONS: dict[type, dict[str, Any]] = {
+    TrainerConfig: {"model_folder": Path("model"), "run_folder": Path("runs/demo")},
+    WeightsConfig: {},
+    ExecutorConfig: {"model_folder": Path("model")},
+}
+"""What each cannot do without."""
+
+
+def numbers_of(section: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(section) if field.type in (int, float, int | None)]
+
+
+NUMBERS = [(section, name) for section in SECTIONS for name in numbers_of(section)]
+
+
+@pytest.mark.parametrize(("section", "name"), NUMBERS, ids=[f"{section.__name__}.{name}" for section, name in NUMBERS])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1, 1e300, 2**70])
+def test_every_number_has_two_ends(section: Any, name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        section(**SECTIONS[section], **{name: value})
+
+
+def test_every_seed_that_is_taken_is_one_that_torch_takes() -> None:
+    for seed in (0, 2**63 - 1):
+        torch.manual_seed(config(seed=seed).seed)
+    with pytest.raises(ValueError, match=r"seed must be from 0 to 2\^63 - 1"):
+        config(seed=2**63)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_turns": 0},
+        {"max_turns": 4097},
+        {"max_model_len": 1},
+        {"heartbeat_seconds": 0.3},
+        {"heartbeat_seconds": 0.0},
+    ],
+)
+def test_an_executor_that_could_not_say_how_it_stands_is_not_configured(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        ExecutorConfig(model_folder=Path("model"), **change)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from schemas.errors import UsageError
+from schemas.slack import HELD
 from schemas.turns import CLAIM_KEY
 
 NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -14,7 +15,7 @@ NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorConfig:
-    """One executor: its engine and how much it takes on."""
+    """One executor: its engine and how much it takes on. Raises ValueError for a value out of its range."""
 
     model_folder: Path
     """Hugging Face folder that gives architecture and tokenizer; weights come from the log."""
@@ -38,7 +39,20 @@ class ExecutorConfig:
     """Whether turns in the engine end on the version they began on: new ones then wait until it is empty. Otherwise
     they go on under the new version, and their spans say from which token on."""
     heartbeat_seconds: float = 0.1
-    """Time between heartbeats, at most 0.2."""
+    """Time between heartbeats, from 0.01 to 0.2."""
+
+    def __post_init__(self) -> None:
+        in_range = {
+            "slot must be from 0 to 2^31 - 1": self.slot is None or 0 <= self.slot < 2**31,
+            f"max_turns must be from 1 to {HELD}": 1 <= self.max_turns <= HELD,
+            "max_model_len must be from 2 to 2^31": 2 <= self.max_model_len <= 2**31,
+            "kv_cache_bytes must be from 1 to 2^50": 1 <= self.kv_cache_bytes <= 2**50,
+            "step_tokens must be from 1 to 2^31": 1 <= self.step_tokens <= 2**31,
+            "heartbeat_seconds must be from 0.01 to 0.2": 0.01 <= self.heartbeat_seconds <= 0.2,
+        }
+        for sentence, holds in in_range.items():
+            if not holds:
+                raise ValueError(sentence)
 
     @property
     def worker(self) -> str:

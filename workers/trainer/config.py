@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+LARGEST = 1e12
+"""Of a bound that is to bound nothing: the products and squares of a step that have more in them overflow."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
@@ -54,19 +57,20 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         in_range = {
-            "groups_per_step must be at least 1": self.groups_per_step >= 1,
-            "total_groups must be at least 0": self.total_groups >= 0,
-            "max_staleness must be at least 0": self.max_staleness >= 0,
+            "groups_per_step must be from 1 to 65536": 1 <= self.groups_per_step <= 65_536,
+            "total_groups must be from 0 to 2^53": 0 <= self.total_groups <= 2**53,
+            "max_staleness must be from 0 to 2^53": 0 <= self.max_staleness <= 2**53,
             "truncated must be train or leave_out": self.truncated in ("train", "leave_out"),
-            "learning_rate must be above 0": self.learning_rate > 0,
+            "learning_rate must be above 0 and at most 1": 0 < self.learning_rate <= 1,
             "clip_low must be from 0 to 1": 0 <= self.clip_low <= 1,
-            "clip_high must be at least 1": self.clip_high >= 1,
-            "importance_cap must be above 0": self.importance_cap > 0,
-            "minibatches must be at least 1": self.minibatches >= 1,
-            "gradient_norm must be above 0": self.gradient_norm > 0,
-            "microbatch_tokens must be at least 1": self.microbatch_tokens >= 1,
-            "threads must be at least 1": self.threads >= 1,
-            "hung_seconds must be above 0": self.hung_seconds > 0,
+            f"clip_high must be from 1 to {LARGEST:g}": 1 <= self.clip_high <= LARGEST,
+            f"importance_cap must be above 0 and at most {LARGEST:g}": 0 < self.importance_cap <= LARGEST,
+            "minibatches must be from 1 to 65536": 1 <= self.minibatches <= 65_536,
+            f"gradient_norm must be above 0 and at most {LARGEST:g}": 0 < self.gradient_norm <= LARGEST,
+            "microbatch_tokens must be from 1 to 2^31": 1 <= self.microbatch_tokens <= 2**31,
+            "seed must be from 0 to 2^63 - 1": 0 <= self.seed < 2**63,
+            "threads must be from 1 to 4096": 1 <= self.threads <= 4_096,
+            "hung_seconds must be above 0 and at most 1e9": 0 < self.hung_seconds <= 1e9,
         }
         for sentence, holds in in_range.items():
             if not holds:

@@ -42,10 +42,10 @@ class WeightsConfig:
     def __post_init__(self) -> None:
         in_range = {
             f"dtype must be one of {', '.join(HOLDS)}": self.dtype in ("", *HOLDS),
-            "anchor_every must be at least 0": self.anchor_every >= 0,
-            "anchor_max_age_seconds must be at least 0": self.anchor_max_age_seconds >= 0,
-            "column_parts must be at least 1": self.column_parts >= 1,
-            "store_above_bytes must be at least 0": self.store_above_bytes >= 0,
+            "anchor_every must be from 0 to 1000000": 0 <= self.anchor_every <= 1_000_000,
+            "anchor_max_age_seconds must be from 0 to 1e9": 0 <= self.anchor_max_age_seconds <= 1e9,
+            "column_parts must be from 1 to 4096": 1 <= self.column_parts <= 4_096,
+            "store_above_bytes must be from 0 to 2^60": 0 <= self.store_above_bytes <= 2**60,
         }
         for sentence, holds in in_range.items():
             if not holds:
