@@ -14,8 +14,9 @@ from typing import Any
 from schemas.arrays import pack_tokens
 from tests.integration.scripted_executors import CHARACTERS, END, FIRST_CHARACTER
 from workers.environments import runner as runner_module
+from workers.environments.jobs import Advance, Answer, Job, Limits, Reset
 from workers.environments.protocol import Environment, EnvironmentArgumentError, JsonValue, Step
-from workers.environments.runner import Advance, Answer, Job, Reset
+from workers.environments.runner import Runner
 from workers.environments.stage import Stage
 from workers.environments.turn_format import TurnFormat
 
@@ -161,7 +162,12 @@ def stage_of(
     Counter.held = Counter.restored = 0
     Counter.gate.clear()
     Counter.blocks.clear()
-    stage = Stage(TurnFormat(folder), create, **{"max_live": 8, "timeout_seconds": WAIT_SECONDS, **limits})
+    known = Limits(**{"max_live": 8, "timeout_seconds": WAIT_SECONDS, "max_context_tokens": 1024, **limits})
+    turn_format = TurnFormat(folder)
+    stage = Stage(
+        lambda _kind, answer, life: Runner(turn_format, create, answer, known, life=life),
+        timeout_seconds=known.timeout_seconds,
+    )
     stage.new_life(1)
     try:
         yield stage

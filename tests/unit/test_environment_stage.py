@@ -24,8 +24,8 @@ from tests.unit.stage_world import (
 from workers.environments import runner as runner_module
 from workers.environments import stage as stage_module
 from workers.environments.home import Begun
+from workers.environments.jobs import Failed, Refused
 from workers.environments.protocol import Environment
-from workers.environments.runner import Failed, Refused
 from workers.environments.stage import Stage
 from workers.environments.steps import Stepped
 

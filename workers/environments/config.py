@@ -2,9 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from schemas.limits import CONTEXT_TOKENS
 from schemas.prompts import LEAST_TEMPERATURE
+
+Isolation = Literal["auto", "process", "thread"]
+
+LONGEST_SECONDS = 7 * 86_400.0
+"""Of a step, and of the patience with a turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +41,10 @@ class EnvironmentConfig:
     """Your own environments (`package.module:Class`) that prompts may name beside the built-in ones."""
     import_paths: tuple[Path, ...] = ()
     """Folders to import your own environments from, before the installed packages."""
+    isolation: Isolation = "auto"
+    """Where environments run: `process` (a process for each kind, so what one does to its process ends no worker),
+    `thread` (of the worker: cheaper, and one that ends its process ends the worker), or `auto`: your own in processes,
+    the built-in ones in threads."""
 
     def __post_init__(self) -> None:
         in_range = {
@@ -42,10 +52,13 @@ class EnvironmentConfig:
             "top_p must be 1: the loss cannot weigh what is cut off": self.top_p == 1,
             "max_turn_tokens must be from 1 to 65536": 1 <= self.max_turn_tokens <= 65_536,
             f"max_context_tokens must be from 2 to {CONTEXT_TOKENS}": 2 <= self.max_context_tokens <= CONTEXT_TOKENS,
-            "window_groups must be at least 1": self.window_groups >= 1,
-            "max_live_environments must be at least 1": self.max_live_environments >= 1,
-            "step_timeout_seconds must be above 0": self.step_timeout_seconds > 0,
-            "turn_patience_seconds must be above 0": self.turn_patience_seconds > 0,
+            "window_groups must be at least 1, and at most 1000000": 1 <= self.window_groups <= 1_000_000,
+            "max_live_environments must be at least 1, and at most 1000000": 1
+            <= self.max_live_environments
+            <= 1_000_000,
+            "step_timeout_seconds must be from 0.01 to 604800": 0.01 <= self.step_timeout_seconds <= LONGEST_SECONDS,
+            "turn_patience_seconds must be from 0.01 to 604800": 0.01 <= self.turn_patience_seconds <= LONGEST_SECONDS,
+            "isolation must be auto, process or thread": self.isolation in get_args(Isolation),
         }
         for sentence, holds in in_range.items():
             if not holds:

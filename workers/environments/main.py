@@ -1,20 +1,32 @@
 """The environment worker as a program."""
 
 import functools
+import os
 import sys
 import threading
+import time
 from collections.abc import Callable
+
+import structlog
 
 from schemas.prompts import Sampling
 from topics.admin import reach
 from topics.settings import BusSettings
+from workers.environments.apart import Apart
 from workers.environments.config import EnvironmentConfig
-from workers.environments.protocol import Environment
+from workers.environments.jobs import Answering, Limits, Runs
 from workers.environments.registry import BUILT_IN, UnknownEnvironment, load_environment
-from workers.environments.stage import Stage
+from workers.environments.runner import Runner
+from workers.environments.serving import Kind
+from workers.environments.stage import BEGIN_SECONDS, LOOK_SECONDS, NewRunner, Stage
 from workers.environments.trajectory import Rules
 from workers.environments.turn_format import TurnFormat
 from workers.environments.worker import EnvironmentWorker
+
+EXIT_SECONDS = 5.0
+"""How long the process may take to end once this worker has."""
+
+log = structlog.get_logger()
 
 
 def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, name: str, stop: threading.Event) -> None:
@@ -25,21 +37,18 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
     WorkerFenced when another worker takes the name.
     """
     turn_format = TurnFormat(config.model_folder)
-    load = _allowed(config)
-    reach(settings)
-    sampling = Sampling(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        max_tokens=config.max_turn_tokens,
-        stop_token_ids=turn_format.stop_token_ids,
-    )
-    stage = Stage(
-        turn_format,
-        lambda environment: load(environment)(),
-        max_live=config.max_live_environments,
-        timeout_seconds=config.step_timeout_seconds,
-    )
+    before = set(threading.enumerate())
+    sys.path[:0] = [str(path.resolve()) for path in config.import_paths if str(path.resolve()) not in sys.path]
+    stage = Stage(_runners(config, turn_format), timeout_seconds=config.step_timeout_seconds)
     try:
+        check = _allowed(config, stage, stop)
+        reach(settings)
+        sampling = Sampling(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            max_tokens=config.max_turn_tokens,
+            stop_token_ids=turn_format.stop_token_ids,
+        )
         worker = EnvironmentWorker(
             settings,
             name,
@@ -51,30 +60,86 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
             ),
             window_groups=config.window_groups,
             stage=stage,
-            check_environment=load,
+            check_environment=check,
         )
         worker.run(stop)
     finally:
         stage.close()
+        _end_soon(before)
 
 
-def _allowed(config: EnvironmentConfig) -> Callable[[str], Callable[[], Environment]]:
-    """What makes an environment of a name; only built-in names and those of the config.
+def _apart(config: EnvironmentConfig, name: str) -> bool:
+    """Whether environments of this name run in a process of their own."""
+    return config.isolation == "process" or (config.isolation == "auto" and name not in BUILT_IN)
 
-    A prompt comes from the bus, and importing what it names would run code that its sender chose.
+
+def _runners(config: EnvironmentConfig, turn_format: TurnFormat) -> NewRunner:
+    """What makes the runner of a kind of environments."""
+    limits = Limits(
+        max_live=config.max_live_environments,
+        timeout_seconds=config.step_timeout_seconds,
+        max_context_tokens=config.max_context_tokens,
+    )
+
+    def new_runner(name: str, answer: Answering, life: int) -> Runs:
+        if not _apart(config, name):
+            return Runner(turn_format, lambda own: load_environment(own)(), answer, limits, life=life)
+        kind = Kind(
+            environment=name,
+            model_folder=str(config.model_folder.resolve()),
+            import_paths=sys.path,
+            limits=limits,
+            life=life,
+        )
+        return Apart(kind, answer)
+
+    return new_runner
+
+
+def _allowed(config: EnvironmentConfig, stage: Stage, stop: threading.Event) -> Callable[[str], None]:
+    """What refuses the name of an environment; only built-in names and those of the config lead to one.
+
+    A prompt comes from the bus, and importing what it names would run code that its sender chose. A user's own that run
+    in processes are imported there alone. Raises UsageError for a name of the config that leads to none.
     """
-    sys.path[:0] = [str(path.resolve()) for path in config.import_paths if str(path.resolve()) not in sys.path]
-    own = {name: load_environment(name) for name in config.environments}
+    own = dict.fromkeys(config.environments)
+    begun = {name: stage.begin(name) for name in own if _apart(config, name)}
+    for name in own:
+        if name not in begun:
+            load_environment(name)
+    deadline = time.monotonic() + BEGIN_SECONDS
+    for name, runner in begun.items():
+        while not (runner.ready or runner.ended or stop.wait(LOOK_SECONDS)):
+            if time.monotonic() > deadline:
+                raise UnknownEnvironment(f"environment {name!r}: to import it takes longer than {BEGIN_SECONDS:g} s")
+        if runner.ended:
+            how = f"to import it ends the process, which{runner.ended}: mend that module"
+            raise UnknownEnvironment(runner.unfit or f"environment {name!r}: {how}")
 
     @functools.cache
-    def load(name: str) -> Callable[[], Environment]:
+    def check(name: str) -> None:
         if name in own:
-            return own[name]
-        if name in BUILT_IN:
-            return load_environment(name)
-        known = ", ".join([*BUILT_IN, *own])
-        raise UnknownEnvironment(
-            f"unknown environment {name!r}: this worker runs {known}; name your own in environment.environments"
-        )
+            return
+        if name not in BUILT_IN:
+            known = ", ".join([*BUILT_IN, *own])
+            raise UnknownEnvironment(
+                f"unknown environment {name!r}: this worker runs {known}; name your own in environment.environments"
+            )
+        load_environment(name)
 
-    return load
+    return check
+
+
+def _end_soon(before: set[threading.Thread]) -> None:
+    """End this process though environments have left threads behind that Python would wait for."""
+    left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread not in before]
+    if not left or threading.current_thread() is not threading.main_thread():
+        return
+    log.warning("environment_threads_left", threads=left)
+    status = 1 if sys.exc_info()[0] else 0
+
+    def end() -> None:
+        time.sleep(EXIT_SECONDS)
+        os._exit(status)
+
+    threading.Thread(target=end, name="end-soon", daemon=True).start()

@@ -63,7 +63,17 @@ RECOVERY_READ = Counter(
 )
 BLOCKED = Counter(
     "rose_environment_blocked_threads_total",
-    "Threads left behind because an environment blocked them.",
+    "Threads and processes given up because an environment blocked them.",
+    registry=ENVIRONMENT,
+)
+PROCESSES_ENDED = Counter(
+    "rose_environment_processes_ended_total",
+    "Processes of environments that ended without being asked to.",
+    registry=ENVIRONMENT,
+)
+STUCK = Gauge(
+    "rose_environment_stuck_threads",
+    "Threads of environments in which a call goes on that was given up.",
     registry=ENVIRONMENT,
 )
 

@@ -11,8 +11,8 @@ from schemas.environments import GroupState
 from schemas.errors import UsageError
 from schemas.prompts import Prompt, trajectory_id, unpriced
 from workers.environments.home import Decision, Home
+from workers.environments.jobs import Reset
 from workers.environments.outbox import group_of
-from workers.environments.runner import Reset
 from workers.environments.steps import unwritable
 from workers.environments.trajectory import Rules, settled_sampling
 

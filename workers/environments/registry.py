@@ -31,7 +31,9 @@ def load_environment(name: str) -> Callable[[], Environment]:
         raise UnknownEnvironment(f"unknown environment {name!r}: {_choices()}")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module may raise anything, as `sys.exit` does
         raise UnknownEnvironment(
             f"environment {name!r}: cannot import {module_name} ({in_words(error)}); {_choices()}"
         ) from error

@@ -6,6 +6,8 @@ Keeps true
   is closed first; it is restored from its trajectory's state when its next turn comes.
 - Every job of the present life is answered once, in whatever order they end and whatever is raised, swallowed or
   cancelled, for as long as no environment blocks the thread. That shows from outside: `beats` stands still.
+- A job is answered before its environment is closed, so no `close` holds back or spoils what was finished.
+- An observation is encoded beside the loop where that takes long, and not to its end where it cannot fit a context.
 - A step is not late because this process was frozen: of a freeze no more counts than of any look.
 """
 
@@ -15,9 +17,8 @@ import ctypes
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -25,9 +26,27 @@ import structlog
 
 from schemas.arrays import pack_tokens, unpack_tokens
 from schemas.errors import UsageError, in_words, said_by
+from workers.environments.handed import Unusable, state_of, step_of, text_of
 from workers.environments.home import Begun
-from workers.environments.protocol import Environment, Step
-from workers.environments.steps import Stepped
+from workers.environments.jobs import (
+    BEATS,
+    LIVE,
+    NOBODY,
+    RUNNING,
+    STUCK,
+    Advance,
+    Answer,
+    Answering,
+    Failed,
+    Job,
+    Limits,
+    Refused,
+    Reset,
+    Signs,
+)
+from workers.environments.protocol import Environment
+from workers.environments.steps import FAILURE_CHARACTERS, Stepped
+from workers.environments.threads import Threads
 from workers.environments.turn_format import TurnFormat
 
 CLOSE_SECONDS = 10.0
@@ -48,91 +67,59 @@ CANCEL_SECONDS = 5.0
 BEAT_SECONDS = 0.05
 """Between two beats of a loop that nobody blocks."""
 
+PIECE_CHARACTERS = 16_384
+"""An observation up to here is encoded at once, within some ten milliseconds."""
+
+CERTAINLY = 2
+"""An observation whose pieces have so many times the tokens of a context does not fit one: encoded as a whole it may
+have fewer, but at the seams of pieces alone."""
+
 T = TypeVar("T")
 
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One thing to do with one trajectory's environment."""
-
-    life: int
-    """Of the homes for which it is done."""
-    trajectory_id: str
-    environment: str
-    ticket: object
-    """Comes back with the answer, untouched."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reset(Job):
-    """Begin the task."""
-
-    seed: int
-    arguments: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advance(Job):
-    """Take an action."""
-
-    tokens: bytes
-    """As sampled, packed."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Of the turn, beside the model's own."""
-    state: bytes
-    """To restore from when the environment is not held any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The environment does not take the prompt's arguments."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The environment failed; the trajectory cannot go on."""
-
-    failure: str
-
-
-Answer = Begun | Stepped | Refused | Failed
-
-
 class Runner:
     """Runs jobs. All but the methods with an underscore are called from outside its thread."""
+
+    killable = False
 
     def __init__(
         self,
         turn_format: TurnFormat,
         create: Callable[[str], Environment],
-        answer: Callable[[Job, Answer], None],
+        answer: Answering,
+        limits: Limits,
         *,
         life: int,
-        max_live: int,
-        timeout_seconds: float,
+        signs: Signs | None = None,
     ) -> None:
-        """`create` makes a new environment of a name; `answer` is called in its thread."""
+        """`create` makes a new environment of a name; `answer` is called in its thread. With `signs` jobs have numbers
+        for tickets.
+        """
         self.beats = 0
         """Grows while nobody blocks the loop."""
+        self.ready, self.ended, self.unfit = True, "", ""
         self._format = turn_format
         self._create = create
         self._answer = answer
-        self._max_live = max_live
-        self._timeout_seconds = timeout_seconds
+        self._limits = limits
         self._life = life
+        self._signs = signs
         self._idle: OrderedDict[str, Environment] = OrderedDict()
         self._busy = 0
-        self._slots = asyncio.Semaphore(max_live)
-        self._tasks: dict[asyncio.Task[Answer | None], Job | None] = {}
-        """The runner's own. Nobody but an environment that cancels whatever it finds cancels these."""
+        self._ending = 0
+        """Environments that are closed though their slot is still theirs."""
+        self._slots = asyncio.Semaphore(limits.max_live)
+        self._tasks: dict[asyncio.Task[None], Job | None] = {}
+        """The runner's own, each with the job that is to be answered. Nobody but an environment that cancels whatever
+        it finds cancels these."""
         self._calls: dict[asyncio.Task[Any], Job | None] = {}
         """Into environments, given up or not."""
         self._closing = self._stopped = False
         self._loop = asyncio.new_event_loop()
+        self._threads = Threads()
+        self._loop.set_default_executor(self._threads)
         self._loop.call_soon(self._beat)
         self._thread = Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
@@ -142,13 +129,18 @@ class Runner:
         """Environments that are held or stepped; as another thread sees it, so a figure for people."""
         return len(self._idle) + self._busy
 
+    @property
+    def threads_stuck(self) -> int:
+        """Threads of its pool that a call went on in after it was given up."""
+        return self._threads.stuck
+
     def start(self, jobs: Sequence[Job]) -> None:
         """Begin with these jobs."""
         self._loop.call_soon_threadsafe(self._begin, jobs)
 
-    def let_go(self, trajectory_ids: Iterable[str]) -> None:
+    def let_go(self, trajectory_ids: list[str]) -> None:
         """Close the environments of trajectories that have ended."""
-        self._loop.call_soon_threadsafe(self._drop, list(trajectory_ids))
+        self._loop.call_soon_threadsafe(self._drop, trajectory_ids)
 
     def new_life(self, life: int) -> None:
         """Close all environments: what was held of earlier lives does not count any more."""
@@ -157,25 +149,26 @@ class Runner:
     def running(self) -> Job | None:
         """The job whose own code has the thread at this moment."""
         task = asyncio.current_task(self._loop)
-        return None if task is None else self._calls.get(task) or self._tasks.get(task)
+        if task in self._calls:
+            return self._calls[task] or NOBODY
+        return None if task is None else self._tasks.get(task)
 
     def abandon(self) -> None:
         """Have the thread end when it can: a sleep has to be slept, a loop in Python is broken off."""
-        self._leave()
+        self.leave()
         if self._thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit))
 
-    def close(self) -> None:
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Stop everything. An environment that blocks the event loop is left behind."""
-        self._leave()
-        self._thread.join(CLOSE_SECONDS)
+        self.leave()
+        self._thread.join(seconds)
         if self._thread.is_alive():
-            log.warning("environments_not_closed", seconds=CLOSE_SECONDS)
+            log.warning("environments_not_closed", seconds=seconds)
             self.abandon()
-        else:
-            self._loop.close()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Have the thread close everything and end."""
         if not self._closing:
             self._closing = True
             asyncio.run_coroutine_threadsafe(self._shut(), self._loop)
@@ -184,9 +177,12 @@ class Runner:
         while not self._stopped:  # an environment may stop the loop, too
             with suppress(SystemExit, KeyboardInterrupt):  # of its callback, or as `abandon` raises it in whatever runs
                 self._loop.run_forever()
+        self._loop.close()
 
     def _beat(self) -> None:
         self.beats += 1
+        if self._signs is not None:
+            self._signs[BEATS], self._signs[LIVE], self._signs[STUCK] = self.beats, self.live, self.threads_stuck
         self._loop.call_later(BEAT_SECONDS, self._beat)
 
     def _begin(self, jobs: Sequence[Job]) -> None:
@@ -215,53 +211,58 @@ class Runner:
             self._stopped = True
             self._loop.stop()
 
-    async def _work(self, job: Job) -> Answer | None:
+    async def _work(self, job: Job) -> None:
         async with self._slots:
             if self._closing or job.life != self._life:
-                return None  # nobody waits for it any more
+                self._tasks[_present_task()] = None  # nobody waits for it any more
+                return
             environment = self._idle.pop(job.trajectory_id, None)
             self._busy += 1
             try:
-                while len(self._idle) + self._busy > self._max_live:
+                while self._idle and len(self._idle) + self._busy + self._ending > self._limits.max_live:
                     await self._close(self._idle.popitem(last=False)[1])
-                if environment is None:
-                    return await self._with_new(job)
-                return await self._guarded(job, environment, restore=False)
+                environment, answer = await self._answered(job, environment)
             finally:
                 self._busy -= 1
+            ended = isinstance(answer, Failed | Refused) or (isinstance(answer, Stepped) and answer.done)
+            ended = ended or self._closing or job.life != self._life
+            if environment is not None and not ended:
+                self._idle[job.trajectory_id] = environment
+            self._tasks[_present_task()] = None
+            if not self._closing:
+                self._answer(job, answer)
+            if environment is not None and ended:
+                self._ending += 1
+                try:
+                    await self._close(environment, job)
+                finally:
+                    self._ending -= 1
 
-    def _worked(self, task: asyncio.Task[Answer | None]) -> None:
-        """Answer the job that this task was for, however it ended."""
+    def _worked(self, task: asyncio.Task[None]) -> None:
+        """Answer the job that this task was for, if it has ended without."""
         job = self._tasks.pop(task)
-        if job is None or self._closing:
-            return
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        answer = task.result() if error is None else Failed(_failure(job, error))
-        if answer is not None:
-            self._answer(job, answer)
+        if job is not None and error is not None and not self._closing:
+            self._answer(job, Failed(_failure(job, error)))
 
-    async def _with_new(self, job: Job) -> Answer:
-        try:
-            environment = self._create(job.environment)
-        except BaseException as error:  # noqa: BLE001 - user code: whatever it raises fails this trajectory
-            return Failed(_failure(job, error))
-        return await self._guarded(job, environment, restore=isinstance(job, Advance))
-
-    async def _guarded(self, job: Job, environment: Environment, *, restore: bool) -> Answer:
-        """Do the job within the time allowed; hold the environment afterwards or close it."""
-        done = await self._within(self._timeout_seconds, lambda: self._do(job, environment, restore=restore), job)
-        ended = isinstance(done, BaseException) or (isinstance(done, Stepped) and done.done)
-        if ended or self._closing or job.life != self._life:
-            await self._close(environment, job)
-        else:
-            self._idle[job.trajectory_id] = environment
+    async def _answered(self, job: Job, environment: Environment | None) -> tuple[Environment | None, Answer]:
+        """Do the job within the time allowed, in a new environment where none is held."""
+        restore = environment is None and isinstance(job, Advance)
+        if environment is None:
+            try:
+                environment = self._create(job.environment)
+            except BaseException as error:  # noqa: BLE001 - user code: whatever it raises fails this trajectory
+                return None, Failed(_failure(job, error))
+        own = environment
+        done = await self._within(self._limits.timeout_seconds, lambda: self._do(job, own, restore=restore), job)
         if isinstance(done, UsageError) and isinstance(job, Reset):
-            return Refused(said_by(done))
-        return Failed(_failure(job, done)) if isinstance(done, BaseException) else done
+            return own, Refused(said_by(done))
+        return own, Failed(_failure(job, done)) if isinstance(done, BaseException) else done
 
     async def _within(self, seconds: float, call: Callable[[], Awaitable[T]], job: Job | None) -> T | BaseException:
         """What the call gives or raises. One that is late is cancelled; one that goes on all the same is given up."""
-        task = self._loop.create_task(_caught(call))
+        code = _caught(call)
+        task = self._loop.create_task(code if self._signs is None else _Marked(code, self._signs, job))
         self._calls[task] = job
         task.add_done_callback(self._calls.pop)
         in_time = ended = await _ends(task, seconds)
@@ -278,39 +279,89 @@ class Runner:
         if self._closing:
             raise asyncio.CancelledError  # as what was under way is
         if isinstance(job, Reset):
-            text = await environment.reset(job.seed, copy.deepcopy(job.arguments))
-            return Begun(pack_tokens(self._format.observation_tokens(text, first=True)), await _state(environment))
+            text = text_of(await environment.reset(job.seed, copy.deepcopy(job.arguments)), "reset()")
+            observation = await self._encoded(text)
+            return Begun(pack_tokens(observation), state_of(await environment.snapshot()))
         assert isinstance(job, Advance)
         if restore:
             await environment.restore(job.state)
         sampled = unpack_tokens(job.tokens)
         action = self._format.action_text(sampled, job.stop_token_ids)
         began = time.perf_counter()
-        step = await environment.step(action)
+        given = await environment.step(action)
         seconds = time.perf_counter() - began
-        if not isinstance(step, Step):
-            raise TypeError(f"step() gave a {type(step).__name__}, not a Step")
+        step = step_of(given)
         return Stepped(
-            observation=b""
-            if step.done
-            else pack_tokens(self._format.observation_tokens(step.observation, first=False, after=sampled)),
-            reward=float(step.reward),
-            done=bool(step.done),
-            success=None if step.success is None else bool(step.success),
+            observation=b"" if step.done else pack_tokens(await self._encoded(step.observation, after=sampled)),
+            reward=step.reward,
+            done=step.done,
+            success=step.success,
             info=step.info,
-            state=b"" if step.done else await _state(environment),
+            state=b"" if step.done else state_of(await environment.snapshot()),
             environment_seconds=seconds,
         )
+
+    async def _encoded(self, text: str, *, after: Sequence[int] | None = None) -> list[int]:
+        """Encode the observation that follows these sampled tokens, or is the first (None).
+
+        Where the observation fits no context: some of its tokens, and more than a context holds.
+        """
+        if len(text) <= PIECE_CHARACTERS:
+            return self._whole(text, after)
+        return await self._loop.run_in_executor(None, self._encoded_in_pieces, text, after)
+
+    def _whole(self, text: str, after: Sequence[int] | None) -> list[int]:
+        return self._format.observation_tokens(text, first=after is None, after=after or ())
+
+    def _encoded_in_pieces(self, text: str, after: Sequence[int] | None) -> list[int]:
+        tokens: list[int] = []
+        for begin in range(0, len(text), PIECE_CHARACTERS):
+            tokens += self._format.observation_tokens(text[begin : begin + PIECE_CHARACTERS], first=False)
+            if len(tokens) > CERTAINLY * self._limits.max_context_tokens:
+                if after is None:
+                    room = f"no room in max_context_tokens {self._limits.max_context_tokens}"
+                    raise Unusable(f"the {len(text)} characters of its first observation leave {room}")
+                return tokens
+        return self._whole(text, after)
 
     async def _close(self, environment: Environment, job: Job | None = None) -> None:
         error = await self._within(CLOSE_SECONDS, lambda: environment.close(), job)
         if isinstance(error, BaseException):  # its trajectory has been decided already
             log.warning("environment_close_failed", error=in_words(error))
 
-    def _spawn(self, work: Coroutine[Any, Any, Answer | None], job: Job | None = None) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], job: Job | None = None) -> None:
         task = self._loop.create_task(work)
         self._tasks[task] = job
         task.add_done_callback(self._worked)
+
+
+class _Marked(Coroutine[Any, Any, T]):
+    """A call into an environment, which is named in the signs of life whenever its own code runs."""
+
+    def __init__(self, code: Coroutine[Any, Any, T], signs: Signs, job: Job | None) -> None:
+        self._code = code
+        self._signs = signs
+        self._mark = job.ticket + 1 if job is not None and isinstance(job.ticket, int) else -1
+
+    def send(self, value: Any) -> Any:
+        self._signs[RUNNING] = self._mark
+        try:
+            return self._code.send(value)
+        finally:
+            self._signs[RUNNING] = 0
+
+    def throw(self, *error: Any) -> Any:
+        self._signs[RUNNING] = self._mark
+        try:
+            return self._code.throw(*error)
+        finally:
+            self._signs[RUNNING] = 0
+
+    def close(self) -> None:
+        self._code.close()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._code.__await__()
 
 
 async def _caught(call: Callable[[], Awaitable[T]]) -> T | BaseException:
@@ -331,12 +382,12 @@ async def _ends(task: asyncio.Task[Any], seconds: float) -> bool:
     return False
 
 
-async def _state(environment: Environment) -> bytes:
-    state = await environment.snapshot()
-    if not isinstance(state, bytes):
-        raise TypeError(f"snapshot() gave a {type(state).__name__}, not bytes")
-    return state
+def _present_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 def _failure(job: Job, error: BaseException) -> str:
-    return f"environment {job.environment}: {in_words(error)}"
+    reason = said_by(error) if isinstance(error, Unusable) else in_words(error)
+    return f"environment {job.environment}: {reason}"[:FAILURE_CHARACTERS]

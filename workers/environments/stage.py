@@ -1,140 +1,313 @@
-"""Where environments run: in threads beside the bus, one for each kind, and in another one when that is blocked.
+"""Where environments run: beside the bus, each kind in a runner of its own (a thread or a process), and in another one
+when something is wrong with that.
 
 Keeps true
 - Jobs go in and answers come out by value; the bus thread never touches an environment.
 - Every job that was started is answered once, whatever environments do, unless its life is over: nobody waits then.
-- An environment that blocks its thread fails its own trajectory, and holds up no environment of another kind. Those of
-  its own kind that were under way are done again from their states: nobody has seen what came of them.
+- An environment that blocks its runner, or ends it, fails its own trajectory alone. Those of its kind that were under
+  way are done again from their states, as nobody has seen what came of them: so no step is taken in twice.
+- Who ended a process is found out and not guessed: whoever may have done it is done again, alone in a process.
+
+    a job blocks its runner                   that is left to it after a second; the others are begun again in a new one
+    it still does after `timeout_seconds`     it fails, and its runner is given up
+    a process ends in a job's own code        that job is begun again, alone; the others in a new one
+    a process ends and nobody knows by whom   all are begun again in a new one; if that ends as well, each alone
+    a process ends twice with one job alone   that job fails
 """
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 import structlog
 
 from workers.environments import metrics
-from workers.environments.protocol import Environment
-from workers.environments.runner import Answer, Failed, Job, Runner
-from workers.environments.turn_format import TurnFormat
+from workers.environments.jobs import Answer, Answering, Failed, Job, Runs
+from workers.environments.runner import CLOSE_SECONDS
 
 LOOK_SECONDS = 0.1
-"""The longest wait between two looks at whether a thread is silent."""
+"""The longest wait between two looks at whether a runner is silent."""
 
 LOOKS = 8
 """So many looks at least make a silence: each counts for the time since the one before, but for no more than this part
 of what a step may take. Who was frozen has not looked; who was busy with the bus for a second has, that late."""
 
-REPEATS = 3
-"""A job that was under way so often when its thread was blocked by nobody knows whom is taken to be who did it."""
+APART_SECONDS = 1.0
+"""A runner that one job has blocked for so long is left to that job."""
+
+MOST_ALONE = 8
+"""Runners of a kind that are left to one job each, at most; further jobs wait."""
+
+DEATHS = 2
+"""A process that ends so often with one job alone in it was ended by that job. Once may be somebody else's doing."""
+
+ENDS = 2
+"""Jobs that were under way so often when a process ended, nobody knows by whom, are begun again each alone."""
+
+MOST_STUCK = 64
+"""Threads that calls went on in after they were given up: a process with so many is replaced."""
+
+BEGIN_SECONDS = 300.0
+"""That a process may take to import what its environments need."""
 
 log = structlog.get_logger()
 
 Answers = list[tuple[Job, Answer]]
 
+NewRunner = Callable[[str, Answering, int], Runs]
+"""Of a kind of environments, by name: what it calls with each answer, and the life that it begins in."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class _InFlight:
     job: Job
-    blocked: int = 0
-    """Times that it was under way when its thread was blocked by nobody knows whom."""
+    deaths: int = 0
+    """Processes that ended with this job alone in them."""
+    ends: int = 0
+    """Processes that ended while it was under way beside others, nobody knows by whom."""
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A runner and what was started in it and not answered."""
+
+    number: int
+    runner: Runs
+    alone: bool = False
+    """For one job, and left with its answer."""
+    jobs: dict[int, _InFlight] = field(default_factory=dict)
+    """By identity of the job."""
+    beats: int = 0
+    silent_seconds: float = 0.0
+    silent_looks: int = 0
+    ended: str = ""
+    """How the runner had ended by the last look: all that it has said was taken since."""
+    began_at: float = field(default_factory=lambda: time.monotonic())
+
+    def start(self, waiting: Sequence[_InFlight]) -> None:
+        """Begin with these."""
+        self.jobs.update((id(each.job), each) for each in waiting)
+        self.runner.start([each.job for each in waiting])
+
+    def looked(self, seconds: float) -> None:
+        """Take in whether it has shown a sign of life since the last look, of which so long has passed."""
+        silent = self.jobs and self.runner.ready and self.runner.beats == self.beats
+        self.silent_seconds = self.silent_seconds + seconds if silent else 0.0
+        self.silent_looks = self.silent_looks + 1 if silent else 0
+        self.beats = self.runner.beats
+
+    def blocking(self) -> tuple[bool, _InFlight | None]:
+        """Whether it is known what blocks it, and the job; none where that is answered, as when it closes."""
+        running = self.runner.running()
+        return running is not None, self.jobs.get(id(running))
 
 
 class _Lane:
-    """The jobs of one kind of environment, and the thread that they run in."""
+    """The jobs of one kind of environment, and the runners that they run in."""
 
-    def __init__(self, new_runner: Callable[[], tuple[int, Runner]], timeout_seconds: float) -> None:
-        self._new_runner = new_runner
+    def __init__(self, kind: str, new_place: Callable[[], _Place], timeout_seconds: float) -> None:
+        self._log = log.bind(environment=kind)
+        self._new_place = new_place
         self._timeout_seconds = timeout_seconds
-        self.thread, self.runner = new_runner()
-        self.in_flight: dict[int, _InFlight] = {}
-        """By identity of the job."""
-        self._beats = 0
-        self._silent_seconds = 0.0
+        self._shared: _Place | None = None
+        self.places: dict[int, _Place] = {}
+        """By number; the shared one and those that are left to one job."""
+        self.suspects: deque[_InFlight] = deque()
+        """To be begun again, each alone."""
+        self._left: list[tuple[float, Runs]] = []
+        """Those that were asked to end, and when."""
 
-    def start(self, jobs: Sequence[Job]) -> None:
-        self.in_flight.update((id(job), _InFlight(job)) for job in jobs)
-        self.runner.start(jobs)
+    @property
+    def in_flight(self) -> int:
+        return len(self.suspects) + sum(len(place.jobs) for place in self.places.values())
 
-    def blocked(self, looked_seconds: float) -> bool:
-        """Whether the thread has shown no sign of life for the time that a step may take, of which this is new."""
-        beats = self.runner.beats
-        silent = self.in_flight and beats == self._beats
-        self._silent_seconds = self._silent_seconds + looked_seconds if silent else 0.0
-        self._beats = beats
-        return self._silent_seconds > self._timeout_seconds
+    def start(self, waiting: Sequence[_InFlight]) -> None:
+        """Begin with these in the shared runner."""
+        if waiting:
+            self.shared.start(waiting)
 
-    def move_on(self) -> Answers:
-        """Leave the blocked thread behind; what it was at fails, the rest is begun again in another."""
-        culprit = self.runner.running()
-        self.runner.abandon()
-        metrics.BLOCKED.inc()
-        self._silent_seconds = 0.0
-        self.thread, self.runner = self._new_runner()
+    @property
+    def shared(self) -> _Place:
+        if self._shared is None:
+            self._shared = self._placed(self._new_place())
+        return self._shared
+
+    def answered(self, number: int, job: Job) -> bool:
+        """Whether this answer counts: what a runner that was left says late is being done again."""
+        place = self.places.get(number)
+        if place is None or place.jobs.pop(id(job), None) is None:
+            return False
+        if place.alone:
+            self._leave(place)
+        return True
+
+    def look(self, seconds: float) -> Answers:
+        """Mend what is wrong with a runner; the jobs that fail by that."""
         failed: Answers = []
-        for waiting in self.in_flight.values():
-            waiting.blocked += culprit is None
-            if waiting.job is culprit or waiting.blocked >= REPEATS:
-                what = f"environment {waiting.job.environment} blocks its thread"
-                failed.append((waiting.job, Failed(f"{what} for longer than {self._timeout_seconds:g} s")))
-        for job, _ in failed:
-            del self.in_flight[id(job)]
-        log.error(
-            "environments_blocked",
-            trajectory=culprit and culprit.trajectory_id,
-            failed=len(failed),
-            again=len(self.in_flight),
-        )
-        self.runner.start([waiting.job for waiting in self.in_flight.values()])
+        for place in list(self.places.values()):
+            place.looked(seconds)
+            if place.ended:
+                failed += self._ended(place)
+            elif not place.runner.ready and time.monotonic() - place.began_at > BEGIN_SECONDS:
+                place.ended = f" did not begin within {BEGIN_SECONDS:g} s"
+                failed += self._ended(place)
+            elif place.silent_seconds > self._timeout_seconds:
+                failed += self._blocked(place)
+            elif place.silent_looks >= LOOKS and place.silent_seconds > min(APART_SECONDS, self._timeout_seconds / 4):
+                self._set_apart(place)
+            elif place.runner.killable and place.runner.threads_stuck >= MOST_STUCK:
+                self._log.warning("environment_threads_stuck", threads=place.runner.threads_stuck)
+                self._give_up(place)
+                self.start(list(place.jobs.values()))
+            place.ended = place.runner.ended
+        self._try_suspects()
+        while self._left and (self._left[0][1].ended or time.monotonic() - self._left[0][0] > CLOSE_SECONDS):
+            self._left.pop(0)[1].abandon()
         return failed
+
+    def new_life(self, life: int) -> None:
+        """Forget all jobs."""
+        self.suspects.clear()
+        for place in list(self.places.values()):
+            place.jobs.clear()
+            if place.alone:
+                self._leave(place)
+            else:
+                place.runner.new_life(life)
+
+    def runners(self) -> list[Runs]:
+        return [place.runner for place in self.places.values()] + [runner for _, runner in self._left]
+
+    def _placed(self, place: _Place) -> _Place:
+        self.places[place.number] = place
+        return place
+
+    def _leave(self, place: _Place) -> None:
+        del self.places[place.number]
+        place.runner.leave()
+        self._left.append((time.monotonic(), place.runner))
+
+    def _give_up(self, place: _Place) -> None:
+        del self.places[place.number]
+        place.runner.abandon()
+        if place is self._shared:
+            self._shared = None
+
+    def _set_apart(self, place: _Place) -> None:
+        """Leave a runner to the job that blocks it, and begin the others again in a new one."""
+        known, culprit = place.blocking()
+        others = [each for each in place.jobs.values() if each is not culprit]
+        if not known or place is not self._shared or not others or self._alone() >= MOST_ALONE:
+            return
+        self._log.warning("environment_blocks", trajectory=culprit and culprit.job.trajectory_id, again=len(others))
+        self._shared = None
+        if culprit is None:
+            self._leave(place)
+        else:
+            place.alone, place.jobs = True, {id(culprit.job): culprit}
+        self.start(others)
+
+    def _blocked(self, place: _Place) -> Answers:
+        """Give a silent runner up: who blocks it fails, the rest is begun again."""
+        known, culprit = place.blocking()
+        if place.alone:
+            known, culprit = True, next(iter(place.jobs.values()))
+        metrics.BLOCKED.inc()
+        self._give_up(place)
+        others = [each for each in place.jobs.values() if each is not culprit]
+        self._log.error("environments_blocked", trajectory=culprit and culprit.job.trajectory_id, again=len(others))
+        if not known:
+            self.suspects += others
+            return []
+        self.start(others)
+        if culprit is None:
+            return []
+        what = "process" if place.runner.killable else "thread"
+        reason = f"blocks its {what} for longer than {self._timeout_seconds:g} s"
+        return [(culprit.job, Failed(f"environment {culprit.job.environment} {reason}"))]
+
+    def _ended(self, place: _Place) -> Answers:
+        """A process has ended: by the one job that was in it, or nobody knows by which."""
+        metrics.PROCESSES_ENDED.inc()
+        known, culprit = place.blocking()
+        self._give_up(place)
+        waiting = list(place.jobs.values())
+        at = culprit and culprit.job.trajectory_id
+        self._log.error("environment_process_ended", how=place.ended.strip(), trajectory=at, under_way=len(waiting))
+        if place.alone:
+            return self._died_alone(place)
+        for each in waiting:
+            each.ends += not known
+        suspected = [each for each in waiting if each is culprit or each.ends >= ENDS]
+        self.suspects += suspected
+        self.start([each for each in waiting if each not in suspected])
+        return []
+
+    def _died_alone(self, place: _Place) -> Answers:
+        failed: Answers = []
+        for each in place.jobs.values():
+            each.deaths += 1
+            if each.deaths < DEATHS:
+                self.suspects.append(each)
+            else:
+                reason = f"its process{place.ended}, each of {DEATHS} times that this trajectory was alone in it"
+                failed.append((each.job, Failed(f"environment {each.job.environment}: {reason}")))
+        return failed
+
+    def _alone(self) -> int:
+        return sum(place.alone for place in self.places.values())
+
+    def _try_suspects(self) -> None:
+        while self.suspects and self._alone() < MOST_ALONE:
+            place = self._placed(self._new_place())
+            place.alone = True
+            place.start([self.suspects.popleft()])
 
 
 class Stage:
     """Runs jobs. Used by one thread."""
 
-    def __init__(
-        self,
-        turn_format: TurnFormat,
-        create: Callable[[str], Environment],
-        *,
-        max_live: int,
-        timeout_seconds: float,
-    ) -> None:
-        """`create` makes a new environment of a name. `max_live`: of each kind."""
-        self._format = turn_format
-        self._create = create
-        self._max_live = max_live
+    def __init__(self, new_runner: NewRunner, *, timeout_seconds: float) -> None:
+        self._new_runner = new_runner
         self._timeout_seconds = timeout_seconds
         self._life = 0
         self._lanes: dict[str, _Lane] = {}
         """By the environment's name."""
         self._answers: queue.Queue[tuple[int, Job, Answer]] = queue.Queue()
-        """Each with the number of the thread that gave it. No SimpleQueue: a signal amid its wait can make that
+        """Each with the number of the runner that gave it. No SimpleQueue: a signal amid its wait can make that
         endless, as if no timeout had been given."""
-        self._threads = count()
+        self._numbers = count()
         self._looked_at = time.monotonic()
 
     @property
     def in_flight(self) -> int:
         """Jobs that were started and not answered."""
-        return sum(len(lane.in_flight) for lane in self._lanes.values())
+        return sum(lane.in_flight for lane in self._lanes.values())
 
     @property
     def live(self) -> int:
         """Environments that are held or stepped; as another thread sees it, so a figure for people."""
-        return sum(lane.runner.live for lane in self._lanes.values())
+        return sum(runner.live for runner in self._runners())
+
+    @property
+    def threads_stuck(self) -> int:
+        """Threads in which a call goes on that was given up."""
+        return sum(runner.threads_stuck for runner in self._runners())
+
+    def begin(self, kind: str) -> Runs:
+        """The runner in which environments of this name will run, before there is anything to do."""
+        return self._lane(kind).shared.runner
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Begin with these jobs."""
-        kinds: dict[str, list[Job]] = {}
+        kinds: dict[str, list[_InFlight]] = {}
         for job in jobs:
-            kinds.setdefault(job.environment, []).append(job)
+            kinds.setdefault(job.environment, []).append(_InFlight(job))
         for kind, of_kind in kinds.items():
-            if kind not in self._lanes:
-                self._lanes[kind] = _Lane(self._new_runner, self._timeout_seconds)
-            self._lanes[kind].start(of_kind)
+            self._lane(kind).start(of_kind)
 
     def answers(self, timeout_seconds: float) -> Answers:
         """What has ended since the last call; waits for the first one, no longer than the timeout."""
@@ -145,8 +318,7 @@ class Stage:
             now = time.monotonic()
             looked, self._looked_at = min(now - self._looked_at, self._timeout_seconds / LOOKS), now
             for lane in self._lanes.values():
-                if lane.blocked(looked):
-                    answers += lane.move_on()
+                answers += lane.look(looked)
             if answers or left <= LOOK_SECONDS:
                 return answers
 
@@ -154,41 +326,44 @@ class Stage:
         """Close the environments of trajectories that have ended."""
         ended = list(trajectory_ids)
         for lane in self._lanes.values():
-            lane.runner.let_go(ended)
+            for place in lane.places.values():
+                place.runner.let_go(ended)
 
     def new_life(self, life: int) -> None:
         """Close all environments, and forget all jobs: what was of earlier lives does not count any more."""
         self._life = life
         for lane in self._lanes.values():
-            lane.in_flight.clear()
-            lane.runner.new_life(life)
+            lane.new_life(life)
 
     def close(self) -> None:
-        """Stop everything. An environment that blocks its thread is left behind."""
-        for lane in self._lanes.values():
-            lane.runner.close()
+        """Stop everything, within little more than environments may take to close."""
+        runners = self._runners()
+        for runner in runners:
+            runner.leave()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for runner in runners:
+            runner.close(max(0.0, deadline - time.monotonic()))
+
+    def _runners(self) -> list[Runs]:
+        return [runner for lane in self._lanes.values() for runner in lane.runners()]
+
+    def _lane(self, kind: str) -> _Lane:
+        if kind not in self._lanes:
+            self._lanes[kind] = _Lane(kind, lambda: self._new_place(kind), self._timeout_seconds)
+        return self._lanes[kind]
 
     def _taken(self, timeout_seconds: float) -> Answers:
         answers: Answers = []
         try:
-            thread, job, answer = self._answers.get(timeout_seconds > 0, timeout_seconds)
+            number, job, answer = self._answers.get(timeout_seconds > 0, timeout_seconds)
             while True:
-                lane = self._lanes[job.environment]
-                # What a thread that was left behind says late is being done again; of an earlier life nobody asks.
-                if thread == lane.thread and lane.in_flight.pop(id(job), None) is not None:
+                if self._lanes[job.environment].answered(number, job):
                     answers.append((job, answer))
-                thread, job, answer = self._answers.get_nowait()
+                number, job, answer = self._answers.get_nowait()
         except queue.Empty:
             return answers
 
-    def _new_runner(self) -> tuple[int, Runner]:
-        number = next(self._threads)
-        runner = Runner(
-            self._format,
-            self._create,
-            lambda job, answer: self._answers.put((number, job, answer)),
-            life=self._life,
-            max_live=self._max_live,
-            timeout_seconds=self._timeout_seconds,
-        )
-        return number, runner
+    def _new_place(self, kind: str) -> _Place:
+        number = next(self._numbers)
+        runner = self._new_runner(kind, lambda job, answer: self._answers.put((number, job, answer)), self._life)
+        return _Place(number, runner)

@@ -56,6 +56,10 @@ UNKNOWN = "\ue000\U0010fffd\U0003134a"
 """Characters that few tokenizers know. What stands for them, special or not, any text may hold."""
 
 
+SHORT_CHARACTERS = 4_096
+"""A longer text is encoded as a batch of one: only then does the tokenizer let other threads run meanwhile."""
+
+
 class Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What stands around an observation; special tokens are written out."""
 
@@ -232,6 +236,8 @@ class TurnFormat:
         return [token for begin, end in pairwise((0, *cuts, len(text))) for token in self._encode(text[begin:end])]
 
     def _encoded(self, text: str) -> Any:
+        if len(text) > SHORT_CHARACTERS:
+            return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -29,11 +29,11 @@ from topics.records import EndOfPartition, Envelope, Item, Place, Spoiled
 from topics.settings import BusSettings
 from workers.environments import metrics
 from workers.environments.home import Begun, Fate, Home
+from workers.environments.jobs import Advance, Answer, Failed, Job, Refused
 from workers.environments.membership import Abandoned, Membership
 from workers.environments.opening import Resetting, refusal_of, resets
 from workers.environments.outbox import Outbox, Ready
 from workers.environments.recovery import outcomes_from
-from workers.environments.runner import Advance, Answer, Failed, Job, Refused
 from workers.environments.stage import Stage
 from workers.environments.steps import Written, advance, asked_again, broken, failed, failed_at_opening
 from workers.environments.sweeper import Sweeper
@@ -399,6 +399,7 @@ class EnvironmentWorker:
         metrics.TRAJECTORIES.set(sum(len(home.trajectories) for home in self._homes.values()))
         metrics.UNSETTLED.set(self._unsettled())
         metrics.LIVE.set(self._stage.live)
+        metrics.STUCK.set(self._stage.threads_stuck)
 
 
 def _was_reset(ticket: Resetting, answer: Answer) -> None:

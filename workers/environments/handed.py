@@ -1,0 +1,104 @@
+"""What an environment hands back, held to the protocol: one sentence says what cannot be used. Pure.
+
+Keeps true
+- What a NumPy or torch program has at hand is taken as what it stands for: their scalars are numbers and truths.
+- Nothing is guessed: a text is no number, `"false"` is no truth, and no text is made of what is none.
+"""
+
+import math
+from typing import Any
+
+import msgspec
+
+from schemas.errors import said_by
+from workers.environments.protocol import Step
+
+
+class Unusable(Exception):
+    """What an environment handed back cannot be used; the message says why."""
+
+
+def text_of(given: object, method: str) -> str:
+    """The observation. Raises Unusable."""
+    if not isinstance(given, str):
+        hint = "; decode it" if isinstance(given, bytes | bytearray) else ""
+        raise Unusable(f"{method} gave an observation of type {type(given).__name__}: it must be a str{hint}")
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        code = ord(given[error.start])
+        raise Unusable(
+            f"{method} gave an observation with half a surrogate pair (U+{code:04X}, character {error.start}), which "
+            "no UTF-8 text can hold: replace it, as with text.encode(errors='replace').decode()"
+        ) from None
+    return given
+
+
+def state_of(given: object) -> bytes:
+    """The snapshot. Raises Unusable."""
+    if not isinstance(given, bytes):
+        raise Unusable(f"snapshot() gave a {type(given).__name__}, not bytes")
+    return given
+
+
+def step_of(given: object) -> Step:
+    """The step, in plain values; without the observation of the last one, which no policy reads. Raises Unusable."""
+    if not isinstance(given, Step):
+        raise Unusable(f"step() gave a {type(given).__name__}, not a Step")
+    done = _truth(given.done, "done")
+    return Step(
+        observation="" if done else text_of(given.observation, "step()"),
+        reward=_reward(given.reward),
+        done=done,
+        success=None if given.success is None else _truth(given.success, "success"),
+        info=_info(given.info),
+    )
+
+
+def _reward(given: object) -> float:
+    value = _scalar(given)
+    if not isinstance(value, bool | int | float):
+        raise Unusable(f"step() gave a reward of type {type(given).__name__}: it must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise Unusable(f"step() gave the reward {number}: it must be a finite number")
+    return number
+
+
+def _truth(given: object, what: str) -> bool:
+    value = _scalar(given)
+    if isinstance(value, int) and value in (0, 1):  # also True and False
+        return bool(value)
+    raise Unusable(f"step() gave {what} of type {type(given).__name__}: it must be True or False")
+
+
+def _info(given: Any) -> dict[str, Any]:
+    if given is None or given == {}:
+        return {}
+    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+        raise Unusable("step() gave an info that is no dict with text keys")
+    try:
+        info: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(given, enc_hook=_plain))
+    except Exception as error:  # noqa: BLE001 - of whatever the environment put into it
+        raise Unusable(f"step() gave an info that cannot be written: {said_by(error)}") from None
+    return info
+
+
+def _plain(value: object) -> object:
+    plain = _scalar(value)
+    if plain is value:
+        raise Unusable(f"it has a value of type {type(value).__name__}")
+    return plain
+
+
+def _scalar(value: object) -> object:
+    """What a scalar of NumPy or torch stands for; anything else as it is."""
+    if isinstance(value, bool | int | float | str) or not callable(item := getattr(value, "item", None)):
+        return value
+    try:
+        return item()
+    except Exception:  # noqa: BLE001 - an array of several values is none
+        return value

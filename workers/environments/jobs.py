@@ -1,0 +1,176 @@
+"""What is asked of environments and what they answer, by value: it may cross from one process to another.
+
+Keeps true: what a process wrote is held to the fields of a job or of an answer before anybody looks at it.
+"""
+
+from collections.abc import Callable, MutableSequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from workers.environments.home import Begun
+from workers.environments.steps import Stepped
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One thing to do with one trajectory's environment."""
+
+    life: int
+    """Of the homes for which it is done."""
+    trajectory_id: str
+    environment: str
+    ticket: object
+    """Comes back with the answer, untouched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reset(Job):
+    """Begin the task."""
+
+    seed: int
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advance(Job):
+    """Take an action."""
+
+    tokens: bytes
+    """As sampled, packed."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Of the turn, beside the model's own."""
+    state: bytes
+    """To restore from when the environment is not held any more."""
+
+
+NOBODY = Job(life=-1, trajectory_id="", environment="", ticket=None)
+"""Stands for every job that nobody waits for any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The environment does not take the prompt's arguments."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The environment failed; the trajectory cannot go on."""
+
+    failure: str
+
+
+Answer = Begun | Stepped | Refused | Failed
+
+Answering = Callable[[Job, Answer], None]
+
+Signs = MutableSequence[int]
+"""Signs of life in memory that the process of a runner shares with the worker, of which they can be read whatever
+blocks that process: the places below."""
+
+BEATS, LIVE, STUCK, RUNNING = range(4)
+"""RUNNING: 0 while no job's code runs; 1 more than the number of a job while that does, also when it ends the process.
+"""
+
+SIGNS_BYTES = 4 * 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What holds for each runner."""
+
+    max_live: int
+    """Environments that are held or stepped at once."""
+    timeout_seconds: float
+    """Of a job."""
+    max_context_tokens: int
+    """An observation that cannot fit is not encoded to its end."""
+
+
+class Runs(Protocol):
+    """Where jobs run: a thread, or a process. Used by one thread; every job is answered once, or the runner ends."""
+
+    killable: bool
+    """Whether nothing of it is left once it was abandoned."""
+
+    @property
+    def beats(self) -> int:
+        """Grows while nothing blocks it."""
+        ...
+
+    @property
+    def threads_stuck(self) -> int:
+        """Threads of its pool in which a call goes on that was given up."""
+        ...
+
+    @property
+    def live(self) -> int:
+        """Environments that are held or stepped; a figure for people."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has begun: until then it may import for as long as that takes."""
+        ...
+
+    @property
+    def unfit(self) -> str:
+        """Why there is no such environment; empty unless it has ended by that."""
+        ...
+
+    @property
+    def ended(self) -> str:
+        """How it ended by itself; empty while it has not."""
+        ...
+
+    def start(self, jobs: list[Job]) -> None:
+        """Begin with these jobs."""
+        ...
+
+    def let_go(self, trajectory_ids: list[str]) -> None:
+        """Close the environments of trajectories that have ended."""
+        ...
+
+    def new_life(self, life: int) -> None:
+        """Close all environments: what was held of earlier lives does not count any more."""
+        ...
+
+    def running(self) -> Job | None:
+        """The job whose own code the runner is in at this moment, where that is known; NOBODY for what was answered."""
+        ...
+
+    def leave(self) -> None:
+        """Have it close everything and end; nobody waits for that."""
+        ...
+
+    def abandon(self) -> None:
+        """End it though an environment blocks it, as far as that can be done."""
+        ...
+
+    def close(self, seconds: float) -> None:
+        """Leave, wait so long for the end, then abandon it."""
+        ...
+
+
+JOBS: dict[str, type[Reset] | type[Advance]] = {"Reset": Reset, "Advance": Advance}
+ANSWERS: dict[str, type[Begun] | type[Stepped] | type[Refused] | type[Failed]] = {
+    "Begun": Begun,
+    "Stepped": Stepped,
+    "Refused": Refused,
+    "Failed": Failed,
+}
+
+
+def job_fields(job: Job, number: int) -> tuple[str, Job]:
+    """The job as it crosses to a process: its ticket stays here, a number goes instead."""
+    return type(job).__name__, replace(job, ticket=number)
+
+
+def taken_as(kinds: dict[str, type[T]], name: str, fields: object) -> T:
+    """A job or an answer of what has crossed. Raises KeyError or msgspec.ValidationError for anything else."""
+    return msgspec.convert(fields, kinds[name])

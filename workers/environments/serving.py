@@ -1,0 +1,127 @@
+"""What runs in an environments' process: a runner, asked and answering over a line to the worker.
+
+Keeps true
+- The process ends when the worker hangs up, and nothing here waits for the worker.
+- Whatever an environment does to standard output or input, the line is not touched by it.
+"""
+
+import mmap
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import msgspec
+import structlog
+
+from schemas.errors import UsageError, in_words
+from topics.processes import show_as
+from workers.environments.jobs import JOBS, SIGNS_BYTES, Answer, Failed, Job, Limits, Signs, taken_as
+from workers.environments.registry import load_environment
+from workers.environments.runner import CLOSE_SECONDS, Runner
+from workers.environments.turn_format import TurnFormat
+
+MOST_BYTES = 1 << 26
+"""Of a message in either direction."""
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process is told first."""
+
+    environment: str
+    model_folder: str
+    import_paths: list[str]
+    limits: Limits
+    life: int
+
+
+def serve(descriptor: int, shared: int) -> NoReturn:
+    """Until the worker says or hangs up; the last thing that this process does. `shared` is the memory of its signs."""
+    _log_to_standard_error()
+    os.set_inheritable(descriptor, False)
+    line, signs = Connection(descriptor), signs_in(shared)
+    status = 0
+    try:
+        kind = msgspec.msgpack.decode(line.recv_bytes(MOST_BYTES), type=Kind)
+        show_as(f"env {kind.environment}")
+        sys.path[:] = kind.import_paths
+        _Served(line, kind, signs).listen()
+    except (EOFError, OSError):
+        pass  # the worker is gone
+    except UsageError as error:
+        line.send_bytes(msgspec.msgpack.encode(("unfit", str(error))))
+    except BaseException:  # noqa: BLE001 - of code that is no environment's; the worker learns the status
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # whatever threads an environment has left behind
+
+
+def signs_in(shared: int) -> Signs:
+    """The signs of life in this shared memory, whose descriptor is closed."""
+    memory = mmap.mmap(shared, SIGNS_BYTES)
+    os.close(shared)
+    return cast("Signs", memoryview(memory).cast("q"))
+
+
+class _Served:
+    """A runner and the line to who asks it. Raises UsageError when there is no such environment."""
+
+    def __init__(self, line: Connection, kind: Kind, signs: Signs) -> None:
+        self._line = line
+        turn_format = TurnFormat(Path(kind.model_folder))
+        create = load_environment(kind.environment)
+        self._runner = Runner(turn_format, lambda _: create(), self._answer, kind.limits, life=kind.life, signs=signs)
+        self._send(msgspec.msgpack.encode(("ready",)))
+
+    def listen(self) -> None:
+        """Do what the worker asks, until it says that this is all."""
+        asked: dict[str, Callable[[Any], None]] = {
+            "start": self._start,
+            "let_go": self._runner.let_go,
+            "new_life": self._runner.new_life,
+        }
+        while True:
+            what, detail = msgspec.msgpack.decode(self._line.recv_bytes(MOST_BYTES))
+            if what == "leave":
+                self._runner.close(CLOSE_SECONDS)
+                return
+            asked[what](detail)
+
+    def _start(self, jobs: list[tuple[str, Any]]) -> None:
+        taken: list[Job] = [taken_as(JOBS, name, fields) for name, fields in jobs]
+        self._runner.start(taken)
+
+    def _answer(self, job: Job, answer: Answer) -> None:
+        try:
+            message = msgspec.msgpack.encode(("answer", job.ticket, type(answer).__name__, answer))
+        except Exception as error:  # noqa: BLE001 - nothing that an environment hands back should come to this
+            message = self._failed(job, in_words(error))
+        if len(message) > MOST_BYTES:
+            message = self._failed(job, f"it hands back {len(message)} bytes, {MOST_BYTES} are allowed")
+        self._send(message)
+
+    def _failed(self, job: Job, reason: str) -> bytes:
+        failed = Failed(f"environment {job.environment}: {reason}")
+        return msgspec.msgpack.encode(("answer", job.ticket, "Failed", failed))
+
+    def _send(self, message: bytes) -> None:
+        try:
+            self._line.send_bytes(message)
+        except OSError:
+            os._exit(0)  # the worker is gone
+
+
+def _log_to_standard_error() -> None:
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.LogfmtRenderer(bool_as_flag=False),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
