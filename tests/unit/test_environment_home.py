@@ -16,6 +16,7 @@ from topics.records import Envelope, Raw, Spoiled
 from topics.settings import BusSettings
 from workers.environments.home import OLD_BATCH, Decision, Fate, Home, Unfinished
 from workers.environments.outbox import AGAIN_SECONDS, Outbox, group_of
+from workers.environments.recovery import Recovery
 from workers.environments.trajectory import Rules, begin
 
 HOMES = 4
@@ -48,7 +49,8 @@ def put_on_the_log(of: Home, decision: Decision) -> None:
     """As the outbox does it."""
     if decision.fate is Fate.OPEN or (decision.fate is Fate.REFUSE and decision.prompt and not decision.repeated):
         state = GroupState.OPEN if decision.fate is Fate.OPEN else GroupState.REFUSED
-        of.knows(group_of(decision.opens, state, offset=decision.found.offset, outcomes_from=0, now=0.0))
+        offset, decided_to = decision.found.offset, of.prompts_low_water
+        of.knows(group_of(decision.opens, state, offset=offset, decided_to=decided_to, outcomes_from=0, now=0.0))
 
 
 @given(
@@ -72,15 +74,38 @@ def test_the_low_water_is_the_oldest_offset_that_is_not_done(events: list[tuple[
         assert inputs.low_water == min(undone, default=offset)
 
 
-def test_prompts_go_on_the_log_in_order_however_long_each_takes_to_open() -> None:
+def test_groups_open_past_one_that_is_still_reset_and_all_else_waits_for_it() -> None:
     here = home()
-    for offset, group_id in ((10, HERE[0]), (12, HERE[1])):
+    here.submitted(found(10, HERE[0]))
+    here.submitted(Spoiled(PROMPTS, 1, 11, Raw(None, b"?"), "no prompt"))
+    for offset, group_id in ((12, HERE[1]), (13, HERE[2])):
         here.submitted(found(offset, group_id))
-    slow, quick = decide(here), decide(here)
-    quick.awaited = 0
-    assert list(here.take_complete()) == [] and here.prompts_low_water == 10
+    slow, spoiled, quick, refused = (decide(here) for _ in range(4))
+    assert here.take_complete() == []
+    quick.awaited = refused.awaited = 0
+    here.refuse(refused, "bad arguments")
+    assert here.take_complete() == [quick] and here.prompts_low_water == 10
     slow.awaited = 0
-    assert list(here.take_complete()) == [slow, quick] and here.prompts_low_water == 13
+    assert here.take_complete() == [slow, spoiled, refused] and here.prompts_low_water == 14
+
+
+def test_a_prompt_that_others_overtook_is_decided_after_a_restart_also_when_the_offsets_are_gone() -> None:
+    here = home()
+    for offset, group_id in ((10, HERE[0]), (11, HERE[1])):
+        here.submitted(found(offset, group_id))
+    _slow, quick = decide(here), decide(here)
+    quick.awaited = 0
+    (opened,) = here.take_complete()
+    put_on_the_log(here, opened)
+    again = Home(1, homes=HOMES)
+    record = group_of(opened.opens, GroupState.OPEN, offset=11, decided_to=10, outcomes_from=0, now=0.0)
+    assert here.groups[record.group_id].decided_to == record.decided_to
+    again.knows(record)
+    assert Recovery(again).prompts_from(0) == 10
+    again.begin(prompts_from=10, results_from=20)
+    for offset, group_id in ((10, HERE[0]), (11, HERE[1])):
+        again.submitted(found(offset, group_id))
+    assert [decide(again).fate for _ in range(2)] == [Fate.OPEN, Fate.PASS]
 
 
 def test_a_group_id_opens_once_unless_its_prompt_was_refused() -> None:
@@ -144,7 +169,7 @@ def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decide
     log: list[Envelope | Spoiled] = []
     decided: dict[int, Fate] = {}
     opened: list[str] = []
-    groups: list[tuple[str, GroupState, int]] = []
+    groups: list[tuple[str, GroupState, int, int]] = []
     outcomes: list[str] = []
     here, committed = home(), 10
 
@@ -168,17 +193,17 @@ def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decide
                 opened.append(decision.opens.group_id)
         for record in here.take_settled(1.0):
             assert {trajectory_id(record.group_id, at) for at in (0, 1)} <= set(outcomes)
-        groups[:] = [(name, known.state, known.offset) for name, known in here.groups.items()]
+        groups[:] = [(name, known.state, known.offset, known.decided_to) for name, known in here.groups.items()]
         committed = here.prompts_low_water
 
     def crash(*, forgotten: bool) -> None:
         nonlocal here
         buried = [at for at, fate in decided.items() if fate is Fate.REFUSE] if forgotten else []
         here = Home(1, homes=HOMES, buried=frozenset((PROMPTS.name, offset) for offset in buried))
-        for name, state, offset in groups:
-            here.knows(group_of(prompt_of(name), state, offset=offset, outcomes_from=0, now=0.0))
-        opened = max((offset + 1 for _, _, offset in groups), default=10)
-        begin = max(opened, here.buried_before(PROMPTS)) if forgotten else committed
+        for name, state, offset, decided_to in groups:
+            known = {"offset": offset, "decided_to": decided_to, "outcomes_from": 0, "now": 0.0}
+            here.knows(group_of(prompt_of(name), state, **known))
+        begin = Recovery(here).prompts_from(10) if forgotten else committed
         here.begin(prompts_from=begin, results_from=0)
         for message in log[begin - 10 :]:
             here.submitted(message)
@@ -191,7 +216,7 @@ def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decide
         elif what == "decide":
             here.decide(room=bool(detail), outcomes_from=0)
         elif what == "reset":
-            for decision in here.decisions:
+            for decision in reversed(here.decisions) if len(log) % 2 else here.decisions:
                 if decision.awaited:
                     decision.awaited = 0
                     if not detail:

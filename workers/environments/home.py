@@ -1,7 +1,8 @@
 """One home partition: its prompts in order, its trajectories, and how far its inputs are done. Pure.
 
 Keeps true
-- Prompts are decided in the order of the log, so the committed prompt offset says exactly which of them have been.
+- Prompts are decided in the order of the log, and the committed prompt offset is that of the first that waits. A group
+  opens as soon as it can, also past one whose environments are still being reset: read again, its prompt is passed.
 - A group id opens once; a later prompt of the same id is refused, and one of another home is sent there.
 - The offset to commit is that of the oldest input whose consequences are not on the log.
 - A group is unsettled from its opening until every one of its trajectories has an outcome.
@@ -13,7 +14,6 @@ Example
 """
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -83,7 +83,7 @@ class Fate(Enum):
 
 @dataclass(slots=True)
 class Decision:
-    """What becomes of one message of the prompt partition. It goes on the log once nothing is awaited, in order."""
+    """What becomes of one message of the prompt partition. It goes on the log once nothing is awaited."""
 
     found: Envelope | Spoiled
     fate: Fate
@@ -114,6 +114,8 @@ class Known(NamedTuple):
     state: GroupState
     offset: int
     """Of its prompt."""
+    decided_to: int
+    """The prompts before this offset have been decided."""
     changed_at: float
 
 
@@ -223,10 +225,15 @@ class Home:
         decision.fate, decision.refusal = Fate.REFUSE, reason
         self.unsettled.pop(decision.opens.group_id, None)
 
-    def take_complete(self) -> Iterator[Decision]:
-        """Those that may go on the log now, in order."""
-        while self.decisions and self.decisions[0].awaited == 0:
-            yield self.decisions.popleft()
+    def take_complete(self) -> list[Decision]:
+        """Those that may go on the log now: what opens a group once it can, all else in the order of the prompts."""
+        complete: list[Decision] = []
+        waits: deque[Decision] = deque()
+        for decision in self.decisions:
+            able = decision.awaited == 0 and (decision.fate is Fate.OPEN or not waits)
+            (complete if able else waits).append(decision)
+        self.decisions = waits
+        return complete
 
     def buried_before(self, topic: Topic) -> int:
         """No dead letter of the topic's is known that lies at or after this offset."""
@@ -238,7 +245,8 @@ class Home:
 
     def knows(self, group: Group) -> None:
         """A group record has been read, or is about to be written."""
-        self.groups[group.group_id] = Known(group.group_size, group.state, group.offset, group.changed_at)
+        decided_to = group.decided_to or group.offset + 1
+        self.groups[group.group_id] = Known(group.group_size, group.state, group.offset, decided_to, group.changed_at)
         if group.state is not GroupState.OPEN:
             self.unsettled.pop(group.group_id, None)
         elif group.prompt is not None:
@@ -303,6 +311,7 @@ class Home:
                 group_size=self.groups[group_id].size,
                 state=GroupState.SETTLED,
                 offset=self.groups[group_id].offset,
+                decided_to=self.groups[group_id].decided_to,
                 changed_at=now,
             )
             for group_id in self.settled
@@ -315,14 +324,14 @@ class Home:
     def take_old(self, now: float, age_seconds: float) -> list[str]:
         """Some groups that ended so long ago that nothing of them is needed; they are forgotten.
 
-        Never the one whose prompt lies furthest on: it says where prompts begin when the group's offsets are gone.
+        Never the one that tells of most prompts: it says where prompts begin when the group's offsets are gone.
         """
-        last = max((known.offset for known in self.groups.values()), default=0)
+        last = max(((known.decided_to, known.offset) for known in self.groups.values()), default=(0, 0))
         old = [
             group_id
             for group_id, known in self.groups.items()
             if known.state is not GroupState.OPEN
-            and known.offset < last
+            and (known.decided_to, known.offset) < last
             and known.changed_at + age_seconds < now
             and group_id not in self.unsettled
         ][:OLD_BATCH]

@@ -38,7 +38,8 @@ def refusal_of(prompt: Prompt, rules: Rules, check_environment: Callable[[str], 
         check_environment(prompt.environment)
     except UsageError as error:
         return str(error)
-    return unwritable(group_of(whole, GroupState.OPEN, offset=FURTHEST, outcomes_from=FURTHEST, now=0.0))
+    furthest = group_of(whole, GroupState.OPEN, offset=FURTHEST, decided_to=FURTHEST, outcomes_from=FURTHEST, now=0.0)
+    return unwritable(furthest)
 
 
 def resets(home: Home, decision: Decision, *, life: int) -> list[Reset]:

@@ -5,7 +5,7 @@ Keeps true
   together.
 - Every transaction names both inputs of each home that it writes for: one by a worker that has lost the home fails, and
   the next owner, who asks for those offsets first, waits for one that is under way.
-- A group's trajectories are opened in one transaction, and the prompts of a home are decided in the order of the log.
+- A group's trajectories are opened in one transaction. What it commits of a home's prompts is what was decided.
 - After a failure nothing of it counts, and the broker is told so before anything is decided again.
 """
 
@@ -65,7 +65,9 @@ class Ready:
     """Of the result that led to it; None when no result did."""
 
 
-def group_of(prompt: Prompt, state: GroupState, *, offset: int, outcomes_from: int, now: float) -> Group:
+def group_of(
+    prompt: Prompt, state: GroupState, *, offset: int, decided_to: int = 0, outcomes_from: int, now: float
+) -> Group:
     """What is written of a group when its prompt is decided. The prompt's sampling is said in full."""
     return Group(
         group_id=prompt.group_id,
@@ -74,6 +76,7 @@ def group_of(prompt: Prompt, state: GroupState, *, offset: int, outcomes_from: i
         offset=offset,
         prompt=prompt if state is GroupState.OPEN else None,
         outcomes_from=outcomes_from,
+        decided_to=decided_to,
         changed_at=now,
     )
 
@@ -250,7 +253,14 @@ class Outbox:
         self, home: Home, prompt: Prompt, state: GroupState, *, offset: int, outcomes_from: int = 0
     ) -> None:
         assert self._writer is not None
-        group = group_of(prompt, state, offset=offset, outcomes_from=outcomes_from, now=self._clock())
+        group = group_of(
+            prompt,
+            state,
+            offset=offset,
+            decided_to=home.prompts_low_water,
+            outcomes_from=outcomes_from,
+            now=self._clock(),
+        )
         self._writer.write(GROUPS, group, key=group.group_id, partition=home.partition)
         home.knows(group)
 

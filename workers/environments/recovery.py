@@ -94,10 +94,10 @@ class Recovery:
     def prompts_from(self, low: int) -> int:
         """The prompts before this offset have been decided, when they lie from `low` on.
 
-        They are decided in order: all before the last that opened a group or became a dead letter.
+        All before a dead letter have, and a group tells which had when it was opened.
         """
-        opened = (known.offset + 1 for known in self.home.groups.values())
-        return max([low, self.home.buried_before(PROMPTS), *opened])
+        decided = (known.decided_to for known in self.home.groups.values())
+        return max([low, self.home.buried_before(PROMPTS), *decided])
 
     @property
     def live(self) -> int:

@@ -4,7 +4,7 @@ Keeps true
 - The committed offsets are asked for first: the broker gives them once no former owner's transaction can still be
   committed. What is read then is all that was decided before.
 - What is read is bounded by the groups that are remembered and the turns of what is live, not by the log.
-- Where committed offsets are gone, as after a quiet week, prompts go on after the last one that the groups tell of, and
+- Where committed offsets are gone, as after a quiet week, prompts go on after those that the groups tell of, and
   no dead letter is written twice.
 """
 
