@@ -167,6 +167,10 @@ class Runner:
             log.warning("environments_not_closed", seconds=seconds)
             self.abandon()
 
+    def wait(self) -> None:
+        """Until its thread has ended."""
+        self._thread.join()
+
     def leave(self) -> None:
         """Have the thread close everything and end."""
         if not self._closing:
@@ -176,7 +180,11 @@ class Runner:
     def _run(self) -> None:
         while not self._stopped:  # an environment may stop the loop, too
             with suppress(SystemExit, KeyboardInterrupt):  # of its callback, or as `abandon` raises it in whatever runs
-                self._loop.run_forever()
+                try:
+                    self._loop.run_forever()
+                except Exception as error:  # noqa: BLE001 - an environment has closed the loop's own files
+                    self.ended = f" lost its event loop ({in_words(error)})"
+                    return
         self._loop.close()
 
     def _beat(self) -> None:

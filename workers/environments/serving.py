@@ -8,6 +8,7 @@ Keeps true
 import mmap
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -73,6 +74,7 @@ class _Served:
 
     def __init__(self, line: Connection, kind: Kind, signs: Signs) -> None:
         self._line = line
+        self._leaving = False
         turn_format = TurnFormat(Path(kind.model_folder))
         create = load_environment(kind.environment)
         self._runner = Runner(turn_format, lambda _: create(), self._answer, kind.limits, life=kind.life, signs=signs)
@@ -85,12 +87,19 @@ class _Served:
             "let_go": self._runner.let_go,
             "new_life": self._runner.new_life,
         }
+        threading.Thread(target=self._end_with_runner, name="watches-runner", daemon=True).start()
         while True:
             what, detail = msgspec.msgpack.decode(self._line.recv_bytes(MOST_BYTES))
             if what == "leave":
+                self._leaving = True
                 self._runner.close(CLOSE_SECONDS)
                 return
             asked[what](detail)
+
+    def _end_with_runner(self) -> None:
+        self._runner.wait()
+        if not self._leaving:
+            os._exit(1)
 
     def _start(self, jobs: list[tuple[str, Any]]) -> None:
         taken: list[Job] = [taken_as(JOBS, name, fields) for name, fields in jobs]

@@ -87,6 +87,10 @@ class _Place:
     """How the runner had ended by the last look: all that it has said was taken since."""
     began_at: float = field(default_factory=lambda: time.monotonic())
 
+    @property
+    def what(self) -> str:
+        return "process" if self.runner.killable else "thread"
+
     def start(self, waiting: Sequence[_InFlight]) -> None:
         """Begin with these."""
         self.jobs.update((id(each.job), each) for each in waiting)
@@ -225,8 +229,7 @@ class _Lane:
         self.start(others)
         if culprit is None:
             return []
-        what = "process" if place.runner.killable else "thread"
-        reason = f"blocks its {what} for longer than {self._timeout_seconds:g} s"
+        reason = f"blocks its {place.what} for longer than {self._timeout_seconds:g} s"
         return [(culprit.job, Failed(f"environment {culprit.job.environment} {reason}"))]
 
     def _ended(self, place: _Place) -> Answers:
@@ -236,7 +239,9 @@ class _Lane:
         self._give_up(place)
         waiting = list(place.jobs.values())
         at = culprit and culprit.job.trajectory_id
-        self._log.error("environment_process_ended", how=place.ended.strip(), trajectory=at, under_way=len(waiting))
+        self._log.error(
+            f"environment_{place.what}_ended", how=place.ended.strip(), trajectory=at, under_way=len(waiting)
+        )
         if place.alone:
             return self._died_alone(place)
         for each in waiting:
@@ -253,7 +258,7 @@ class _Lane:
             if each.deaths < DEATHS:
                 self.suspects.append(each)
             else:
-                reason = f"its process{place.ended}, each of {DEATHS} times that this trajectory was alone in it"
+                reason = f"its {place.what}{place.ended}, each of {DEATHS} times that this trajectory was alone in it"
                 failed.append((each.job, Failed(f"environment {each.job.environment}: {reason}")))
         return failed
 

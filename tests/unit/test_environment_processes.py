@@ -1,0 +1,240 @@
+"""Environments in processes: what one does to its process fails its own trajectory alone, and nothing is left over."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.scripted_executors import model_folder
+from tests.unit.stage_world import WAIT_SECONDS, act, answers
+from tests.unit.wild_environment import FOLDER, NAME
+from tests.waiting import until
+from topics.settings import BusSettings
+from workers.environments import stage as stage_module
+from workers.environments.apart import Apart
+from workers.environments.config import EnvironmentConfig
+from workers.environments.home import Begun
+from workers.environments.jobs import Advance, Answer, Failed, Limits, Reset
+from workers.environments.main import run_environment_worker
+from workers.environments.registry import UnknownEnvironment
+from workers.environments.serving import Kind
+from workers.environments.stage import Stage
+from workers.environments.steps import Stepped
+
+ENDINGS = {
+    "end": "ended with status 3",
+    "crash": "was ended by SIGSEGV",
+    "kill": "was ended by SIGKILL",
+    "end in a thread": "ended with status 3",
+    "close all files": "its process",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    return model_folder(tmp_path)
+
+
+@contextmanager
+def processes(folder: Path, *, timeout_seconds: float = WAIT_SECONDS) -> Iterator[Stage]:
+    limits = Limits(max_live=64, timeout_seconds=timeout_seconds, max_context_tokens=1024)
+
+    def new_runner(name: str, answer: Any, life: int) -> Apart:
+        kind = Kind(environment=name, model_folder=str(folder), import_paths=sys.path, limits=limits, life=life)
+        return Apart(kind, answer)
+
+    stage = Stage(new_runner, timeout_seconds=timeout_seconds)
+    stage.new_life(1)
+    try:
+        yield stage
+    finally:
+        stage.close()
+
+
+def step(name: str, action: str, state: bytes = b"0", *, kind: str = NAME) -> Advance:
+    return act(name, action, state, environment=kind)
+
+
+def reset(name: str, **arguments: Any) -> Reset:
+    return Reset(life=1, trajectory_id=name, environment=NAME, ticket=name, seed=7, arguments=arguments)
+
+
+def stepped(answer: Answer) -> bytes:
+    assert isinstance(answer, Stepped), answer
+    return answer.state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deed", ENDINGS)
+def test_an_environment_that_ends_its_process_fails_alone_and_is_told_of(folder: Path, deed: str) -> None:
+    healthy = [f"t{number}" for number in range(10)]
+    with processes(folder) as stage:
+        found = answers(stage, [*(step(name, "go", b"4") for name in healthy), step("bad", deed), reset("begun")])
+        failed = found.pop("bad")
+        assert isinstance(failed, Failed) and failed.failure.startswith(f"environment {NAME}: its process")
+        assert ENDINGS[deed] in failed.failure
+        assert isinstance(found.pop("begun"), Begun)
+        assert {stepped(answer) for answer in found.values()} == {b"5"}
+        found = answers(stage, [step(name, "go", b"5") for name in healthy])
+        assert {stepped(answer) for answer in found.values()} == {b"6"}
+
+
+@pytest.mark.slow
+def test_a_reset_that_ends_its_process_fails_alone(folder: Path) -> None:
+    with processes(folder) as stage:
+        found = answers(stage, [reset("good"), reset("bad", deed="end")])
+        assert isinstance(found["good"], Begun)
+        assert isinstance(found["bad"], Failed) and "ended with status 3" in found["bad"].failure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deed", ["sleep", "hold"])
+def test_who_blocks_its_process_holds_up_nobody_and_fails_in_time(folder: Path, deed: str) -> None:
+    """Also where native code keeps the interpreter to itself."""
+    with processes(folder, timeout_seconds=20.0) as stage:
+        stage.start([step("bad", deed), *(step(name, "go") for name in "abc")])
+        order: list[str] = []
+        failed: Answer | None = None
+        while len(order) < 4:
+            for job, answer in stage.answers(WAIT_SECONDS):
+                order.append(job.trajectory_id)
+                failed = answer if job.trajectory_id == "bad" else failed
+        assert order[-1] == "bad", "the others did not wait for its time to be over"
+        assert isinstance(failed, Failed) and "blocks its process for longer than 20 s" in failed.failure
+
+
+@pytest.mark.slow
+def test_a_process_that_somebody_else_ends_fails_nobody(folder: Path) -> None:
+    with processes(folder) as stage:
+        stage.start([step("a", "wait", b"3"), step("b", "wait", b"3")])
+        until(lambda: any(folder.rglob("*.waits")))
+        (waits,) = folder.rglob("*.waits")
+        os.kill(int(waits.stem), signal.SIGKILL)
+        until(lambda: stage.answers(0.0) == [] and len(list(folder.rglob("*.waits"))) == 2)
+        (waits.parent / "gate").touch()
+        found: dict[str, Answer] = {}
+        while len(found) < 2:
+            found |= {job.trajectory_id: answer for job, answer in stage.answers(WAIT_SECONDS)}
+        assert {stepped(answer) for answer in found.values()} == {b"4"}
+
+
+def test_an_environment_that_ends_its_process_as_it_closes_keeps_its_last_step(folder: Path) -> None:
+    kind = NAME.replace("Wild", "EndsAtLast")
+    with processes(folder) as stage:
+        done = answers(stage, [step("bad", "done", kind=kind)])["bad"]
+        assert isinstance(done, Stepped) and done.done
+        assert stepped(answers(stage, [step("good", "go", kind=kind)])["good"]) == b"1"
+
+
+@pytest.mark.slow
+def test_a_process_with_many_threads_that_hang_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_module, "MOST_STUCK", 3)
+    with processes(folder, timeout_seconds=0.5) as stage:
+        answers(stage, [step("good", "go")])
+        first = stage.begin(NAME)
+        found = answers(stage, [step(name, "hang in a thread") for name in "abc"])
+        assert all(isinstance(answer, Failed) for answer in found.values())
+        until(lambda: stage.answers(0.1) == [] and stage.begin(NAME) is not first)
+        assert stepped(answers(stage, [step("good", "go", b"1")])["good"]) == b"2"
+
+
+WORKER = """
+import sys
+from pathlib import Path
+sys.path[:] = {path}
+from tests.unit.test_environment_processes import processes, step
+from tests.unit.stage_world import answers
+with processes(Path({folder!r})) as stage:
+    answers(stage, [step("a", "children")])
+    print("ready", flush=True)
+    {then}
+"""
+
+
+def alive(folder: Path) -> set[int]:
+    """Other processes that have this test's folder in their environment."""
+    mark = f"{FOLDER}={folder}".encode()
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in path.read_bytes().split(b"\0") and int(path.parent.name) != os.getpid():
+                found.add(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("how", ["killed", "blocked and killed", "closed"])
+def test_nothing_that_an_environment_started_outlives_the_worker(folder: Path, how: str) -> None:
+    deed = "hold" if how.startswith("blocked") else "wait"
+    waits = f'stage.start([step("b", "{deed}")]); stage.answers(3600.0)'
+    program = WORKER.format(path=sys.path, folder=str(folder), then="pass" if how == "closed" else waits)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
+        if how != "closed":
+            until(lambda: len(alive(folder)) >= 7)  # the worker, keeper and process, and four that sleep
+            worker.kill()
+    until(lambda: not alive(folder))
+
+
+@pytest.mark.parametrize(
+    ("code", "isolation", "says"),
+    [
+        ("import sys; sys.exit()", "thread", "cannot import ends_early (SystemExit"),
+        ("import sys; sys.exit()", "process", "cannot import ends_early (SystemExit"),
+        ("import os; os._exit(0)", "process", "ends the process, which ended with status 0"),
+        ("import os; os.abort()", "auto", "ends the process, which was ended by SIGABRT"),
+    ],
+)
+def test_a_module_that_ends_the_process_at_import_is_refused_when_the_worker_starts(
+    folder: Path, tmp_path: Path, code: str, isolation: Any, says: str
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "ends_early.py").write_text(code)
+    name = "ends_early:Any"
+    config = EnvironmentConfig(
+        model_folder=folder, environments=(name,), import_paths=(tmp_path / "own",), isolation=isolation
+    )
+    before = list(sys.path)
+    try:
+        with pytest.raises(UnknownEnvironment) as refused:
+            run_environment_worker(BusSettings("127.0.0.1:9"), config, "w0", threading.Event())
+    finally:
+        sys.path[:] = before
+    assert repr(name) in str(refused.value) and says in str(refused.value)
+
+
+ENDS = """
+import sys, threading, time
+from pathlib import Path
+sys.path[:] = {path}
+from workers.environments import main
+from workers.environments.config import EnvironmentConfig
+from topics.settings import BusSettings
+main.EXIT_SECONDS = 0.1
+config = EnvironmentConfig(
+    model_folder=Path({folder!r}), environments=("leaves_a_thread:Wild", "nowhere:Nothing"), isolation="thread"
+)
+try:
+    main.run_environment_worker(BusSettings("127.0.0.1:9"), config, "w0", threading.Event())
+except main.UnknownEnvironment:
+    print("refused", flush=True)
+"""
+
+
+def test_a_worker_ends_whatever_threads_environments_leave_behind(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "leaves_a_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,)).start()\n"
+        "from tests.unit.wild_environment import Wild\n"
+    )
+    program = ENDS.format(path=[str(tmp_path), *sys.path], folder=str(folder))
+    ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=WAIT_SECONDS, check=False)
+    assert ended.returncode == 1 and ended.stdout.endswith(b"refused\n")
