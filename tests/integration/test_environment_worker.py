@@ -261,6 +261,62 @@ def test_an_environment_that_fails_fails_its_trajectories_without_a_reward(
     assert all(samples[f"g0:{index}"].reward is not None for index in range(SIZE))
 
 
+ENDING = '''
+import asyncio, os
+from workers.environments.calculator import Calculator
+
+class Ending(Calculator):
+    """The calculator, except that a seed can have it end its process, or never begin."""
+
+    async def reset(self, seed, arguments):
+        self.seed = seed
+        if seed == 3:
+            await asyncio.Event().wait()
+        return await super().reset(seed, arguments)
+
+    async def step(self, action):
+        if self.seed == 1:
+            os._exit(7)
+        if self.seed == 2:
+            os.abort()
+        return await super().step(action)
+
+    async def snapshot(self):
+        return bytes([self.seed]) + await super().snapshot()
+
+    async def restore(self, state):
+        self.seed = state[0]
+        await super().restore(state[1:])
+'''
+
+
+@any_broker
+@pytest.mark.slow
+def test_an_environment_that_ends_its_process_or_never_begins_takes_no_other_trajectory_with_it(
+    executors: ScriptedExecutors, model: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ending.py").write_text(ENDING)
+    for number in (3, *range(3), *range(4, 8)):
+        executors.submit(prompt_of(number, environment="ending:Ending"))
+    config = {
+        "model_folder": model,
+        "step_timeout_seconds": 600.0,
+        "import_paths": [str(tmp_path)],
+        "environments": ["ending:Ending"],
+    }
+    with worker_process(executors.settings, 0, config):
+        finish(executors, 7 * SIZE)
+        assert not any(name.startswith("g3:") for name in executors.samples), "it is still being reset"
+    samples = once(executors)
+    for group, reason in {"g1": "its process ended with status 7", "g2": "its process was ended by SIGABRT"}.items():
+        for index in range(SIZE):
+            sample = samples[f"{group}:{index}"]
+            assert sample.reward is None and sample.failure.startswith("environment ending:Ending: ")
+            assert reason in sample.failure and len(sample.turns) == 1, "what was sampled is kept"
+    for number in (0, 4, 5, 6, 7):
+        assert all(samples[f"g{number}:{index}"].reward is not None for index in range(SIZE))
+
+
 @any_broker
 @pytest.mark.slow
 def test_results_that_are_malformed_or_given_up_fail_their_trajectory(

@@ -45,6 +45,8 @@ class Counter:
     restored = 0
     gate = threading.Event()
     blocks = threading.Event()
+    text = ""
+    """What a step may show, and a reset that is asked for it."""
     raises: BaseException | None = None
     """What a step may raise, and any close."""
 
@@ -59,11 +61,15 @@ class Counter:
             raise RuntimeError("no container")
         if "mute" in arguments:
             raise MuteRefusal
-        return f"seed {seed}"
+        return self.text if "text" in arguments else f"seed {seed}"
 
     async def step(self, action: str) -> Step:
         if action == "hang":
             await asyncio.Event().wait()
+        if action == "pool":
+            await asyncio.to_thread(self.gate.wait, 3600)
+        if action == "text":
+            return Step(observation=self.text, reward=1.0, done=False)
         if action == "wait":
             await asyncio.get_running_loop().run_in_executor(None, self.gate.wait, WAIT_SECONDS)
         if action == "sleep":

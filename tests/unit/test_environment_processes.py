@@ -88,6 +88,16 @@ def test_an_environment_that_ends_its_process_fails_alone_and_is_told_of(folder:
 
 
 @pytest.mark.slow
+def test_who_ends_its_process_while_no_job_has_it_is_found_among_many(folder: Path) -> None:
+    healthy = [f"t{number}" for number in range(6)]
+    with processes(folder) as stage:
+        found = answers(stage, [*(step(name, "pause", b"4") for name in healthy), step("bad", "end meanwhile")])
+        failed = found.pop("bad")
+        assert isinstance(failed, Failed) and "alone in it" in failed.failure
+        assert {stepped(answer) for answer in found.values()} == {b"5"}
+
+
+@pytest.mark.slow
 def test_a_reset_that_ends_its_process_fails_alone(folder: Path) -> None:
     with processes(folder) as stage:
         found = answers(stage, [reset("good"), reset("bad", deed="end")])

@@ -1,11 +1,14 @@
 """The stage: a failing, hanging or lying environment harms its own trajectory alone, and few are held at once."""
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from schemas.arrays import count, unpack_tokens
 from tests.integration.scripted_executors import ACT, END, model_folder
 from tests.signals import signals_come
 from tests.unit.stage_world import (
@@ -21,6 +24,7 @@ from tests.unit.stage_world import (
     reset,
     stage_of,
 )
+from tests.waiting import until
 from workers.environments import runner as runner_module
 from workers.environments import stage as stage_module
 from workers.environments.home import Begun
@@ -28,6 +32,7 @@ from workers.environments.jobs import Failed, Refused
 from workers.environments.protocol import Environment
 from workers.environments.stage import Stage
 from workers.environments.steps import Stepped
+from workers.environments.turn_format import TurnFormat
 
 END_BYTES = END.to_bytes(4, "little")
 
@@ -189,6 +194,76 @@ def test_an_environment_that_blocks_its_thread_holds_up_no_other_kind(folder: Pa
         assert stage.in_flight == 1
         Counter.gate.set()
         assert [job.trajectory_id for job, _ in stage.answers(WAIT_SECONDS)] == ["bad"]
+
+
+def test_what_is_finished_is_answered_though_its_environment_does_not_close(folder: Path) -> None:
+    """It may hang, or block its thread."""
+
+    class NeverCloses(Blocking):
+        async def close(self) -> None:
+            await super().close()
+            if self.steps == 2:
+                await asyncio.Event().wait()
+            elif self.steps == 3:
+                self.block()
+
+    with stage_of(folder, lambda _name: NeverCloses(), timeout_seconds=0.5) as stage:
+        assert isinstance(answers(stage, [act("hangs", "done", b"1")])["hangs"], Stepped)
+        assert isinstance(answers(stage, [act("blocks", "done", b"2")])["blocks"], Stepped)
+        assert isinstance(answers(stage, [act("good", "go")])["good"], Stepped)
+        Counter.gate.set()
+
+
+def test_calls_that_hang_in_the_pool_take_no_thread_from_others_and_are_counted(folder: Path) -> None:
+    """More of them than the loop's own default pool would have threads."""
+    many = 40
+    with stage_of(folder, max_live=2 * many, timeout_seconds=0.5) as stage:
+        found = answers(stage, [act(f"bad{number}", "pool") for number in range(many)])
+        assert all(isinstance(answer, Failed) for answer in found.values())
+        assert stage.threads_stuck == many
+        Counter.gate.set()
+        until(lambda: stage.threads_stuck == 0)
+        assert isinstance(answers(stage, [act("good", "pool")])["good"], Stepped)
+
+
+ENDS = """
+import sys
+from pathlib import Path
+sys.path[:] = {path}
+from tests.unit.stage_world import act, answers, stage_of
+with stage_of(Path({folder!r}), timeout_seconds=0.2) as stage:
+    answers(stage, [act("bad", "pool")])
+"""
+
+
+def test_a_process_ends_though_a_call_hangs_in_the_pool(folder: Path) -> None:
+    program = ENDS.format(path=sys.path, folder=str(folder))
+    subprocess.run([sys.executable, "-c", program], timeout=WAIT_SECONDS, check=True)
+
+
+def test_an_observation_that_fits_no_context_is_not_encoded_to_its_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, text = 1024, "a" * 3_000_000
+    monkeypatch.setattr(Counter, "text", text)
+    with stage_of(folder, max_context_tokens=limit) as stage:
+        found = answers(stage, [act("long", "text"), reset("first", text=1)])
+        assert isinstance(found["long"], Stepped)
+        assert limit < count(found["long"].observation) < len(text) / 10, "no room is left, so the trajectory ends"
+        failed = found["first"]
+        assert isinstance(failed, Failed)
+        assert "the 3000000 characters of its first observation leave no room in max_context" in failed.failure
+
+
+def test_a_long_observation_is_encoded_as_a_whole_where_it_may_fit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Counter, "text", "abc" * 7_000)
+    with stage_of(folder, max_context_tokens=40_000) as stage:
+        stepped = answers(stage, [act("long", "text")])["long"]
+        assert isinstance(stepped, Stepped)
+        expected = TurnFormat(folder).observation_tokens(Counter.text, first=False)
+        assert list(unpack_tokens(stepped.observation)) == expected
 
 
 def test_a_stop_cuts_steps_short_and_begins_none(folder: Path) -> None:

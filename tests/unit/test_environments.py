@@ -168,6 +168,19 @@ def test_a_name_that_leads_nowhere_says_so(name: str, says: str) -> None:
     assert isinstance(refusal.value, UsageError)
 
 
+@pytest.mark.parametrize(
+    "code", ["import sys; sys.exit()", "raise BaseException('no')", "import asyncio; raise asyncio.CancelledError"]
+)
+def test_a_module_that_does_not_let_itself_be_imported_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    name = f"leaves_{abs(hash(code))}"
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnknownEnvironment, match=f"cannot import {name}"):
+        load_environment(f"{name}:Any")
+
+
 def test_a_users_own_environment_is_found() -> None:
     assert load_environment("workers.environments.calculator:Calculator") is Calculator
     assert isinstance(load_environment("calculator")(), Environment)

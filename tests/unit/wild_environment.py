@@ -79,6 +79,11 @@ class Wild:
     async def step(self, action: str) -> Step:
         if action in DEEDS:
             DEEDS[action]()
+        if action == "pause":
+            await asyncio.sleep(0.5)
+        if action == "end meanwhile":
+            asyncio.get_running_loop().run_in_executor(None, end_at_once)
+            await asyncio.Event().wait()
         if action == "hang in a thread":
             await asyncio.to_thread(sleep_for_ever)
         if action == "wait":

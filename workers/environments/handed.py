@@ -88,6 +88,9 @@ def _info(given: Any) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
+    for base in (str, int, float):  # of NumPy's scalars some are these as well
+        if isinstance(value, base):
+            return base(value)
     plain = _scalar(value)
     if plain is value:
         raise Unusable(f"it has a value of type {type(value).__name__}")

@@ -6,12 +6,13 @@ Keeps true
 - Every job that was started is answered once, whatever environments do, unless its life is over: nobody waits then.
 - An environment that blocks its runner, or ends it, fails its own trajectory alone. Those of its kind that were under
   way are done again from their states, as nobody has seen what came of them: so no step is taken in twice.
-- Who ended a process is found out and not guessed: whoever may have done it is done again, alone in a process.
+- Who ended a process is found out and not guessed: whoever may have done it is done again, in the end alone.
 
     a job blocks its runner                   that is left to it after a second; the others are begun again in a new one
     it still does after `timeout_seconds`     it fails, and its runner is given up
     a process ends in a job's own code        that job is begun again, alone; the others in a new one
-    a process ends and nobody knows by whom   all are begun again in a new one; if that ends as well, each alone
+    a process ends and nobody knows by whom   all are begun again in a new one; when that ends as well, each half of
+                                              them in one of its own, and so on, until a job is alone
     a process ends twice with one job alone   that job fails
 """
 
@@ -38,14 +39,14 @@ of what a step may take. Who was frozen has not looked; who was busy with the bu
 APART_SECONDS = 1.0
 """A runner that one job has blocked for so long is left to that job."""
 
-MOST_ALONE = 8
-"""Runners of a kind that are left to one job each, at most; further jobs wait."""
+MOST_APART = 8
+"""Runners of a kind beside the shared one, at most; further jobs that need one wait."""
 
 DEATHS = 2
 """A process that ends so often with one job alone in it was ended by that job. Once may be somebody else's doing."""
 
 ENDS = 2
-"""Jobs that were under way so often when a process ended, nobody knows by whom, are begun again each alone."""
+"""Jobs that were under way so often when a process ended, nobody knows by whom, are begun again by halves."""
 
 MOST_STUCK = 64
 """Threads that calls went on in after they were given up: a process with so many is replaced."""
@@ -76,8 +77,8 @@ class _Place:
 
     number: int
     runner: Runs
-    alone: bool = False
-    """For one job, and left with its answer."""
+    apart: bool = False
+    """For these jobs alone, and left with the last answer."""
     jobs: dict[int, _InFlight] = field(default_factory=dict)
     """By identity of the job."""
     beats: int = 0
@@ -118,15 +119,15 @@ class _Lane:
         self._timeout_seconds = timeout_seconds
         self._shared: _Place | None = None
         self.places: dict[int, _Place] = {}
-        """By number; the shared one and those that are left to one job."""
-        self.suspects: deque[_InFlight] = deque()
-        """To be begun again, each alone."""
+        """By number; the shared one and those apart."""
+        self.suspects: deque[list[_InFlight]] = deque()
+        """To be begun again, each list apart from all others."""
         self._left: list[tuple[float, Runs]] = []
         """Those that were asked to end, and when."""
 
     @property
     def in_flight(self) -> int:
-        return len(self.suspects) + sum(len(place.jobs) for place in self.places.values())
+        return sum(map(len, self.suspects)) + sum(len(place.jobs) for place in self.places.values())
 
     def start(self, waiting: Sequence[_InFlight]) -> None:
         """Begin with these in the shared runner."""
@@ -144,7 +145,7 @@ class _Lane:
         place = self.places.get(number)
         if place is None or place.jobs.pop(id(job), None) is None:
             return False
-        if place.alone:
+        if place.apart and not place.jobs:
             self._leave(place)
         return True
 
@@ -177,7 +178,7 @@ class _Lane:
         self.suspects.clear()
         for place in list(self.places.values()):
             place.jobs.clear()
-            if place.alone:
+            if place.apart:
                 self._leave(place)
             else:
                 place.runner.new_life(life)
@@ -201,30 +202,32 @@ class _Lane:
             self._shared = None
 
     def _set_apart(self, place: _Place) -> None:
-        """Leave a runner to the job that blocks it, and begin the others again in a new one."""
+        """Leave a runner to the job that blocks it, and begin the others again in the shared one."""
         known, culprit = place.blocking()
         others = [each for each in place.jobs.values() if each is not culprit]
-        if not known or place is not self._shared or not others or self._alone() >= MOST_ALONE:
+        if not known or not others or (culprit and not place.apart and self._apart() >= MOST_APART):
             return
         self._log.warning("environment_blocks", trajectory=culprit and culprit.job.trajectory_id, again=len(others))
-        self._shared = None
+        if place is self._shared:
+            self._shared = None
         if culprit is None:
             self._leave(place)
         else:
-            place.alone, place.jobs = True, {id(culprit.job): culprit}
+            place.apart, place.jobs = True, {id(culprit.job): culprit}
         self.start(others)
 
     def _blocked(self, place: _Place) -> Answers:
         """Give a silent runner up: who blocks it fails, the rest is begun again."""
-        known, culprit = place.blocking()
-        if place.alone:
-            known, culprit = True, next(iter(place.jobs.values()))
         metrics.BLOCKED.inc()
+        known, culprit = place.blocking()
+        if len(place.jobs) == 1 and place.apart:
+            known, culprit = True, next(iter(place.jobs.values()))
         self._give_up(place)
         others = [each for each in place.jobs.values() if each is not culprit]
-        self._log.error("environments_blocked", trajectory=culprit and culprit.job.trajectory_id, again=len(others))
+        at = culprit and culprit.job.trajectory_id
+        self._log.error("environments_blocked", trajectory=at, again=len(others))
         if not known:
-            self.suspects += others
+            self._halve(others)
             return []
         self.start(others)
         if culprit is None:
@@ -233,43 +236,46 @@ class _Lane:
         return [(culprit.job, Failed(f"environment {culprit.job.environment} {reason}"))]
 
     def _ended(self, place: _Place) -> Answers:
-        """A process has ended: by the one job that was in it, or nobody knows by which."""
+        """A process has ended: by the one job that was in it, by the one that it was in, or nobody knows by whom."""
         metrics.PROCESSES_ENDED.inc()
         known, culprit = place.blocking()
         self._give_up(place)
         waiting = list(place.jobs.values())
         at = culprit and culprit.job.trajectory_id
-        self._log.error(
-            f"environment_{place.what}_ended", how=place.ended.strip(), trajectory=at, under_way=len(waiting)
-        )
-        if place.alone:
-            return self._died_alone(place)
+        how = place.ended.strip()
+        self._log.error(f"environment_{place.what}_ended", how=how, trajectory=at, under_way=len(waiting))
+        if place.apart and len(waiting) == 1:
+            return self._died_alone(waiting[0], f"its {place.what}{place.ended}")
+        if known:
+            self.suspects += [[each] for each in waiting if each is culprit]
+            self.start([each for each in waiting if each is not culprit])
+            return []
         for each in waiting:
-            each.ends += not known
-        suspected = [each for each in waiting if each is culprit or each.ends >= ENDS]
-        self.suspects += suspected
-        self.start([each for each in waiting if each not in suspected])
+            each.ends += 1
+        self._halve([each for each in waiting if each.ends >= ENDS])
+        self.start([each for each in waiting if each.ends < ENDS])
         return []
 
-    def _died_alone(self, place: _Place) -> Answers:
-        failed: Answers = []
-        for each in place.jobs.values():
-            each.deaths += 1
-            if each.deaths < DEATHS:
-                self.suspects.append(each)
-            else:
-                reason = f"its {place.what}{place.ended}, each of {DEATHS} times that this trajectory was alone in it"
-                failed.append((each.job, Failed(f"environment {each.job.environment}: {reason}")))
-        return failed
+    def _died_alone(self, waiting: _InFlight, how: str) -> Answers:
+        waiting.deaths += 1
+        if waiting.deaths < DEATHS:
+            self.suspects.append([waiting])
+            return []
+        reason = f"{how}, each of {DEATHS} times that this trajectory was alone in it"
+        return [(waiting.job, Failed(f"environment {waiting.job.environment}: {reason}"))]
 
-    def _alone(self) -> int:
-        return sum(place.alone for place in self.places.values())
+    def _halve(self, waiting: list[_InFlight]) -> None:
+        half = (len(waiting) + 1) // 2
+        self.suspects += [part for part in (waiting[:half], waiting[half:]) if part]
+
+    def _apart(self) -> int:
+        return sum(place.apart for place in self.places.values())
 
     def _try_suspects(self) -> None:
-        while self.suspects and self._alone() < MOST_ALONE:
+        while self.suspects and self._apart() < MOST_APART:
             place = self._placed(self._new_place())
-            place.alone = True
-            place.start([self.suspects.popleft()])
+            place.apart = True
+            place.start(self.suspects.popleft())
 
 
 class Stage:

@@ -1,0 +1,150 @@
+"""What it costs to run environments in a process of their own instead of a thread of the worker.
+
+    python -m bench.environment_isolation
+
+The calculator is stepped by the worker's own stage, without a bus: `TOGETHER` trajectories at once, then one alone. A
+thread and a process are measured in turn, and the medians are compared.
+
+processor   Microseconds of processor time that a step takes more in a process than in a thread, of worker and process
+            together, with many under way.
+latency     Milliseconds that a step takes more from its start to its answer, alone, at the median.
+begin       Seconds until a new process has answered its first step: how long those wait that were under way in one that
+            has ended.
+memory      MiB of a process and its keeper, the shared part by halves.
+With `--json FILE` the result is kept.
+"""
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.check import Check, options, say, tell
+from bench.processes import processor_seconds
+from workers.environments.apart import Apart
+from workers.environments.jobs import Advance, Answering, Job, Limits, Reset, Runs
+from workers.environments.registry import load_environment
+from workers.environments.runner import Runner
+from workers.environments.serving import Kind
+from workers.environments.stage import Stage
+from workers.environments.steps import Stepped
+from workers.environments.turn_format import TurnFormat
+
+MODEL = Path(__file__).parents[1] / "workers" / "models" / "calculator"
+NAME = "calculator"
+LIMITS = Limits(max_live=256, timeout_seconds=60.0, max_context_tokens=1024)
+TOGETHER, ALONE = 64, 500
+WAIT_SECONDS = 60.0
+PROCESSOR, LATENCY, BEGIN, MEMORY = 300.0, 2.0, 5.0, 128.0
+
+
+@contextmanager
+def stage(kind: str) -> Iterator[tuple[Stage, list[int]]]:
+    """The worker's stage, and the processes that it has: `thread` or `process`."""
+    turn_format = TurnFormat(MODEL)
+    pids: list[int] = []
+
+    def new_runner(name: str, answer: Answering, life: int) -> Runs:
+        if kind == "thread":
+            return Runner(turn_format, lambda own: load_environment(own)(), answer, LIMITS, life=life)
+        told = Kind(environment=name, model_folder=str(MODEL), import_paths=sys.path, limits=LIMITS, life=life)
+        return Apart(told, answer)
+
+    made = Stage(new_runner, timeout_seconds=LIMITS.timeout_seconds)
+    try:
+        answered(made, [Reset(life=0, trajectory_id="0", environment=NAME, ticket=0, seed=7, arguments={})])
+        if kind == "process":
+            (keeper,) = children(os.getpid())
+            pids += [keeper, *children(keeper)]
+        yield made, pids
+    finally:
+        made.close()
+
+
+def children(pid: int) -> list[int]:
+    """Those that its first thread has started."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def answered(on: Stage, jobs: list[Job]) -> dict[str, bytes]:
+    """Run these jobs; the state of each afterwards."""
+    on.start(jobs)
+    states: dict[str, bytes] = {}
+    while len(states) < len(jobs):
+        for job, answer in on.answers(WAIT_SECONDS):
+            assert not isinstance(answer, Stepped) or not answer.done, "the task goes on"
+            states[job.trajectory_id] = getattr(answer, "state", b"")
+    return states
+
+
+def mebibytes(pids: list[int]) -> float:
+    """Of memory that these processes hold."""
+    pages = [Path(f"/proc/{pid}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0] for pid in pids]
+    return sum(map(int, pages)) / 1024
+
+
+def steps(states: dict[str, bytes], action: bytes) -> list[Job]:
+    """One for each trajectory."""
+    return [
+        Advance(life=0, trajectory_id=name, environment=NAME, ticket=0, tokens=action, state=state)
+        for name, state in states.items()
+    ]
+
+
+def measure(kind: str, rounds: int) -> tuple[float, float, float, float]:
+    """Processor microseconds a step, milliseconds of a step alone, seconds to the first answer, MiB of the process."""
+    began = time.perf_counter()
+    with stage(kind) as (on, pids):
+        begin = time.perf_counter() - began
+        names = [str(number) for number in range(TOGETHER)]
+        action = b"".join(token.to_bytes(4, "little") for token in TurnFormat(MODEL).action_tokens("1+2"))
+        used, count, alone = 0.0, 0, []
+        for _ in range(rounds):
+            jobs: list[Job] = [
+                Reset(life=0, trajectory_id=name, environment=NAME, ticket=0, seed=7, arguments={"min_operands": 8})
+                for name in names
+            ]
+            states = answered(on, jobs)
+            before = time.process_time() + sum(map(processor_seconds, pids))
+            for _ in range(8):
+                states = answered(on, steps(states, action))
+            used += time.process_time() + sum(map(processor_seconds, pids)) - before
+            count += 8 * TOGETHER
+        for number in range(ALONE):
+            if number % 8 == 0:
+                states = answered(on, jobs[:1])
+            at = time.perf_counter()
+            states = answered(on, steps(states, action))
+            alone.append(time.perf_counter() - at)
+        return 1e6 * used / count, 1e3 * statistics.median(alone), begin, mebibytes(pids)
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="of many steps, in each measure")
+    arguments = parser.parse_args()
+    found: dict[str, list[tuple[float, float, float, float]]] = {"thread": [], "process": []}
+    for _ in range(3):
+        for kind, measures in found.items():
+            measures.append(measure(kind, arguments.rounds))
+            say(f"{kind}: " + ", ".join(f"{value:.2f}" for value in measures[-1]))
+    thread, process = (
+        [statistics.median(column) for column in zip(*measures, strict=True)] for measures in found.values()
+    )
+    checks = [
+        Check(name, round(value, 2), unit, bound, "max", against, {"thread": round(at, 2), "process": round(there, 2)})
+        for name, value, unit, bound, against, at, there in (
+            ("processor", process[0] - thread[0], "us a step", PROCESSOR, "a thread", thread[0], process[0]),
+            ("latency", process[1] - thread[1], "ms at the median", LATENCY, "a thread", thread[1], process[1]),
+            ("begin", process[2], "s", BEGIN, "what a step may take", thread[2], process[2]),
+            ("memory", process[3], "MiB", MEMORY, "a thread has none of its own", thread[3], process[3]),
+        )
+    ]
+    tell(checks, broker="none", file=arguments.json)
+
+
+if __name__ == "__main__":
+    main()
