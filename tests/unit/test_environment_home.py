@@ -201,8 +201,8 @@ def test_whenever_a_worker_dies_and_whatever_is_forgotten_every_prompt_is_decide
         buried = [at for at, fate in decided.items() if fate is Fate.REFUSE] if forgotten else []
         here = Home(1, homes=HOMES, buried=frozenset((PROMPTS.name, offset) for offset in buried))
         for name, state, offset, decided_to in groups:
-            known = {"offset": offset, "decided_to": decided_to, "outcomes_from": 0, "now": 0.0}
-            here.knows(group_of(prompt_of(name), state, **known))
+            prompt = prompt_of(name)
+            here.knows(group_of(prompt, state, offset=offset, decided_to=decided_to, outcomes_from=0, now=0.0))
         begin = Recovery(here).prompts_from(10) if forgotten else committed
         here.begin(prompts_from=begin, results_from=0)
         for message in log[begin - 10 :]:

@@ -109,7 +109,7 @@ def test_a_reset_that_ends_its_process_fails_alone(folder: Path) -> None:
 @pytest.mark.parametrize("deed", ["sleep", "hold"])
 def test_who_blocks_its_process_holds_up_nobody_and_fails_in_time(folder: Path, deed: str) -> None:
     """Also where native code keeps the interpreter to itself."""
-    with processes(folder, timeout_seconds=20.0) as stage:
+    with processes(folder, timeout_seconds=10.0) as stage:
         stage.start([step("bad", deed), *(step(name, "go") for name in "abc")])
         order: list[str] = []
         failed: Answer | None = None
@@ -118,7 +118,7 @@ def test_who_blocks_its_process_holds_up_nobody_and_fails_in_time(folder: Path, 
                 order.append(job.trajectory_id)
                 failed = answer if job.trajectory_id == "bad" else failed
         assert order[-1] == "bad", "the others did not wait for its time to be over"
-        assert isinstance(failed, Failed) and "blocks its process for longer than 20 s" in failed.failure
+        assert isinstance(failed, Failed) and "blocks its process for longer than 10 s" in failed.failure
 
 
 @pytest.mark.slow
