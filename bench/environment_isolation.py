@@ -53,7 +53,7 @@ def stage(kind: str) -> Iterator[tuple[Stage, list[int]]]:
         told = Kind(environment=name, model_folder=str(MODEL), import_paths=sys.path, limits=LIMITS, life=life)
         return Apart(told, answer)
 
-    made = Stage(new_runner, timeout_seconds=LIMITS.timeout_seconds)
+    made = Stage(new_runner, LIMITS)
     try:
         answered(made, [Reset(life=0, trajectory_id="0", environment=NAME, ticket=0, seed=7, arguments={})])
         if kind == "process":

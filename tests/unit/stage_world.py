@@ -170,10 +170,7 @@ def stage_of(
     Counter.blocks.clear()
     known = Limits(**{"max_live": 8, "timeout_seconds": WAIT_SECONDS, "max_context_tokens": 1024, **limits})
     turn_format = TurnFormat(folder)
-    stage = Stage(
-        lambda _kind, answer, life: Runner(turn_format, create, answer, known, life=life),
-        timeout_seconds=known.timeout_seconds,
-    )
+    stage = Stage(lambda _kind, answer, life: Runner(turn_format, create, answer, known, life=life), known)
     stage.new_life(1)
     try:
         yield stage

@@ -17,7 +17,7 @@ from tests.unit.stage_world import WAIT_SECONDS, act, answers
 from tests.unit.wild_environment import FOLDER, NAME
 from tests.waiting import until
 from topics.settings import BusSettings
-from workers.environments import stage as stage_module
+from workers.environments import lanes
 from workers.environments.apart import Apart
 from workers.environments.config import EnvironmentConfig
 from workers.environments.home import Begun
@@ -51,7 +51,7 @@ def processes(folder: Path, *, timeout_seconds: float = WAIT_SECONDS) -> Iterato
         kind = Kind(environment=name, model_folder=str(folder), import_paths=sys.path, limits=limits, life=life)
         return Apart(kind, answer)
 
-    stage = Stage(new_runner, timeout_seconds=timeout_seconds)
+    stage = Stage(new_runner, limits)
     stage.new_life(1)
     try:
         yield stage
@@ -146,7 +146,7 @@ def test_an_environment_that_ends_its_process_as_it_closes_keeps_its_last_step(f
 
 @pytest.mark.slow
 def test_a_process_with_many_threads_that_hang_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_module, "MOST_STUCK", 3)
+    monkeypatch.setattr(lanes, "MOST_STUCK", 3)
     with processes(folder, timeout_seconds=0.5) as stage:
         answers(stage, [step("good", "go")])
         first = stage.begin(NAME)
@@ -182,6 +182,7 @@ def alive(folder: Path) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "blocked and killed", "closed"])
 def test_nothing_that_an_environment_started_outlives_the_worker(folder: Path, how: str) -> None:
     deed = "hold" if how.startswith("blocked") else "wait"

@@ -187,6 +187,31 @@ def test_an_environment_that_blocks_its_thread_as_it_makes_room_fails_nobody(fol
         Counter.gate.set()
 
 
+def test_who_went_on_elsewhere_and_comes_back_meets_nothing_of_its_former_self(folder: Path) -> None:
+    def blocks(name: str, beside: dict[str, bytes]) -> dict[str, bytes]:
+        """The states of those that are stepped beside who blocks, in another thread."""
+        Counter.blocks.clear()
+        stage.start([act(name, "block", b"3")])
+        assert Counter.blocks.wait(WAIT_SECONDS)
+        stage.start([act(each, "go", state) for each, state in beside.items()])
+        found: dict[str, bytes] = {}
+        while len(found) < len(beside):
+            for job, answer in stage.answers(WAIT_SECONDS):
+                assert isinstance(answer, Stepped)
+                found[job.trajectory_id] = answer.state
+        Counter.gate.set()
+        assert [job.trajectory_id for job, _ in stage.answers(WAIT_SECONDS)] == [name], "its step counts"
+        Counter.gate.clear()
+        return found
+
+    with stage_of(folder, lambda _name: Blocking(), timeout_seconds=60.0) as stage:
+        answers(stage, [act(name, "go", b"1") for name in "abc"])
+        assert blocks("c", {"a": b"2", "b": b"2"}) == {"a": b"3", "b": b"3"}
+        answers(stage, [act("a", "go", b"3")])
+        assert blocks("b", {"a": b"4"}) == {"a": b"5"}, "it is back in the first thread"
+        Counter.gate.set()
+
+
 def test_an_environment_that_blocks_its_thread_holds_up_no_other_kind(folder: Path) -> None:
     with stage_of(folder, lambda _name: Blocking(), timeout_seconds=60.0) as stage:
         stage.start([act("bad", "block", environment="blocking")])

@@ -20,20 +20,9 @@ from typing import Any
 
 import msgspec
 
-from workers.environments.jobs import (
-    ANSWERS,
-    BEATS,
-    LIVE,
-    NOBODY,
-    RUNNING,
-    SIGNS_BYTES,
-    STUCK,
-    Answering,
-    Job,
-    job_fields,
-    taken_as,
-)
-from workers.environments.serving import MOST_BYTES, Kind, signs_in
+from workers.environments.jobs import ANSWERS, NOBODY, Answering, Job, job_fields, taken_as
+from workers.environments.serving import MOST_BYTES, Kind
+from workers.environments.signs import BEATS, LIVE, RUNNING, SIGNS_BYTES, STUCK, signs_in
 
 SPARE_SECONDS = 2.0
 """That a process may take to end once it is killed."""
@@ -71,8 +60,12 @@ class Apart:
         self._to_say: queue.Queue[bytes | None] = queue.Queue()
         self._to_say.put(msgspec.msgpack.encode(kind))
         self._reader = Thread(target=self._listen, name="environment-answers", daemon=True)
-        self._reader.start()
-        Thread(target=self._write, name="environment-jobs", daemon=True).start()
+        try:
+            self._reader.start()
+            Thread(target=self._write, name="environment-jobs", daemon=True).start()
+        except RuntimeError:
+            self.abandon()
+            raise
 
     def start(self, jobs: list[Job]) -> None:
         """Begin with these jobs."""
@@ -83,6 +76,12 @@ class Apart:
     def let_go(self, trajectory_ids: list[str]) -> None:
         """Close the environments of trajectories that have ended."""
         self._say("let_go", trajectory_ids)
+
+    def withdraw(self, trajectory_ids: list[str]) -> None:
+        """Answer no job of these that was started, and hold nothing of them."""
+        for number in [number for number, job in list(self._jobs.items()) if job.trajectory_id in trajectory_ids]:
+            self._jobs.pop(number, None)
+        self._say("withdraw", trajectory_ids)
 
     def new_life(self, life: int) -> None:
         """Close all environments: what was held of earlier lives does not count any more."""

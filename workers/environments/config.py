@@ -41,6 +41,9 @@ class EnvironmentConfig:
     """Your own environments (`package.module:Class`) that prompts may name beside the built-in ones."""
     import_paths: tuple[Path, ...] = ()
     """Folders to import your own environments from, before the installed packages."""
+    max_processes: int = 4
+    """Processes (or threads) of a kind of environments at once: one for all of them, and further ones while one of them
+    blocks that, or to find out which one ends it."""
     isolation: Isolation = "auto"
     """Where environments run: `process` (a process for each kind, so what one does to its process ends no worker),
     `thread` (of the worker: cheaper, and one that ends its process ends the worker), or `auto`: your own in processes,
@@ -58,6 +61,7 @@ class EnvironmentConfig:
             <= 1_000_000,
             "step_timeout_seconds must be from 0.01 to 604800": 0.01 <= self.step_timeout_seconds <= LONGEST_SECONDS,
             "turn_patience_seconds must be from 0.01 to 604800": 0.01 <= self.turn_patience_seconds <= LONGEST_SECONDS,
+            "max_processes must be from 1 to 256": 1 <= self.max_processes <= 256,
             "isolation must be auto, process or thread": self.isolation in get_args(Isolation),
         }
         for sentence, holds in in_range.items():

@@ -3,7 +3,7 @@
 Keeps true: what a process wrote is held to the fields of a job or of an answer before anybody looks at it.
 """
 
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -69,16 +69,6 @@ Answer = Begun | Stepped | Refused | Failed
 
 Answering = Callable[[Job, Answer], None]
 
-Signs = MutableSequence[int]
-"""Signs of life in memory that the process of a runner shares with the worker, of which they can be read whatever
-blocks that process: the places below."""
-
-BEATS, LIVE, STUCK, RUNNING = range(4)
-"""RUNNING: 0 while no job's code runs; 1 more than the number of a job while that does, also when it ends the process.
-"""
-
-SIGNS_BYTES = 4 * 8
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -90,6 +80,8 @@ class Limits:
     """Of a job."""
     max_context_tokens: int
     """An observation that cannot fit is not encoded to its end."""
+    max_runners: int = 4
+    """Of a kind of environments, at once: one for all, and further ones while something is wrong with that."""
 
 
 class Runs(Protocol):
@@ -134,6 +126,10 @@ class Runs(Protocol):
 
     def let_go(self, trajectory_ids: list[str]) -> None:
         """Close the environments of trajectories that have ended."""
+        ...
+
+    def withdraw(self, trajectory_ids: list[str]) -> None:
+        """Answer no job of these that was started, and hold nothing of them: they go on elsewhere."""
         ...
 
     def new_life(self, life: int) -> None:

@@ -15,10 +15,11 @@ from topics.settings import BusSettings
 from workers.environments.apart import Apart
 from workers.environments.config import EnvironmentConfig
 from workers.environments.jobs import Answering, Limits, Runs
+from workers.environments.lanes import BEGIN_SECONDS
 from workers.environments.registry import BUILT_IN, UnknownEnvironment, load_environment
 from workers.environments.runner import Runner
 from workers.environments.serving import Kind
-from workers.environments.stage import BEGIN_SECONDS, LOOK_SECONDS, NewRunner, Stage
+from workers.environments.stage import LOOK_SECONDS, NewRunner, Stage
 from workers.environments.trajectory import Rules
 from workers.environments.turn_format import TurnFormat
 from workers.environments.worker import EnvironmentWorker
@@ -39,7 +40,13 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
     turn_format = TurnFormat(config.model_folder)
     before = set(threading.enumerate())
     sys.path[:0] = [str(path.resolve()) for path in config.import_paths if str(path.resolve()) not in sys.path]
-    stage = Stage(_runners(config, turn_format), timeout_seconds=config.step_timeout_seconds)
+    limits = Limits(
+        max_live=config.max_live_environments,
+        timeout_seconds=config.step_timeout_seconds,
+        max_context_tokens=config.max_context_tokens,
+        max_runners=config.max_processes,
+    )
+    stage = Stage(_runners(config, turn_format, limits), limits)
     try:
         check = _allowed(config, stage, stop)
         reach(settings)
@@ -73,13 +80,8 @@ def _apart(config: EnvironmentConfig, name: str) -> bool:
     return config.isolation == "process" or (config.isolation == "auto" and name not in BUILT_IN)
 
 
-def _runners(config: EnvironmentConfig, turn_format: TurnFormat) -> NewRunner:
+def _runners(config: EnvironmentConfig, turn_format: TurnFormat, limits: Limits) -> NewRunner:
     """What makes the runner of a kind of environments."""
-    limits = Limits(
-        max_live=config.max_live_environments,
-        timeout_seconds=config.step_timeout_seconds,
-        max_context_tokens=config.max_context_tokens,
-    )
 
     def new_runner(name: str, answer: Answering, life: int) -> Runs:
         if not _apart(config, name):

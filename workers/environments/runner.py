@@ -17,7 +17,7 @@ import ctypes
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from threading import Thread
 from typing import Any, TypeVar
@@ -28,23 +28,9 @@ from schemas.arrays import pack_tokens, unpack_tokens
 from schemas.errors import UsageError, in_words, said_by
 from workers.environments.handed import Unusable, state_of, step_of, text_of
 from workers.environments.home import Begun
-from workers.environments.jobs import (
-    BEATS,
-    LIVE,
-    NOBODY,
-    RUNNING,
-    STUCK,
-    Advance,
-    Answer,
-    Answering,
-    Failed,
-    Job,
-    Limits,
-    Refused,
-    Reset,
-    Signs,
-)
+from workers.environments.jobs import NOBODY, Advance, Answer, Answering, Failed, Job, Limits, Refused, Reset
 from workers.environments.protocol import Environment
+from workers.environments.signs import BEATS, LIVE, STUCK, Marked, Signs
 from workers.environments.steps import FAILURE_CHARACTERS, Stepped
 from workers.environments.threads import Threads
 from workers.environments.turn_format import TurnFormat
@@ -142,6 +128,10 @@ class Runner:
         """Close the environments of trajectories that have ended."""
         self._loop.call_soon_threadsafe(self._drop, trajectory_ids)
 
+    def withdraw(self, trajectory_ids: list[str]) -> None:
+        """Answer no job of these that was started, and hold nothing of them."""
+        self._loop.call_soon_threadsafe(self._withdraw, trajectory_ids)
+
     def new_life(self, life: int) -> None:
         """Close all environments: what was held of earlier lives does not count any more."""
         self._loop.call_soon_threadsafe(self._forget, life)
@@ -203,6 +193,15 @@ class Runner:
             if environment is not None:
                 self._spawn(self._close(environment))
 
+    def _withdraw(self, trajectory_ids: list[str]) -> None:
+        for task, job in self._tasks.items():
+            if job is not None and job.trajectory_id in trajectory_ids:
+                self._tasks[task] = None
+        for call, job in self._calls.items():
+            if job is not None and job.trajectory_id in trajectory_ids:
+                call.cancel()
+        self._drop(trajectory_ids)
+
     def _forget(self, life: int) -> None:
         self._life = life
         self._drop(list(self._idle))
@@ -221,8 +220,9 @@ class Runner:
 
     async def _work(self, job: Job) -> None:
         async with self._slots:
-            if self._closing or job.life != self._life:
-                self._tasks[_present_task()] = None  # nobody waits for it any more
+            present = _present_task()
+            if self._closing or job.life != self._life or self._tasks[present] is None:
+                self._tasks[present] = None  # nobody waits for it any more
                 return
             environment = self._idle.pop(job.trajectory_id, None)
             self._busy += 1
@@ -233,11 +233,12 @@ class Runner:
             finally:
                 self._busy -= 1
             ended = isinstance(answer, Failed | Refused) or (isinstance(answer, Stepped) and answer.done)
-            ended = ended or self._closing or job.life != self._life
+            wanted = self._tasks[present] is not None and not self._closing
+            ended = ended or not wanted or job.life != self._life
             if environment is not None and not ended:
                 self._idle[job.trajectory_id] = environment
-            self._tasks[_present_task()] = None
-            if not self._closing:
+            self._tasks[present] = None
+            if wanted:
                 self._answer(job, answer)
             if environment is not None and ended:
                 self._ending += 1
@@ -270,7 +271,7 @@ class Runner:
     async def _within(self, seconds: float, call: Callable[[], Awaitable[T]], job: Job | None) -> T | BaseException:
         """What the call gives or raises. One that is late is cancelled; one that goes on all the same is given up."""
         code = _caught(call)
-        task = self._loop.create_task(code if self._signs is None else _Marked(code, self._signs, job))
+        task = self._loop.create_task(code if self._signs is None else Marked(code, self._signs, job))
         self._calls[task] = job
         task.add_done_callback(self._calls.pop)
         in_time = ended = await _ends(task, seconds)
@@ -341,35 +342,6 @@ class Runner:
         task = self._loop.create_task(work)
         self._tasks[task] = job
         task.add_done_callback(self._worked)
-
-
-class _Marked(Coroutine[Any, Any, T]):
-    """A call into an environment, which is named in the signs of life whenever its own code runs."""
-
-    def __init__(self, code: Coroutine[Any, Any, T], signs: Signs, job: Job | None) -> None:
-        self._code = code
-        self._signs = signs
-        self._mark = job.ticket + 1 if job is not None and isinstance(job.ticket, int) else -1
-
-    def send(self, value: Any) -> Any:
-        self._signs[RUNNING] = self._mark
-        try:
-            return self._code.send(value)
-        finally:
-            self._signs[RUNNING] = 0
-
-    def throw(self, *error: Any) -> Any:
-        self._signs[RUNNING] = self._mark
-        try:
-            return self._code.throw(*error)
-        finally:
-            self._signs[RUNNING] = 0
-
-    def close(self) -> None:
-        self._code.close()
-
-    def __await__(self) -> Generator[Any, Any, T]:
-        return self._code.__await__()
 
 
 async def _caught(call: Callable[[], Awaitable[T]]) -> T | BaseException:

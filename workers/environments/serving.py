@@ -5,7 +5,6 @@ Keeps true
 - Whatever an environment does to standard output or input, the line is not touched by it.
 """
 
-import mmap
 import os
 import sys
 import threading
@@ -13,16 +12,17 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import msgspec
 import structlog
 
 from schemas.errors import UsageError, in_words
 from topics.processes import show_as
-from workers.environments.jobs import JOBS, SIGNS_BYTES, Answer, Failed, Job, Limits, Signs, taken_as
+from workers.environments.jobs import JOBS, Answer, Failed, Job, Limits, taken_as
 from workers.environments.registry import load_environment
 from workers.environments.runner import CLOSE_SECONDS, Runner
+from workers.environments.signs import Signs, signs_in
 from workers.environments.turn_format import TurnFormat
 
 MOST_BYTES = 1 << 26
@@ -62,13 +62,6 @@ def serve(descriptor: int, shared: int) -> NoReturn:
     os._exit(status)  # whatever threads an environment has left behind
 
 
-def signs_in(shared: int) -> Signs:
-    """The signs of life in this shared memory, whose descriptor is closed."""
-    memory = mmap.mmap(shared, SIGNS_BYTES)
-    os.close(shared)
-    return cast("Signs", memoryview(memory).cast("q"))
-
-
 class _Served:
     """A runner and the line to who asks it. Raises UsageError when there is no such environment."""
 
@@ -85,6 +78,7 @@ class _Served:
         asked: dict[str, Callable[[Any], None]] = {
             "start": self._start,
             "let_go": self._runner.let_go,
+            "withdraw": self._runner.withdraw,
             "new_life": self._runner.new_life,
         }
         threading.Thread(target=self._end_with_runner, name="watches-runner", daemon=True).start()

@@ -1,0 +1,58 @@
+"""Signs of life of a runner, in memory that its process shares with the worker.
+
+Keeps true: they can be read whatever blocks that process, and after whatever has ended it.
+"""
+
+import mmap
+import os
+from collections.abc import Coroutine, Generator, MutableSequence
+from typing import Any, TypeVar, cast
+
+from workers.environments.jobs import Job
+
+T = TypeVar("T")
+
+Signs = MutableSequence[int]
+"""One number at each of the places below."""
+
+BEATS, LIVE, STUCK, RUNNING = range(4)
+"""RUNNING: 0 while no job's code runs; 1 more than the number of a job while that does, also when it ends the process.
+"""
+
+SIGNS_BYTES = 4 * 8
+
+
+def signs_in(shared: int) -> Signs:
+    """The signs of life in this shared memory, whose descriptor is closed."""
+    memory = mmap.mmap(shared, SIGNS_BYTES)
+    os.close(shared)
+    return cast("Signs", memoryview(memory).cast("q"))
+
+
+class Marked(Coroutine[Any, Any, T]):
+    """A call into an environment, which is named in the signs of life whenever its own code runs."""
+
+    def __init__(self, code: Coroutine[Any, Any, T], signs: Signs, job: Job | None) -> None:
+        self._code = code
+        self._signs = signs
+        self._mark = job.ticket + 1 if job is not None and isinstance(job.ticket, int) else -1
+
+    def send(self, value: Any) -> Any:
+        self._signs[RUNNING] = self._mark
+        try:
+            return self._code.send(value)
+        finally:
+            self._signs[RUNNING] = 0
+
+    def throw(self, *error: Any) -> Any:
+        self._signs[RUNNING] = self._mark
+        try:
+            return self._code.throw(*error)
+        finally:
+            self._signs[RUNNING] = 0
+
+    def close(self) -> None:
+        self._code.close()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._code.__await__()
