@@ -215,8 +215,9 @@ class Blocks(Calculator):
 
 @any_broker
 @pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_an_environment_that_blocks_its_thread_fails_its_trajectories_and_no_others(
-    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, tmp_path: Path
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, tmp_path: Path, isolation: str
 ) -> None:
     (tmp_path / "blocks.py").write_text(BLOCKS)
     for number in range(4):
@@ -227,6 +228,7 @@ def test_an_environment_that_blocks_its_thread_fails_its_trajectories_and_no_oth
         "step_timeout_seconds": 1.0,
         "import_paths": [str(tmp_path)],
         "environments": ["blocks:Blocks"],
+        "isolation": isolation,
     }
     with worker_process(executors.settings, 0, config):
         finish(executors, 2 * SIZE + 2)

@@ -132,7 +132,7 @@ def test_fields_that_roles_share_follow_the_section_they_come_from(tmp_path: Pat
             "[environment]\nmax_live_environments = 10000000\n",
             ["max_live_environments must be at least 1"],
         ),
-        ('[environment]\nisolation = "container"\n', ["environment.isolation", "container"]),
+        ('[environment]\nisolation = "container"\n', ["isolation must be auto, process or thread"]),
         ('[executor]\nmodel_id = "x"\n', ["rose.toml", "executor.model_id always follows model.id"]),
         ("[router\n", ["rose.toml", "no TOML"]),
     ],

@@ -118,7 +118,7 @@ def test_who_blocks_its_process_holds_up_nobody_and_fails_in_time(folder: Path, 
                 order.append(job.trajectory_id)
                 failed = answer if job.trajectory_id == "bad" else failed
         assert order[-1] == "bad", "the others did not wait for its time to be over"
-        assert isinstance(failed, Failed) and "blocks its process for longer than 10 s" in failed.failure
+        assert isinstance(failed, Failed) and "blocks its thread for longer than 10 s" in failed.failure
 
 
 @pytest.mark.slow

@@ -25,11 +25,13 @@ from tests.unit.stage_world import (
     stage_of,
 )
 from tests.waiting import until
+from workers.environments import lanes
 from workers.environments import runner as runner_module
 from workers.environments import stage as stage_module
 from workers.environments.home import Begun
-from workers.environments.jobs import Failed, Refused
+from workers.environments.jobs import Answering, Failed, Limits, Refused
 from workers.environments.protocol import Environment
+from workers.environments.runner import Runner
 from workers.environments.stage import Stage
 from workers.environments.steps import Stepped
 from workers.environments.turn_format import TurnFormat
@@ -345,6 +347,28 @@ def test_a_slow_environment_holds_nobody_up(folder: Path) -> None:
         assert stage.in_flight == 1
         Counter.gate.set()
         assert [job.trajectory_id for job, _ in stage.answers(WAIT_SECONDS)] == ["slow"]
+
+
+def test_jobs_wait_for_a_runner_where_the_machine_has_no_room_for_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "TRY_SECONDS", 0.01)
+    failures = [BlockingIOError("no more processes"), RuntimeError("can't start new thread")]
+    turn_format, limits = TurnFormat(folder), Limits(max_live=8, timeout_seconds=WAIT_SECONDS, max_context_tokens=1024)
+
+    def new_runner(_kind: str, answer: Answering, life: int) -> Runner:
+        if failures:
+            raise failures.pop()
+        return Runner(turn_format, lambda _name: Counter(), answer, limits, life=life)
+
+    stage = Stage(new_runner, limits)
+    stage.new_life(1)
+    try:
+        found = answers(stage, [act("a", "go", b"1"), act("b", "go", b"1")])
+        assert [answer.state for answer in found.values() if isinstance(answer, Stepped)] == [b"2", b"2"]
+        assert isinstance(answers(stage, [act("c", "go")])["c"], Stepped)
+    finally:
+        stage.close()
 
 
 def test_refused_arguments_are_told_from_a_failure(folder: Path) -> None:

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 from schemas.limits import CONTEXT_TOKENS
 from schemas.prompts import LEAST_TEMPERATURE
 
-Isolation = Literal["auto", "process", "thread"]
+ISOLATIONS = ("auto", "process", "thread")
 
 LONGEST_SECONDS = 7 * 86_400.0
 """Of a step, and of the patience with a turn."""
@@ -44,7 +43,7 @@ class EnvironmentConfig:
     max_processes: int = 4
     """Processes (or threads) of a kind of environments at once: one for all of them, and further ones while one of them
     blocks that, or to find out which one ends it."""
-    isolation: Isolation = "auto"
+    isolation: str = "auto"
     """Where environments run: `process` (a process for each kind, so what one does to its process ends no worker),
     `thread` (of the worker: cheaper, and one that ends its process ends the worker), or `auto`: your own in processes,
     the built-in ones in threads."""
@@ -62,7 +61,7 @@ class EnvironmentConfig:
             "step_timeout_seconds must be from 0.01 to 604800": 0.01 <= self.step_timeout_seconds <= LONGEST_SECONDS,
             "turn_patience_seconds must be from 0.01 to 604800": 0.01 <= self.turn_patience_seconds <= LONGEST_SECONDS,
             "max_processes must be from 1 to 256": 1 <= self.max_processes <= 256,
-            "isolation must be auto, process or thread": self.isolation in get_args(Isolation),
+            "isolation must be auto, process or thread": self.isolation in ISOLATIONS,
         }
         for sentence, holds in in_range.items():
             if not holds:

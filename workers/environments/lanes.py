@@ -281,7 +281,7 @@ class Lane:
         self.start(others)
         if culprit is None:
             return []
-        reason = f"blocks its {place.what} for longer than {self._timeout_seconds:g} s"
+        reason = f"blocks its thread for longer than {self._timeout_seconds:g} s"
         return [(culprit.job, Failed(f"environment {culprit.job.environment} {reason}"))]
 
     def _ended(self, place: Place) -> Answers:

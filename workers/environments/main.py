@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import structlog
 
+from schemas.errors import UsageError, in_words
 from schemas.prompts import Sampling
 from topics.admin import reach
 from topics.settings import BusSettings
@@ -105,7 +106,7 @@ def _allowed(config: EnvironmentConfig, stage: Stage, stop: threading.Event) -> 
     in processes are imported there alone. Raises UsageError for a name of the config that leads to none.
     """
     own = dict.fromkeys(config.environments)
-    begun = {name: stage.begin(name) for name in own if _apart(config, name)}
+    begun = {name: _begun(stage, name) for name in own if _apart(config, name)}
     for name in own:
         if name not in begun:
             load_environment(name)
@@ -130,6 +131,13 @@ def _allowed(config: EnvironmentConfig, stage: Stage, stop: threading.Event) -> 
         load_environment(name)
 
     return check
+
+
+def _begun(stage: Stage, name: str) -> Runs:
+    try:
+        return stage.begin(name)
+    except (OSError, RuntimeError) as error:
+        raise UsageError(f"environment {name!r}: a process for it cannot be started ({in_words(error)})") from None
 
 
 def _end_soon(before: set[threading.Thread]) -> None:
