@@ -247,9 +247,16 @@ def test_a_role_that_is_ended_before_it_is_born_does_not_live_though_nobody_asks
 
 
 FAILING = """
+import workers.environments.main as program
+from workers.environments.calculator import Calculator as Environment
+
 class Unexpected(BaseException): pass
+
+def reach(settings):
+    raise Unexpected("of its own")
+
 print("said before")
-raise Unexpected("of its own")
+program.reach = reach
 """
 
 
@@ -263,7 +270,7 @@ def test_a_forked_role_ends_as_one_that_was_started(
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(2, 2, 1, 1))
     (tmp_path / "rose.toml").write_text(
-        f'[environment]\nimport_paths = ["{tmp_path}"]\nenvironments = ["failing:Environment"]\n'
+        f'[environment]\nimport_paths = ["{tmp_path}"]\nenvironments = ["failing:Environment"]\nisolation = "thread"\n'
     )
     for name, arguments in {
         "refused": ("config", "--set", "router.nothing=1"),

@@ -39,7 +39,6 @@ class Apart:
         self.ended = ""
         self.unfit = ""
         """Why there is no such environment, where the process could not make any."""
-        self._kind = kind.environment
         self._answer = answer
         self._jobs: dict[int, Job] = {}
         self._numbers = itertools.count()
@@ -47,15 +46,18 @@ class Apart:
         ours, its = socket.socketpair()
         shared = os.memfd_create("environment-signs")
         os.ftruncate(shared, SIGNS_BYTES)
-        with its:
-            handed = its.fileno(), shared
+        self._signs = signs_in(os.dup(shared))
+        handed = its.fileno(), shared
+        try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", f"from workers.environments.child import main; main{handed}"],
                 stdin=subprocess.PIPE,
                 pass_fds=handed,
                 start_new_session=True,  # Ctrl-C is for the command
             )
-        self._signs = signs_in(shared)
+        finally:
+            its.close()
+            os.close(shared)
         self._line = Connection(ours.detach())
         self._to_say: queue.Queue[bytes | None] = queue.Queue()
         self._to_say.put(msgspec.msgpack.encode(kind))

@@ -35,7 +35,7 @@ def main(line: int, signs: int) -> NoReturn:
         before_it_ends()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setpgid(0, 0)
+        os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.close(wake)
         os.close(woken)

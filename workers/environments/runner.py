@@ -146,7 +146,7 @@ class Runner:
     def abandon(self) -> None:
         """Have the thread end when it can: a sleep has to be slept, a loop in Python is broken off."""
         self.leave()
-        if self._thread.ident is not None:
+        if self._thread.ident is not None and self._thread.is_alive():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit))
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
