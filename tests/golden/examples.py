@@ -249,6 +249,7 @@ EXAMPLES: tuple[Record, ...] = (
         offset=17,
         prompt=PROMPT,
         outcomes_from=23,
+        decided_to=19,
         changed_at=1.25,
     ),
     TrajectoryProgress(

@@ -60,6 +60,8 @@ Answers = list[tuple[Job, Answer]]
 
 @dataclass(slots=True, eq=False)
 class InFlight:
+    """A job that was started and not answered."""
+
     job: Job
     deaths: int = 0
     """Processes that ended with this job alone in them."""
