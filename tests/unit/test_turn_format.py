@@ -115,15 +115,15 @@ EDGES = st.text(" \n\t", max_size=3)
 
 
 @pytest.mark.parametrize(
-    ("template", "tokenizer", "bos", "eos"),
+    ("template", "make", "bos", "eos"),
     [
-        (CHATML, byte_level(), "", "<|im_end|>"),
-        (HEADERS, byte_level(), "<|begin_of_text|>", "<|endoftext|>"),
-        (ROLES, word_marking(ROLE_TOKENS), "<s>", "</s>"),
+        (CHATML, byte_level, "", "<|im_end|>"),
+        (HEADERS, byte_level, "<|begin_of_text|>", "<|endoftext|>"),
+        (ROLES, lambda: word_marking(ROLE_TOKENS), "<s>", "</s>"),
         (
             "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}"
             "{{ '<|assistant|>\\n' }}",
-            word_marking(special_tokens("<|user|>", "<|assistant|>", "<|end|>", rstrip=True)),
+            lambda: word_marking(special_tokens("<|user|>", "<|assistant|>", "<|end|>", rstrip=True)),
             "<s>",
             "<|end|>",
         ),
@@ -131,10 +131,11 @@ EDGES = st.text(" \n\t", max_size=3)
     ids=["keeps", "trims", "marks words", "strips behind tokens"],
 )
 def test_white_space_at_the_ends_of_an_observation_is_what_the_template_and_the_tokenizer_make_of_it(
-    tmp_path_factory: pytest.TempPathFactory, template: str, tokenizer: Any, bos: str, eos: str
+    tmp_path_factory: pytest.TempPathFactory, template: str, make: Callable[[], Any], bos: str, eos: str
 ) -> None:
     from transformers import PreTrainedTokenizerFast
 
+    tokenizer = make()
     made = folder(tmp_path_factory.mktemp("model"), tokenizer, template, bos=bos, eos=eos)
     turns = TurnFormat(made)
     reference: Any = PreTrainedTokenizerFast(tokenizer_file=str(made / "tokenizer.json"), bos_token=bos, eos_token=eos)
