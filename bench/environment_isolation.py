@@ -66,7 +66,7 @@ def stage(kind: str) -> Iterator[tuple[Stage, list[int]]]:
 
 def children(pid: int) -> list[int]:
     """Those that its first thread has started."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
 
 
 def answered(on: Stage, jobs: list[Job]) -> dict[str, bytes]:
@@ -82,7 +82,9 @@ def answered(on: Stage, jobs: list[Job]) -> dict[str, bytes]:
 
 def mebibytes(pids: list[int]) -> float:
     """Of memory that these processes hold."""
-    pages = [Path(f"/proc/{pid}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0] for pid in pids]
+    pages = [
+        Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").partition("\nPss:")[2].split()[0] for pid in pids
+    ]
     return sum(map(int, pages)) / 1024
 
 

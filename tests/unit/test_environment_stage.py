@@ -85,7 +85,7 @@ def test_what_ended_a_turn_is_no_part_of_its_action_and_its_end_is_in_the_contex
 def test_an_observation_with_half_of_a_surrogate_pair_fails_its_trajectory_with_a_sentence(folder: Path) -> None:
     with stage_of(folder) as stage:
         found = answers(stage, [act("bad", "half"), act("good", "go")])
-        assert isinstance(found["bad"], Failed) and "half of a surrogate pair" in found["bad"].failure
+        assert isinstance(found["bad"], Failed) and "half a surrogate pair" in found["bad"].failure
         assert isinstance(found["good"], Stepped)
 
 

@@ -40,7 +40,7 @@ def main(line: int, signs: int) -> NoReturn:
         os.close(wake)
         os.close(woken)
         with suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")
+            Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
         from workers.environments.serving import serve
 
         serve(line, signs)
@@ -87,7 +87,7 @@ def _end_rest(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
     with suppress(ChildProcessError, OSError):
         while True:
-            for child in children.read_text().split():
+            for child in children.read_text(encoding="utf-8").split():
                 os.kill(int(child), signal.SIGKILL)
             os.waitpid(-1, 0)
 
