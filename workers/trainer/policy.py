@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from schemas.errors import UsageError
+from workers.weights.model_folder import INDEX, FolderError, read_config, weight_files
 
 REASON_CHARACTERS = 300
 """How much of a library's message is told on; some of them run to pages."""
@@ -28,21 +29,43 @@ class ModelFolderError(UsageError):
 
 def load_policy(folder: Path) -> Any:
     """The folder's model in float32, in evaluation mode; a `transformers.PreTrainedModel`. Raises ModelFolderError."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if not (folder / "config.json").is_file():
         raise ModelFolderError(f"{folder} is not a model folder: it has no config.json")
     try:
+        read_config(folder)
+        weight_files(folder)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if (folder / INDEX).is_file():  # where there is a model.safetensors as well, transformers would take that
+            config.transformers_weights = INDEX
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
+            folder,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
         )
+    except FolderError as error:
+        raise ModelFolderError(f"{folder} does not load as a causal language model: {error}") from None
     except Exception as error:  # transformers, safetensors and json raise a dozen unrelated types for broken files
         reason = " ".join(str(error).split())[:REASON_CHARACTERS]
         raise ModelFolderError(f"{folder} does not load as a causal language model: {reason}") from error
     if report["missing_keys"] or report["mismatched_keys"]:
         names = ", ".join(sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])[:3])
         raise ModelFolderError(f"{folder}: the weights do not fit config.json, beginning with {names}")
+    _refuse_untied(model, folder)
     return model.eval()
+
+
+def _refuse_untied(model: Any, folder: Path) -> None:
+    """transformers keeps two tensors apart that config.json calls one, if they differ; vLLM takes one for both."""
+    for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter_or_buffer(name) is not model.get_parameter_or_buffer(other):
+            raise ModelFolderError(
+                f"{folder}: config.json says that {name} is {other}, but they differ: set tie_word_embeddings to false"
+            )
 
 
 def token_logprobs(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> Tensor:

@@ -1,26 +1,141 @@
-"""What a model folder says of its tensors, without loading them."""
+"""What a model folder says of its tensors, without loading them.
 
+Keeps true
+- Everybody reads the same files: those that model.safetensors.index.json names, or model.safetensors where there is
+  no index. A folder of which vLLM or transformers would read others is refused.
+- What travels are the tensors of floating point. Integers and truth values, such as masks, are no weights: they stay as
+  they are in everybody's own folder.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from schemas.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG = "config.json"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+
+WEIGHTS = ("F64", "F32", "F16", "BF16")
+"""Element types of weights, as safetensors calls them."""
+
+CONSTANTS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
+"""Those of what no training changes."""
 
 
 class FolderError(UsageError):
     """A model folder that does not say what its tensors are."""
 
 
-def folder_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a model folder, from the headers of its safetensors files. Raises FolderError."""
+@dataclass(frozen=True, slots=True)
+class FolderTensor:
+    """A tensor of a model folder."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors calls it."""
+
+    @property
+    def travels(self) -> bool:
+        return self.dtype in WEIGHTS
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """The folder's config.json, which is a language model's. Raises FolderError."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except OSError:
+        raise FolderError(f"{folder} is not a model folder: it has no readable config.json") from None
+    except ValueError as error:
+        raise FolderError(f"{folder}/config.json is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise FolderError(f"{folder}/config.json is not a JSON object")
+    if "vocab_size" not in config and "text_config" in config:
+        raise FolderError(f"{folder} is a model of several parts, as text and images: a policy must be of text alone")
+    if not isinstance(config.get("vocab_size"), int) or not config.get("architectures"):
+        raise FolderError(f"{folder}/config.json names no architectures or vocab_size: is it a language model's?")
+    if config.get("quantization_config"):
+        raise FolderError(f"{folder} holds quantized weights, which cannot be trained: take the model that they are of")
+    return config
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the files that hold the folder's tensors. Raises FolderError."""
+    if (folder / ADAPTER).is_file():
+        raise FolderError(f"{folder} has an {ADAPTER}: merge the adapter into its model, or remove its files")
+    held = sorted(path.name for path in folder.glob("*.safetensors"))
+    if (folder / INDEX).is_file():
+        return _indexed(folder, held)
+    if not held:
+        raise FolderError(f"{folder} holds no *.safetensors: a model folder must say what its tensors are")
+    if WHOLE not in held:
+        raise FolderError(f"{folder} holds no {WHOLE} and no {INDEX}: nobody would load {held[0]}")
+    if others := [name for name in held if name != WHOLE]:
+        raise FolderError(f"{folder} holds {others[0]} beside {WHOLE}, and vLLM would load both: remove one of them")
+    return [WHOLE]
+
+
+def _indexed(folder: Path, held: list[str]) -> list[str]:
+    try:
+        named = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise FolderError(f"{folder}/{INDEX} does not say in which file each tensor is") from None
+    if not named:
+        raise FolderError(f"{folder}/{INDEX} names no file")
+    if missing := [str(name) for name in named if name not in held]:
+        raise FolderError(f"{folder} lacks {min(missing)}, which {INDEX} names")
+    return sorted(named)
+
+
+def folder_tensors(folder: Path) -> dict[str, FolderTensor]:
+    """Every tensor of a model folder, from the headers of its files. Raises FolderError."""
     from safetensors import SafetensorError, safe_open
 
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FolderError(f"{folder} holds no *.safetensors: a model folder must say what its tensors are")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
+    tensors: dict[str, FolderTensor] = {}
+    for name in weight_files(folder):
         try:
-            with safe_open(file, framework="np") as opened:
-                shapes.update({name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()})  # noqa: SIM118
+            with safe_open(folder / name, framework="np") as opened:
+                slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+                found = {
+                    key: FolderTensor(name, tuple(one.get_shape()), one.get_dtype()) for key, one in slices.items()
+                }
         except (OSError, SafetensorError) as error:
-            raise FolderError(f"{file} is no readable safetensors file: {error}") from None
-    return shapes
+            raise FolderError(f"{folder / name} is no readable safetensors file: {error}") from None
+        if twice := tensors.keys() & found.keys():
+            raise FolderError(f"{folder} holds {min(twice)} twice, in {tensors[min(twice)].file} and in {name}")
+        tensors |= found
+    for key, tensor in tensors.items():
+        if tensor.dtype not in WEIGHTS + CONSTANTS:
+            raise FolderError(f"{folder}: {key} is {tensor.dtype}, of which no version can be published")
+    return tensors
+
+
+def folder_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a version of this model, by name. Raises FolderError."""
+    return {name: tensor.shape for name, tensor in folder_tensors(folder).items() if tensor.travels}
+
+
+def held_tensors(
+    folder: Path, held: Mapping[str, FolderTensor], names: Iterable[str]
+) -> Iterator[tuple[str, "Tensor"]]:
+    """These tensors as the folder holds them, file by file. `held`: see `folder_tensors`. Raises FolderError."""
+    from safetensors import SafetensorError, safe_open
+
+    by_file: dict[str, list[str]] = {}
+    for name in names:
+        by_file.setdefault(held[name].file, []).append(name)
+    for file, wanted in by_file.items():
+        try:
+            with safe_open(folder / file, framework="pt") as opened:
+                for name in wanted:
+                    yield name, opened.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise FolderError(f"{folder / file} is no readable safetensors file: {error}") from None

@@ -3,14 +3,12 @@
 Keeps true: what vLLM would answer with a traceback (no config, a truncated file, another vocabulary) is one sentence.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from workers.executor.vllm.types import ModelFolderError
 from workers.tokenizer import TOKENIZER_FILE, TokenizerError, load_tokenizer
-from workers.weights.model_folder import FolderError, folder_shapes
+from workers.weights.model_folder import FolderError, folder_shapes, read_config
 
 VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 """Endings of the names of tensors that have one row per token id."""
@@ -32,28 +30,13 @@ def check_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
 
 def read_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
     """The shape of every tensor of the folder, and the vocabulary's size. Raises ModelFolderError."""
-    config = _read_config(folder)
-    vocabulary = config.get("vocab_size")
-    if not isinstance(vocabulary, int) or not config.get("architectures"):
-        raise ModelFolderError(f"{folder}/config.json names no architectures or vocab_size: is it a language model's?")
     try:
-        shapes = folder_shapes(folder)
+        config, shapes = read_config(folder), folder_shapes(folder)
     except FolderError as error:
         raise ModelFolderError(str(error)) from None
+    vocabulary: int = config["vocab_size"]
     _check_vocabulary(folder, shapes, vocabulary)
     return shapes, vocabulary
-
-
-def _read_config(folder: Path) -> Mapping[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except OSError:
-        raise ModelFolderError(f"{folder} is not a model folder: it has no readable config.json") from None
-    except ValueError as error:
-        raise ModelFolderError(f"{folder}/config.json is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelFolderError(f"{folder}/config.json is not a JSON object")
-    return config
 
 
 def _check_vocabulary(folder: Path, shapes: Mapping[str, tuple[int, ...]], vocabulary: int) -> None:
