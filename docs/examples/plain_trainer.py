@@ -21,6 +21,7 @@ from topics.settings import BusSettings
 from workers.trainer.step import TrainingSample
 from workers.trainer.stream import SampleStream
 from workers.trainer.verdicts import Rules, judge, outcomes_of
+from workers.weights.folder_names import FolderTensors
 from workers.weights.publish import WeightPublisher
 
 
@@ -46,6 +47,7 @@ def train(
 ) -> Any:
     """Until `total_groups` have ended (0 is never) or `stop`; returns the model."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    tensors = FolderTensors(model, model_folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     config = model.config
     rules = Rules(max_staleness=4, vocabulary=config.vocab_size, context_tokens=config.max_position_embeddings)
@@ -53,7 +55,7 @@ def train(
         SampleStream(settings, "policy", total_groups=total_groups, stop=stop) as stream,
         WeightPublisher(settings, "policy", run=run) as publisher,
     ):
-        version = stream.publish(publisher, model.named_parameters())
+        version = stream.publish(publisher, tensors)
         while groups := stream.take(groups_per_step):
             judged = [judge(group, version, rules=rules) for group in groups]
             optimizer.zero_grad()
@@ -64,7 +66,7 @@ def train(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             outcomes = outcomes_of(judged, step=version + 1, policy_version=version, now=time.time())
-            version = stream.publish(publisher, model.named_parameters(), outcomes)
+            version = stream.publish(publisher, tensors, outcomes)
     return model
 
 

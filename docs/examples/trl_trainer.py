@@ -29,6 +29,7 @@ from topics.settings import BusSettings
 from workers.trainer.step import TrainingSample
 from workers.trainer.stream import SampleStream
 from workers.trainer.verdicts import JudgedGroup, Rules, Verdict, judge, outcomes_of
+from workers.weights.folder_names import FolderTensors
 from workers.weights.publish import WeightPublisher
 
 NOTHING = {"prompt_ids": [0], "completion_ids": [0], "logprobs": [0.0], "env_mask": [0], "reward": None}
@@ -38,18 +39,26 @@ NOTHING = {"prompt_ids": [0], "completion_ids": [0], "logprobs": [0.0], "env_mas
 class Feed(TrainerCallback):
     """What rank 0 has to do with the bus."""
 
-    def __init__(self, stream: SampleStream, publisher: WeightPublisher, rules: Rules, temperature: float) -> None:
-        self._stream, self._publisher, self._rules, self._temperature = stream, publisher, rules, temperature
+    def __init__(
+        self,
+        stream: SampleStream,
+        publisher: WeightPublisher,
+        tensors: FolderTensors,
+        rules: Rules,
+        temperature: float,
+    ) -> None:
+        self._stream, self._publisher, self._tensors = stream, publisher, tensors
+        self._rules, self._temperature = rules, temperature
         self._judged: list[JudgedGroup] = []
         self._version = -1
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self._version = self._stream.publish(self._publisher, model.named_parameters())
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._version = self._stream.publish(self._publisher, self._tensors)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         outcomes = outcomes_of(self._judged, step=self._version + 1, policy_version=self._version, now=time.time())
         self._judged = []
-        self._version = self._stream.publish(self._publisher, model.named_parameters(), outcomes)
+        self._version = self._stream.publish(self._publisher, self._tensors, outcomes)
 
     def rows(self, count: int, group_size: int) -> list[dict[str, Any]]:
         """Of the next complete groups of that size; raises RuntimeError when the stream has been stopped before."""
@@ -168,7 +177,8 @@ def train(
         SampleStream(settings, "policy", stop=stop) as stream,
         WeightPublisher(settings, "policy", run=run) as publisher,
     ):
-        BusGRPOTrainer(feed=Feed(stream, publisher, rules, temperature), **arguments).train()
+        tensors = FolderTensors(model, model_folder)
+        BusGRPOTrainer(feed=Feed(stream, publisher, tensors, rules, temperature), **arguments).train()
     return model
 
 

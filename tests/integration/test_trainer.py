@@ -1,5 +1,6 @@
 """The trainer over a real broker: every sample trained once, one outcome each, and a resume that is exact."""
 
+import shutil
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +9,7 @@ from threading import Event
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pipeline.accounting.audit import audit_log
 from schemas.arrays import pack_tokens
@@ -16,6 +17,7 @@ from schemas.errors import UsageError
 from schemas.samples import Ending, Outcome
 from schemas.weights import WeightManifest
 from tests.brokers import AnyBroker, any_broker, kafka_first
+from tests.integration.families import tiny_policy
 from tests.integration.trainer_kit import (
     GROUP_SIZE,
     GROUPS,
@@ -42,7 +44,9 @@ from workers.trainer.checkpoint import CheckpointRefused
 from workers.trainer.loop import Trainer, TrainerFenced
 from workers.trainer.main import run_trainer
 from workers.trainer.step_log import NAME, read_step_log
+from workers.weights.checks import check_manifest
 from workers.weights.config import WeightsConfig
+from workers.weights.model_folder import folder_shapes
 
 pytestmark = pytest.mark.slow
 
@@ -120,6 +124,37 @@ def test_samples_that_were_cut_off_are_trained_on_or_settled_as_filtered(
     assert left_out == ({"g00:1", "g01:0", "g01:2"} | alike if truncated == "leave_out" else set())
     assert [line["endings"] for line in read_step_log(tmp_path / "run")] == [{"done": 5, "context": 3}]
     assert audit_log(settings).clean
+
+
+def test_a_policy_that_transformers_renames_is_published_and_exported_as_its_folder_has_it(
+    settings: BusSettings, tmp_path: Path
+) -> None:
+    """Beside it are settings of generation that transformers reads and does not write."""
+    folder = tmp_path / "pythia"
+    tiny_policy("gpt_neox", folder, vocab_size=VOCABULARY)
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    run_trainer(settings, config_of(folder, tmp_path / "run"), Event())
+    versions = [envelope.record for envelope in read_topics(settings, [MANIFESTS])]
+    assert len(versions) == STEPS + 1
+    for version in versions:
+        assert isinstance(version, WeightManifest)
+        check_manifest(version, folder_shapes(folder))
+    exported = tmp_path / "run" / "model"
+    assert (exported / "generation_config.json").read_bytes() == (folder / "generation_config.json").read_bytes()
+    assert folder_shapes(exported) == folder_shapes(folder)
+    assert Trainer(settings, config_of(exported, tmp_path / "next"), WeightsConfig(), Event())
+
+
+def test_a_policy_that_no_version_could_be_published_of_is_refused_at_the_start(
+    settings: BusSettings, model_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "policy"
+    shutil.copytree(model_folder, folder)
+    tensors = load_file(folder / "model.safetensors") | {"value_head.weight": torch.zeros(1, 16)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match=r"holds value_head\.weight, for which transformers' Qwen3ForCausalLM has no"):
+        run_trainer(settings, config_of(folder, tmp_path / "run"), Event())
+    assert not result_of(settings).digests
 
 
 @kafka_first

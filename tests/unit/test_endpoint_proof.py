@@ -1,10 +1,16 @@
 """The proof that an endpoint answers with a version: what is proven, and what never is."""
 
+from pathlib import Path
+
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from workers.lender.endpoint.proof import ANSWER_TOKENS, Probed, flaw, gap, probe_context
+from tests.integration.families import tiny_policy
+from workers.lender.endpoint.proof import ANSWER_TOKENS, Expected, Probed, flaw, gap, probe_context
 
 TOLERANCE = 1e-3
 SIZES = st.integers(1, 200)
@@ -59,3 +65,13 @@ def test_an_answer_that_is_not_whole_proves_nothing() -> None:
     assert "logprobs of 31" in gap(Probed([1], tokens, places[1:]), 48)
     assert "not told" in gap(Probed([1], tokens, [{}, *places[1:]]), 48)
     assert "vocabulary" in gap(Probed([1], tokens, [{5: -0.1, 48: -3.0}, *places[1:]]), 48)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "qwen3"])
+def test_what_is_expected_of_a_version_follows_from_the_names_in_its_folder(kind: str, tmp_path: Path) -> None:
+    model = tiny_policy(kind, tmp_path)
+    probed = Probed([2, 3, 4], [5, 6], [{5: 0.0, 9: 0.0}, {6: 0.0}])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(input_ids=torch.arange(2, 7)[None]).logits[0, 2:-1].double(), -1)
+    given_ = Expected(tmp_path).logprobs(load_file(tmp_path / "model.safetensors"), probed)
+    assert given_ == pytest.approx([float(logprobs[place]) for place in ((0, 5), (0, 9), (1, 6))])

@@ -3,11 +3,15 @@
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from tests.integration.families import tiny_policy
 from workers.trainer.export import export_policy
+from workers.trainer.policy import load_policy
+from workers.weights.folder_names import FolderTensors
 
 OWNERS = stat.S_IRUSR | stat.S_IWUSR
 
@@ -16,8 +20,9 @@ OWNERS = stat.S_IRUSR | stat.S_IWUSR
 def kept(tmp_path: Path) -> Iterator[Path]:
     """A model folder that nobody may write to."""
     folder = tmp_path / "kept"
-    (folder / "deep").mkdir(parents=True)
-    for name in ("tokenizer.json", "model.safetensors", "deep/template.jinja", "deep/pytorch_model.bin"):
+    tiny_policy("qwen3", folder)
+    (folder / "deep").mkdir()
+    for name in ("tokenizer.json", "generation_config.json", "deep/template.jinja", "deep/pytorch_model.bin"):
         (folder / name).write_text(f"{name} as it was")
     everything = [folder, *folder.rglob("*")]
     for path in everything:
@@ -27,28 +32,42 @@ def kept(tmp_path: Path) -> Iterator[Path]:
         path.chmod(0o755)
 
 
-def policy(step: int) -> SimpleNamespace:
-    return SimpleNamespace(save_pretrained=lambda folder: (folder / "model.safetensors").write_text(f"step {step}"))
+@pytest.fixture
+def tensors(kept: Path) -> FolderTensors:
+    return FolderTensors(load_policy(kept), kept)
 
 
-def test_a_model_that_nobody_may_write_to_is_exported_again_and_again(kept: Path, tmp_path: Path) -> None:
+def test_a_model_that_nobody_may_write_to_is_exported_again_and_again(
+    kept: Path, tensors: FolderTensors, tmp_path: Path
+) -> None:
     target = tmp_path / "exported"
     for step in (1, 2):
-        export_policy(policy(step), kept, target)
+        with torch.no_grad():
+            dict(tensors)["model.norm.weight"].fill_(step)
+        export_policy(tensors, target)
         found = {str(path.relative_to(target)): path for path in target.rglob("*")}
-        assert {name: path.read_text() for name, path in found.items() if path.is_file()} == {
-            "tokenizer.json": "tokenizer.json as it was",
-            "deep/template.jinja": "deep/template.jinja as it was",
-            "model.safetensors": f"step {step}",
-        }
+        files = {name for name, path in found.items() if path.is_file()}
+        as_it_was = {"config.json", "tokenizer.json", "generation_config.json", "deep/template.jinja"}
+        assert files == as_it_was | {"model.safetensors"}
+        assert all((target / name).read_bytes() == (kept / name).read_bytes() for name in as_it_was)
+        assert load_file(target / "model.safetensors")["model.norm.weight"].eq(step).all()
         for path in (target, *found.values()):  # root, as whom tests may run, may write whatever the modes are
             assert path.stat().st_mode & OWNERS == OWNERS, path
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "exported"}
 
 
-def test_what_an_export_that_was_cut_short_has_left_is_replaced(kept: Path, tmp_path: Path) -> None:
+def test_a_run_whose_folder_lies_in_that_of_its_model_is_exported(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny_policy("qwen3", folder)
+    (folder / "runs" / "first" / "checkpoints").mkdir(parents=True)
+    export_policy(FolderTensors(load_policy(folder), folder), folder / "runs" / "first" / "model")
+    exported = {path.name for path in (folder / "runs" / "first" / "model").iterdir()}
+    assert exported == {path.name for path in folder.iterdir()} - {"runs"}
+
+
+def test_what_an_export_that_was_cut_short_has_left_is_replaced(tensors: FolderTensors, tmp_path: Path) -> None:
     target = tmp_path / "exported"
     (tmp_path / "exported.partial").mkdir()
     (tmp_path / "exported.partial" / "half").touch()
-    export_policy(policy(1), kept, target)
+    export_policy(tensors, target)
     assert not (target / "half").exists()

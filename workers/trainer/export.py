@@ -1,24 +1,59 @@
 """The final policy as a Hugging Face folder.
 
-Keeps true: the folder is whole or not there, and it has everything that the folder which the run began with has.
+Keeps true
+- The folder is whole or not there, and it has everything that the folder which the run began with has.
+- What training does not change is copied as it is. Weights are in files and under names as they were there.
 """
 
+import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
+from torch import Tensor
+
+from workers.weights.folder_names import FolderTensors
+from workers.weights.model_folder import INDEX
+
+WEIGHTS = (
+    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf"),
+    *("*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data"),
+)
 """Files of the model that the run began with which are not taken over."""
 
 
-def export_policy(model: Any, model_folder: Path, target: Path) -> None:
-    """Write the model, and beside it tokenizer and turn format of `model_folder`; replaces `target`. Raises OSError."""
+def export_policy(tensors: FolderTensors, target: Path) -> None:
+    """Write the weights, and beside them all else that the policy's folder has; replaces `target`. Raises OSError."""
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    _copy(model_folder, partial)
-    model.save_pretrained(partial)
+    _copy(tensors.folder.resolve(), partial.resolve())
+    _write(tensors, partial)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
+
+
+def _write(tensors: FolderTensors, target: Path) -> None:
+    from safetensors.torch import save_file
+
+    total = 0
+    for file in sorted(set(tensors.files.values())):
+        apart = _apart(tensors.all_of(file))
+        total += sum(tensor.nbytes for tensor in apart.values())
+        save_file(apart, target / file, metadata={"format": "pt"})
+    if (tensors.folder / INDEX).is_file():
+        index = {"metadata": {"total_size": total}, "weight_map": dict(tensors.files)}
+        (target / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _apart(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors of which no two share memory, as safetensors wants them."""
+    apart: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in named:
+        memory = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if memory in taken else tensor.contiguous()
+        taken.add(memory)
+    return apart
 
 
 def _copy(folder: Path, target: Path) -> None:
@@ -27,6 +62,8 @@ def _copy(folder: Path, target: Path) -> None:
     left_out = shutil.ignore_patterns(*WEIGHTS)
     names = [path.name for path in folder.iterdir()]
     for name in set(names) - left_out(str(folder), names):
+        if target.is_relative_to(folder / name):  # the run's own folder lies in that of its model
+            continue
         if (folder / name).is_dir():
             _copy(folder / name, target / name)
         else:

@@ -54,6 +54,7 @@ from workers.trainer.step_log import StepLine, StepLog, decoded, encoded
 from workers.trainer.stream import SampleStream, Settlement
 from workers.trainer.verdicts import JudgedGroup, Rules, failed, judge, outcomes_of, recent, skipped
 from workers.weights.config import WeightsConfig
+from workers.weights.folder_names import FolderTensors
 from workers.weights.publish import publisher_of
 from workers.weights.snapshot import NotFinite, Snapshot
 
@@ -99,6 +100,8 @@ class Trainer:
         self._config = config
         self._stop = stop
         self._model = load_policy(config.model_folder)
+        self._tensors = FolderTensors(self._model, config.model_folder)
+        self._tensors.check_values()
         self._optimizer = make_optimizer(self._model, learning_rate=config.learning_rate)
         self._step_settings = step_settings(config)
         self._rules = Rules(
@@ -143,7 +146,7 @@ class Trainer:
             self._stream.close()
         if self._stream.ended:
             HEALTH.says("ends: the policy is exported", lasts_seconds=self._config.hung_seconds)
-            export_policy(self._model, self._config.model_folder, self._config.exported)
+            export_policy(self._tensors, self._config.exported)
             log.info("run complete", version=self._version, groups=self._config.total_groups)
 
     def _recover(self) -> None:
@@ -315,7 +318,7 @@ class Trainer:
     def _snapshot(self) -> Snapshot:
         """The present version as it travels. Raises PolicyRefused for one that no engine could serve."""
         try:
-            return self._publisher.snapshot(self._model.named_parameters())
+            return self._publisher.snapshot(self._tensors)
         except NotFinite as error:
             raise PolicyRefused(f"version {self._version} is neither kept nor published: {error}") from error
 

@@ -13,13 +13,14 @@ Keeps true
 - No sample is deleted before every trainer that the broker remembers has settled it, of whatever model.
 
 Example (any trainer)
+    tensors = FolderTensors(model, folder)
     with SampleStream(settings, "policy") as stream, WeightPublisher(settings, "policy") as publisher:
-        version = stream.publish(publisher, model.named_parameters())
+        version = stream.publish(publisher, tensors)
         while groups := stream.take(16):
             judged = [judge(group, version, rules=rules) for group in groups]
             learn([group.trained for group in judged])
             outcomes = outcomes_of(judged, step=version + 1, policy_version=version, now=time.time())
-            version = stream.publish(publisher, model.named_parameters(), outcomes)
+            version = stream.publish(publisher, tensors, outcomes)
 """
 
 import time

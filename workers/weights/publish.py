@@ -11,11 +11,12 @@ Keeps true
 
 The whole contract of another trainer with the bus:
 
+    tensors = FolderTensors(model, folder)
     with WeightPublisher(BusSettings("broker:9092"), "policy") as publisher:
-        publisher.publish(model.named_parameters())
+        publisher.publish(tensors)
         for step in range(1, steps + 1):
             ...  # an optimizer step
-            publisher.publish(model.named_parameters(), step=step)
+            publisher.publish(tensors, step=step)
 """
 
 import math
@@ -170,10 +171,11 @@ class WeightPublisher:
     ) -> Future[WeightManifest]:
         """Publish a version from a copy: training may go on when this returns. One process owns all tensors.
 
-        Waits for the version before. The future's result is the manifest, once that is on the log. Names are Hugging
-        Face's. `version` is the next free number unless told, `step` the version unless told. The newest version may be
-        published again under its number, to have it as an anchor. Raises, here or from the future: VersionTaken,
-        BusError, StoreError, LayoutError for tensors that cannot travel. After that the publisher is of no more use.
+        Waits for the version before. The future's result is the manifest, once that is on the log. Names are those of
+        the model's folder, as `FolderTensors` has them. `version` is the next free number unless told, `step` the
+        version unless told. The newest version may be published again under its number, to have it as an anchor.
+        Raises, here or from the future: VersionTaken, BusError, StoreError, LayoutError for tensors that cannot travel.
+        After that the publisher is of no more use.
         """
         self.settle()  # before the copy: there are two at most
         return self.start(self.snapshot(named_tensors), self.next_version if version is None else version, step=step)

@@ -87,22 +87,25 @@ class Expected:
         """Imports the transformers library, which takes seconds. Raises UsageError for a model that it has not."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()  # of each version that is loaded
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             with torch.random.fork_rng():
-                self._model: Any = AutoModelForCausalLM.from_config(config).float().eval()
+                self._kind: Any = type(AutoModelForCausalLM.from_config(config))
         except (ValueError, KeyError, OSError) as error:
             raise UsageError(f"transformers makes no model of {folder}, so no version can be proven: {error}") from None
+        self._config = config
 
     def logprobs(self, tensors: Mapping[str, Any], probed: Probed) -> Logprobs:
         """What these weights, by Hugging Face name, give for what the endpoint told."""
         import torch
 
+        # As from a folder: names there need not be the model's own.
+        model = self._kind.from_pretrained(None, config=self._config, state_dict=dict(tensors), dtype=torch.float32)
         with torch.no_grad():
-            self._model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, strict=False)
-            self._model.tie_weights()
             ids = torch.tensor([[*probed.context, *probed.tokens]])
-            logits = self._model(input_ids=ids).logits[0, len(probed.context) - 1 : -1]
+            logits = model.eval()(input_ids=ids).logits[0, len(probed.context) - 1 : -1]
             expected = torch.log_softmax(logits.double(), -1)
         return np.array([expected[place, token] for place, tokens in enumerate(probed.likeliest) for token in tokens])

@@ -1,0 +1,248 @@
+"""A version has the tensors of the model's folder, whatever transformers calls them; what could not, is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from schemas.errors import UsageError
+from tests.integration.families import tiny_policy
+from workers.executor.vllm.folder import read_folder
+from workers.trainer.export import export_policy
+from workers.trainer.policy import ModelFolderError, load_policy
+from workers.weights.folder_names import FolderTensors
+from workers.weights.model_folder import INDEX, WHOLE, FolderError, folder_shapes
+from workers.weights.snapshot import snapshot_of
+
+Tensors = dict[str, torch.Tensor]
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
+    """Change what a folder holds."""
+    tensors = load_file(folder / WHOLE)
+    change(tensors)
+    save_file(tensors, folder / WHOLE, metadata={"format": "pt"})
+
+
+def gpt2_as_it_was_published(folder: Path) -> None:
+    """Without the name of the base model, and with the masks of its attention."""
+    tiny_policy("gpt2", folder)
+
+    def older(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        for layer in (0, 1):
+            tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+            tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+
+    rewrite(folder, older)
+
+
+def pythia_as_it_was_published(folder: Path) -> None:
+    """Its head is called otherwise, and its masks are truth values."""
+    tiny_policy("gpt_neox", folder)
+
+    def older(tensors: Tensors) -> None:
+        assert "embed_out.weight" in tensors
+        for layer in (0, 1):
+            at = f"gpt_neox.layers.{layer}.attention"
+            tensors[f"{at}.bias"] = torch.ones(1, 1, 8, 8).tril().bool()
+            tensors[f"{at}.masked_bias"] = torch.tensor(-1e9)
+            tensors[f"{at}.rotary_emb.inv_freq"] = torch.ones(4, dtype=torch.float16)
+
+    rewrite(folder, older)
+
+
+def tied_with_a_head_of_its_own(folder: Path) -> None:
+    tiny_policy("qwen3", folder, tie_word_embeddings=True)
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+
+
+def tied_with_its_head_alone(folder: Path) -> None:
+    tiny_policy("qwen3", folder, tie_word_embeddings=True)
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+
+
+def in_shards_with_stale_ones_beside(folder: Path) -> None:
+    tiny_policy("llama", folder)
+    tensors = load_file(folder / WHOLE)
+    for name in (WHOLE, "model-00009-of-00009.safetensors", "consolidated.safetensors"):
+        save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / name, metadata={"format": "pt"})
+    names = sorted(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, of_file in shards.items():
+        save_file({name: tensors[name] for name in of_file}, folder / file, metadata={"format": "pt"})
+    placed = {name: file for file, of_file in shards.items() for name in of_file}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": placed}))
+
+
+def experts_apart(folder: Path) -> None:
+    tiny_policy("qwen3_moe", folder)
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in folder_shapes(folder)
+
+
+def experts_as_transformers_joins_them(folder: Path) -> None:
+    tiny_policy("qwen3_moe", folder).save_pretrained(folder, save_original_format=False)
+    assert "model.layers.1.mlp.experts.gate_up_proj" in folder_shapes(folder)
+
+
+def in_bfloat16(folder: Path) -> None:
+    tiny_policy("qwen2", folder).bfloat16().save_pretrained(folder)
+
+
+FOLDERS = [
+    gpt2_as_it_was_published,
+    pythia_as_it_was_published,
+    tied_with_a_head_of_its_own,
+    tied_with_its_head_alone,
+    in_shards_with_stale_ones_beside,
+    experts_apart,
+    experts_as_transformers_joins_them,
+    in_bfloat16,
+]
+
+
+@pytest.fixture(params=FOLDERS, ids=lambda make: make.__name__)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    request.param(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def held(folder: Path) -> Tensors:
+    """What everybody should take for the folder's tensors, integers and all."""
+    index = folder / INDEX
+    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [WHOLE]
+    return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+
+
+def trained(folder: Path) -> tuple[Any, FolderTensors]:
+    """A policy that is another than that of the folder."""
+    model = load_policy(folder).eval()
+    tensors = FolderTensors(model, folder)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
+    return model, tensors
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    result: torch.Tensor = model(input_ids=torch.arange(2, 22)[None], use_cache=False).logits
+    return result
+
+
+def test_a_version_is_what_a_receiver_of_the_folder_expects(folder: Path) -> None:
+    tensors = FolderTensors(load_policy(folder), folder)
+    snapshot = snapshot_of(tensors, dtype=None, column_parts=1)
+    assert {name: spec.shape for name, spec in snapshot.specs.items()} == folder_shapes(folder)
+    tensors.check_values()
+    first = dict(tensors)
+    for name, tensor in held(folder).items():
+        assert name not in first or torch.equal(first[name], tensor.to(first[name].dtype)), name
+
+
+def test_a_trained_version_loaded_as_a_folder_is_the_trained_model(folder: Path) -> None:
+    """Also what has another form in the model is put back where it was."""
+    model, tensors = trained(folder)
+    kind = type(model)
+    again = kind.from_pretrained(None, config=model.config, state_dict=dict(tensors), dtype=torch.float32).eval()
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_an_exported_folder_has_names_and_files_as_before_and_begins_another_run(folder: Path, tmp_path: Path) -> None:
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": false}')
+    (folder / "deep").mkdir()
+    (folder / "deep" / "stale.pth").touch()
+    model, tensors = trained(folder)
+    export_policy(tensors, tmp_path / "exported")
+    exported = tmp_path / "exported"
+    for name in ("config.json", "generation_config.json"):
+        assert (exported / name).read_bytes() == (folder / name).read_bytes()
+    before, after = held(folder), held(exported)
+    assert {name: tensor.shape for name, tensor in after.items()} == {n: t.shape for n, t in before.items()}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if not tensor.is_floating_point())
+    assert not list(exported.rglob("*.pth"))
+    again = load_policy(exported).eval()
+    assert torch.equal(logits(again), logits(model))
+    FolderTensors(again, exported).check_values()
+    read_folder(exported)
+
+
+def test_a_folder_that_transformers_alone_would_read_otherwise_is_read_as_its_index_says(tmp_path: Path) -> None:
+    in_shards_with_stale_ones_beside(tmp_path / "model")
+    model = load_policy(tmp_path / "model")
+    assert torch.equal(model.get_parameter("lm_head.weight"), held(tmp_path / "model")["lm_head.weight"])
+
+
+def index_names(*files: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": {f"t{f}": f for f in files}}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda f: save_file({"a": torch.zeros(1)}, f / "adapter_model.safetensors"), "adapter_model.*remove"),
+        (lambda f: save_file({"a": torch.zeros(1)}, f / "consolidated.safetensors"), "consolidated.*remove"),
+        (lambda f: (f / "adapter_config.json").write_text("{}"), "merge the adapter"),
+        (lambda f: (f / WHOLE).rename(f / "weights.safetensors"), "holds no model.safetensors"),
+        (index_names(WHOLE, "gone.safetensors"), "lacks gone.safetensors"),
+        (index_names("../model/model.safetensors"), "lacks ../model/model.safetensors"),
+        (index_names(), "names no file"),
+        (lambda f: (f / INDEX).write_text("[1]"), "does not say in which file"),
+        (lambda f: (f / INDEX).write_text('{"weight_map": {"a": 1}}'), "lacks 1"),
+        (lambda f: rewrite(f, lambda t: t.update({"a": torch.zeros(1, dtype=torch.float8_e4m3fn)})), "F8_E4M3"),
+        (
+            lambda f: (f / "config.json").write_text(
+                json.dumps(json.loads((f / "config.json").read_text()) | {"quantization_config": {"bits": 4}})
+            ),
+            "quantized",
+        ),
+    ],
+)
+def test_a_folder_whose_files_are_not_clear_is_refused_by_trainer_and_executor(
+    tmp_path: Path, spoil: Callable[[Path], object], reason: str
+) -> None:
+    folder = tmp_path / "model"
+    tiny_policy("qwen3", folder)
+    spoil(folder)
+    with pytest.raises(UsageError, match=reason) as executors:
+        read_folder(folder)
+    with pytest.raises(UsageError, match=reason) as trainers:
+        FolderTensors(load_policy(folder), folder)
+    assert not any("\n" in str(caught.value) for caught in (executors, trainers))
+
+
+def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
+    tiny_policy("qwen3", tmp_path)
+    save_file({"model.norm.weight": torch.zeros(64)}, tmp_path / "more.safetensors")
+    index_names(WHOLE, "more.safetensors")(tmp_path)
+    with pytest.raises(FolderError, match=r"model\.norm\.weight twice, in model.safetensors and in more.safetensors"):
+        folder_shapes(tmp_path)
+
+
+def test_a_weight_that_the_model_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    tiny_policy("qwen3", tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({"value_head.weight": torch.zeros(1, 64)}))
+    with pytest.raises(FolderError, match=r"value_head\.weight, for which transformers' Qwen3ForCausalLM has no place"):
+        FolderTensors(load_policy(tmp_path), tmp_path)
+
+
+def test_a_head_that_is_not_the_embedding_that_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    tied_with_a_head_of_its_own(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors["lm_head.weight"].add_(1))
+    with pytest.raises(ModelFolderError, match="tie_word_embeddings"):
+        load_policy(tmp_path)
+
+
+def test_what_was_loaded_and_cannot_be_put_back_is_refused(tmp_path: Path) -> None:
+    tiny_policy("qwen3", tmp_path)
+    model = load_policy(tmp_path)
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight").mul_(2)
+    with pytest.raises(FolderError, match=r"model\.norm\.weight into Qwen3ForCausalLM cannot be put back"):
+        FolderTensors(model, tmp_path).check_values()
