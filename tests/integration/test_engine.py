@@ -31,6 +31,7 @@ from tests.integration.engine_rig import (
     folder_config,
     started_rig,
 )
+from tests.integration.families import tiny_policy
 from tests.integration.policies import VOCABULARY, new_mixture, new_policy, save_policy, tensors_of
 from tests.unit.samples import sample, turns_of
 from workers.executor.vllm import writing
@@ -414,6 +415,18 @@ def test_settings_that_vllm_does_not_take_are_one_sentence(tmp_path: Path) -> No
     (folder / "config.json").write_text(config.replace("Qwen3ForCausalLM", "NoSuchModel"))
     with pytest.raises(EngineStartError, match="NoSuchModel"):
         Engine(folder_config(folder))
+
+
+def test_heads_that_a_cpu_has_no_kernel_for_are_refused_at_the_start(tmp_path: Path) -> None:
+    tiny_policy("qwen3", tmp_path, head_dim=48)
+    with pytest.raises(EngineStartError, match=r"attention heads of 48 elements.*32, 64"):
+        Engine(folder_config(tmp_path))
+
+
+def test_an_engine_that_has_proven_itself_has_a_turn_like_any_other(rig: Rig) -> None:
+    rig.engine.prove()
+    assert len(rig.engine) == 0
+    assert rig.check(19, turns=4) < TOLERANCE
 
 
 MAKE = """

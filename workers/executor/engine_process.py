@@ -87,6 +87,7 @@ def run_engine(config: ExecutorConfig, wires: Wires) -> None:
         )
     )
     engine.hold_spare()
+    engine.prove()
     reports = Outbox(Line(wires.reports))
     host = EngineHost(engine, wires, reports, StepCost(**UNKNOWN), tick_seconds=config.heartbeat_seconds)
     bell = select.poll()

@@ -45,6 +45,7 @@ from workers.executor.vllm.types import (
     Standing,
     Step,
     SwapRefused,
+    first_line,
 )
 
 __all__ = [
@@ -112,6 +113,7 @@ class Engine:
         """Takes seconds. `place` is this process unless given. The folder's tokenizer is of no use to it, and is left
         unread: `check_folder` is for whoever has no users to wait for it. Raises ModelFolderError or EngineStartError.
         """
+        self._folder = config.model_folder
         self.shapes, self.vocabulary = read_folder(config.model_folder)
         self.version = config.policy_version
         self.longest_tokens = config.max_model_len
@@ -237,6 +239,18 @@ class Engine:
             first_token_at=turn.first_token_at,
             finished_at=now,
         )
+
+    def prove(self) -> None:
+        """Run a turn, for whoever has nobody waiting: what vLLM cannot compute it raises only when it computes it.
+
+        Raises EngineStartError.
+        """
+        try:
+            self.add("proof", [0], Sampling(temperature=0.0, max_tokens=2), policy_version=self.version)
+            while self._turns:
+                self.step()
+        except EngineBroken as broken:
+            raise EngineStartError(f"vLLM cannot run {self._folder} here: {first_line(broken)}") from broken
 
     def swap(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
         """Prepare `version` and serve it from the next step on; returns the seconds that both took.

@@ -14,15 +14,20 @@ from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.triton_utils import dispatcher
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from workers.executor.vllm.place import Place
-from workers.executor.vllm.types import EngineConfig, EngineStartError
+from workers.executor.vllm.types import EngineConfig, EngineStartError, first_line
 from workers.executor.vllm.weights import plain_weights_kept
+
+UNLIKE = frozenset({"Gemma3nForCausalLM", "HrmTextForCausalLM", "Lfm2ForCausalLM"})
+"""Architectures of which transformers and vLLM on a CPU are off by hundredths of a nat or more."""
 
 
 class StepScheduler(Scheduler):  # type: ignore[misc]
@@ -73,18 +78,41 @@ def start_core(config: EngineConfig, place: Place) -> EngineCore:
     try:
         with plain_weights_kept(), llvmlite_unseen():
             vllm_config = EngineArgs(**_arguments(config, place)).create_engine_config()
+            if current_platform.is_cpu():
+                _refuse_unlike(vllm_config)
+                _refuse_heads(vllm_config)
             return QuietCore(vllm_config, place.executor, log_stats=False)
+    except EngineStartError:
+        place.release()
+        raise
     except Exception as error:  # vLLM answers a model or a setting that it cannot take with any exception at all
         place.release()
-        raise EngineStartError(f"vLLM does not start with {config.model_folder}: {_first_line(error)}") from error
+        raise EngineStartError(f"vLLM does not start with {config.model_folder}: {_said(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error)
+def _refuse_unlike(config: VllmConfig) -> None:
+    model = config.model_config
+    if unlike := UNLIKE.intersection(model.architectures):
+        what = f"vLLM computes other logprobs than transformers for {min(unlike)}"
+        raise EngineStartError(f"{model.model} cannot be trained on what an engine on a CPU samples: {what}")
+
+
+def _refuse_heads(config: VllmConfig) -> None:
+    """vLLM's attention on a CPU would raise only when it first computes."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    model, sizes = config.model_config, CPUAttentionBackend.get_supported_head_sizes()
+    if not (model.is_attention_free or model.use_mla or model.get_head_size() in sizes):
+        known = ", ".join(map(str, sizes))
+        what = f"{model.model} has attention heads of {model.get_head_size()} elements"
+        raise EngineStartError(f"{what}: on a CPU vLLM computes heads of {known}")
+
+
+def _said(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        text = ": ".join([*map(str, first["loc"]), first["msg"]])
-    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+        error = ValueError(": ".join([*map(str, first["loc"]), first["msg"]]))
+    return first_line(error)
 
 
 def _arguments(config: EngineConfig, place: Place) -> dict[str, Any]:

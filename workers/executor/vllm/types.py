@@ -11,6 +11,9 @@ import numpy.typing as npt
 from schemas.errors import RoseError, UsageError
 from schemas.turns import VersionSpan
 
+LINE_CHARACTERS = 300
+"""Of a line that is not cut."""
+
 
 class ModelFolderError(UsageError):
     """A model folder that no engine can be made from."""
@@ -117,3 +120,10 @@ class Load:
     kv_bytes_free: int
     """Blocks that no running turn holds; prefixes kept in them are given up when the space is needed."""
     kv_bytes_per_token: int
+
+
+def first_line(error: Exception) -> str:
+    """Of what a library says of an error; of a line that is long its first sentence."""
+    said = f"{type(error).__name__} {error}" if isinstance(error, KeyError) else str(error)
+    line = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= LINE_CHARACTERS else line.partition(". ")[0][:LINE_CHARACTERS]

@@ -13,6 +13,7 @@ by 10), and it takes twice as long (18 ms against 7.5 ms, 0.4M parameters). Why 
 parameter model take up to 1.4 times as long. The price is that a CPU holds weights twice, and packed ones beside them.
 """
 
+import math
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +25,9 @@ from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
 
 from workers.executor.vllm.spare import exchange, spare_of
-from workers.executor.vllm.types import EngineBroken, SwapRefused
-from workers.executor.vllm.writing import equal, not_finite, refuse_unwritten, writing
+from workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused, first_line
+from workers.executor.vllm.writing import equal, not_finite, refuse_unwritten, unlike, writing
+from workers.weights.model_folder import folder_tensors, held_tensors
 
 HEAD = "lm_head.weight"
 """The tensor that a tied model does not have of its own."""
@@ -104,6 +106,9 @@ class PolicyWeights:
         self._worker = worker
         self._folder = folder
         self._shapes = shapes
+        self._held = folder_tensors(folder)
+        unchanged = (name for name, tensor in self._held.items() if not tensor.travels)
+        self._constants = dict(held_tensors(folder, self._held, unchanged))
         self._dtype: torch.dtype = worker.model_config.dtype
         self._serving: dict[str, Tensor] | None = None
         self._spare: torch.nn.Module | None = None
@@ -113,10 +118,28 @@ class PolicyWeights:
         return checking(tensors, self._shapes, self._dtype)
 
     def hold_spare(self) -> None:
-        """Take the memory that `preparing` takes when it is first asked for. Raises EngineStartError."""
-        if self._spare is None and current_platform.is_cpu():
-            refuse_unwritten(self._worker.get_model())
-            self._spare = spare_of(self._worker.get_model())
+        """Take the memory that `preparing` takes when it is first asked for. Raises EngineStartError.
+
+        It is proven first that a version becomes what vLLM makes of the same weights when it loads them: the folder's
+        own are written where nothing is, and compared.
+        """
+        if self._spare is not None or not current_platform.is_cpu():
+            return
+        model = self._worker.get_model()
+        refuse_unwritten(model)
+        spare = spare_of(model)
+        with torch.no_grad():
+            for parameter in spare.parameters():
+                parameter.fill_(math.nan if parameter.is_floating_point() else -1)
+        try:
+            for _ in writing(spare, self._of_folder()):
+                pass
+            name = unlike(model, spare)
+        except Exception as error:  # whatever a loader raises that wants what a version has not
+            raise EngineStartError(f"vLLM takes no new version of {self._folder}: {first_line(error)}") from error
+        if name is not None:
+            raise EngineStartError(f"vLLM takes no new version of {self._folder}: {name} is not what was written")
+        self._spare = spare
 
     def preparing(self, version: dict[str, Tensor]) -> Iterator[None]:
         """Do for a checked version what can be done while the old one computes, in pieces (`writing`), on any thread.
@@ -154,9 +177,7 @@ class PolicyWeights:
             raise EngineBroken(f"a swap failed ({error}) and could not be undone ({again})") from again
 
     def _of_folder(self) -> dict[str, Tensor]:
-        from safetensors.torch import load_file
-
-        return {name: tensor for file in self._folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        return dict(held_tensors(self._folder, self._held, self._shapes))
 
     def _reload(self, version: Mapping[str, Tensor]) -> None:
-        self._worker.reload_weights(weights_iterator=iter(sorted(version.items())))
+        self._worker.reload_weights(weights_iterator=iter(sorted({**self._constants, **version}.items())))

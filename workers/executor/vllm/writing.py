@@ -24,6 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from workers.executor.vllm.spare import PACKED
 from workers.executor.vllm.types import EngineStartError
+from workers.weights.folder_names import layer_of
 
 PIECE_ELEMENTS = 1 << 21
 """Packed in about a millisecond, copied in half of one."""
@@ -49,6 +50,12 @@ def refuse_unwritten(model: torch.nn.Module) -> None:
                 f"on a CPU a new policy version cannot be written into {name} ({kind}): take a policy without experts "
                 "and latent attention, or a GPU"
             )
+
+
+def unlike(model: torch.nn.Module, other: torch.nn.Module) -> str | None:
+    """The first parameter in which two models of the same classes differ; None if they do not."""
+    pairs = zip(model.named_parameters(), other.parameters(), strict=True)
+    return next((name for (name, one), another in pairs if not torch.equal(one.data, another.data)), None)
 
 
 def cut(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -86,7 +93,7 @@ def not_finite(version: Mapping[str, Tensor]) -> Generator[None, None, str]:
 def writing(model: Any, version: Mapping[str, Tensor]) -> Iterator[None]:
     """By the model's own loader, then packed again."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    for _, tensors in groupby(sorted(version.items()), key=lambda named: _layer_of(named[0])):
+    for _, tensors in groupby(sorted(version.items()), key=lambda named: layer_of(named[0])):  # as loaders want them
         with torch.no_grad(), _Copies(own) as copies:
             model.load_weights(list(tensors))
         yield  # it has filled up rows that no tensor has
@@ -166,10 +173,3 @@ def _rows(tensor: Tensor) -> int:
     """Of a piece."""
     rows = max(1, PIECE_ELEMENTS // (tensor.numel() // len(tensor)))
     return rows - rows % BLOCK_ROWS or rows
-
-
-def _layer_of(name: str) -> str:
-    """Of `model.layers.3.mlp.up_proj.weight`: `model.layers.3`. A loader wants the tensors of one layer together."""
-    parts = name.split(".")
-    ends = next((place + 1 for place, part in enumerate(parts) if part.isdecimal()), len(parts))
-    return ".".join(parts[:ends])
