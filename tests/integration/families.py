@@ -42,6 +42,7 @@ TINY = {
 
 OWN: dict[str, dict[str, Any]] = {
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True, "ffn_hidden_size": 256},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 16},
     "mamba2": {"num_heads": 4, "state_size": 16, "n_groups": 1},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},

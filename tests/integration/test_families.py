@@ -1,0 +1,153 @@
+"""Every architecture that transformers and vLLM's build for CPUs share goes all the way, or is refused at the start.
+
+A run trains it, publishes it, serves each version with the logprobs of transformers, exports it and begins anew from
+what was exported; or trainer or executor say in one sentence why not, before anything is trained.
+"""
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import workers.executor.vllm.alone
+import workers.executor.vllm.engine  # noqa: F401 - once, and not in each process that plays
+from schemas.errors import UsageError
+from tests.integration.families import CONTEXT, Turn, played, sent, tiny_policy, train
+from workers.executor.vllm.folder import check_folder
+from workers.trainer.export import export_policy
+from workers.trainer.policy import load_policy, token_logprobs
+from workers.weights.folder_names import FolderTensors
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+TOLERANCE = 1e-4
+"""Largest difference of two logprobs that counts as the same."""
+
+COARSER = {"apertus": 3e-3, "bloom": 2e-3, "minicpm3": 1e-3}
+"""Where vLLM computes an activation by another formula than transformers, or logits are in the hundreds."""
+
+QUICK = ("gemma", "gpt2", "gpt_neox", "llama", "phi", "phi3", "qwen2", "qwen3")
+
+LONG = (
+    *("apertus", "arcee", "bloom", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "falcon", "gemma2"),
+    *("gemma3_text", "gemma4_text", "glm", "glm4", "gpt-sw3", "gptj", "granite", "granite_swa"),
+    *("hunyuan_v1_dense", "hyperclovax", "jais2", "minicpm3", "ministral3", "mistral", "nemotron", "olmo", "olmo2"),
+    *("olmo3", "opt", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
+)
+
+SERVED = (*QUICK, *LONG)
+
+EXPERTS = "on a CPU a new policy version cannot be written into .*experts and latent attention"
+LOADING = "vLLM does not start with"
+STEPPING = "vLLM cannot run"
+WRITING = "vLLM takes no new version of"
+
+UNLIKE = "on a CPU samples: vLLM computes other logprobs than transformers"
+
+MIXTURES = (
+    *("cohere2_moe", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "gpt_oss"),
+    *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "jamba", "laguna"),
+    *("llama4_text", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
+)
+
+REFUSED = {
+    **dict.fromkeys(MIXTURES, EXPERTS),
+    **dict.fromkeys(("gemma3n_text", "hrm_text", "lfm2"), UNLIKE),
+    "dbrx": f"{LOADING} .*w13_weight",
+    "lfm2_moe": f"{LOADING} .*No Lfm2MoeSparseMoeBlock",
+    "longcat_flash": f"{LOADING} .*mla_scale_q_lora",
+    "mimo_v2_flash": f"{LOADING} .*hybrid_layer_pattern",
+    "qwen4_exp_text": f"{LOADING} .*failed to be inspected",
+    **dict.fromkeys(("falcon_h1", "mamba2"), WRITING),
+    **dict.fromkeys(("falcon_mamba", "gpt_bigcode", "mamba"), STEPPING),
+    "gpt_neo": rf"{LOADING} .*GPTNeoForCausalLM.* not supported",
+    "afmoe": f"{LOADING} .*score_func",
+    "axk1": f"{LOADING} .*not initialized from checkpoint",
+    "deepseek_v32": f"{LOADING} .*Sparse Attention",
+    "deepseek_v4": f"{LOADING} .*validate_layer_type",
+    "glm4_moe_lite": f"{LOADING} .*first_k_dense_replace",
+    "glm_moe_dsa": f"{LOADING} .*Sparse Attention",
+    "hy_v3": f"{LOADING} .*first_k_dense_replace",
+    "hy_v4": f"{LOADING} .*sparse attention",
+    "inkling_text": f"{LOADING} .*padded_vocab_size",
+    "kimi_linear": f"{LOADING} .*mamba-block-size",
+    "minimax_m2": f"{LOADING} .*rotary_dim",
+    "nemotron_h": f"{LOADING} .*is_act_and_mul",
+    "olmo_hybrid": f"{LOADING} .*triton",
+    "qwen3_5_text": f"{LOADING} .*failed to be inspected",
+    "qwen3_5_moe_text": f"{LOADING} .*failed to be inspected",
+    "zamba2": f"{LOADING} .*KeyError",
+}
+"""On a CPU, and why: some want kernels of a GPU, others settings that only published folders have."""
+
+SEVERAL_PARTS = ("gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+
+
+def of_long(kinds: Iterable[str], quick: Collection[str]) -> list[Any]:
+    return [kind if kind in quick else pytest.param(kind, marks=pytest.mark.long) for kind in kinds]
+
+
+def logprobs_of(model: Any, turn: Turn) -> Tensor:
+    tokens, _ = turn
+    with torch.no_grad():
+        return token_logprobs(model, torch.tensor([[*CONTEXT, *tokens]]))[0, len(CONTEXT) :]
+
+
+def off(model: Any, turn: Turn) -> float:
+    _, logprobs = turn
+    return float((logprobs_of(model, turn) - torch.tensor(logprobs)).abs().max())
+
+
+@pytest.mark.parametrize("kind", of_long(SERVED, QUICK))
+def test_a_family_is_trained_published_served_exported_and_begun_anew(kind: str, tmp_path: Path) -> None:
+    folder, exported = tmp_path / "model", tmp_path / "exported"
+    tiny_policy(kind, folder)
+    before, after = (load_policy(folder).eval() for _ in range(2))
+    first, later = (FolderTensors(model, folder) for model in (before, after))
+    first.check_values()
+    train(after)
+    old, new = played(folder, sent(folder, [first, later]))
+    tolerance = COARSER.get(kind, TOLERANCE)
+    assert off(before, old) < tolerance
+    assert off(after, new) < tolerance
+    assert off(before, new) > 100 * tolerance, "the two policies are not alike"
+    assert torch.equal(logprobs_of(after, new), logprobs_of(after, new)), "on policy the ratio is 1"
+    export_policy(later, exported)
+    again = load_policy(exported).eval()
+    assert torch.equal(logprobs_of(again, new), logprobs_of(after, new))
+    FolderTensors(again, exported).check_values()
+    check_folder(exported)
+
+
+@pytest.mark.parametrize("kind", of_long(REFUSED, ("gpt_neo",)))
+def test_a_family_that_cannot_be_served_is_refused_in_a_sentence_at_the_start(kind: str, tmp_path: Path) -> None:
+    tiny_policy(kind, tmp_path)
+    with pytest.raises(UsageError, match=REFUSED[kind]) as caught:
+        tensors = FolderTensors(load_policy(tmp_path), tmp_path)
+        tensors.check_values()
+        played(tmp_path, dict(tensors))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("kind", SEVERAL_PARTS)
+def test_a_model_of_several_parts_is_refused_by_its_configuration(kind: str, tmp_path: Path) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    CONFIG_MAPPING[kind](architectures=["Some"]).save_pretrained(tmp_path)
+    for start in (check_folder, load_policy):
+        with pytest.raises(UsageError, match="is a model of several parts"):
+            start(tmp_path)
+
+
+def test_every_architecture_that_both_know_is_in_a_table() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from vllm.model_executor.models import ModelRegistry
+
+    known = set(ModelRegistry.get_supported_archs())
+    both = {kind for kind, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if architecture in known}
+    tables = [*SERVED, *REFUSED, *SEVERAL_PARTS]
+    assert len(tables) == len(set(tables))
+    assert both <= set(tables), sorted(both - set(tables))
