@@ -5,7 +5,8 @@ Keeps true
   told by that alone.
 - What was on the log before the looking began says how things stand, and is not taken for a sign of life.
 - For how long a stage has stood still is told beyond the beginning by two stamps of the broker: that of the stage's
-  last record, and that of one that came while looking. No other clocks are compared.
+  last record, and that of one that came while looking. No other clocks are compared. A run that was ended meanwhile has
+  stood still since the first of its processes began again.
 - Time in which nobody looked is nobody's silence.
 - An executor is forgotten when the router would forget it: others were heard for long after its silence began.
 - A policy version is one whose manifest is believed; whoever feeds the view judges that, as every reader does.
@@ -290,8 +291,9 @@ class View:
     def _begun_seconds(self, begun: Begun, now: float) -> float:
         if begun.at is not None:
             return now - begun.at
-        known = self._ahead is not None and begun.stamp is not None
-        return self._since_stamp(now, begun.stamp or 0.0) if known else math.inf
+        if self._ahead is None or begun.stamp is None:
+            return math.inf
+        return max(0.0, now - self._ahead - begun.stamp)
 
     def open_at(self, homes: Collection[int], of: int) -> int:
         """Open groups of these homes, of so many."""
@@ -311,8 +313,12 @@ class View:
         return now - at if at >= self.began else self._since_stamp(now, max(stamps)) if stamps else now - self.began
 
     def _since_stamp(self, now: float, stamp: float) -> float:
-        looked = now - self.began
-        return looked if self._ahead is None else max(0.0, now - self._ahead - stamp)
+        """Since that stamp, or since the first process that began later."""
+        if self._ahead is None:
+            return now - self.began
+        since = max(0.0, now - self._ahead - stamp)
+        begun = (self._begun_seconds(each, now) for beginnings in self._begun.values() for each in beginnings)
+        return max((seconds for seconds in begun if seconds <= since), default=since)
 
     def _forget(self) -> None:
         """Nobody is forgotten while nobody is heard: it may be us who hear nothing."""

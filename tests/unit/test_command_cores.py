@@ -281,6 +281,19 @@ def test_how_long_a_stage_stands_still_is_told_by_two_stamps_of_the_broker() -> 
     assert view.applied_seconds(57.0) == 1.0
 
 
+def test_a_run_that_was_ended_stands_still_since_its_first_process_began_again() -> None:
+    view = View(began=50.0)
+    for stamp in (900.0, 50_000.0, 50_003.0):
+        view.take(RoleBegun(role="router-0"), 50.0, fresh=False, stamp=stamp)
+    view.progress("g:0", 50.0, live=True, fresh=False, stamp=1000.0)
+    assert view.applied_seconds(53.0) == 3.0, "no stamp came while looking"
+    view.take(beat(), 54.0, stamp=50_010.0)
+    assert view.applied_seconds(55.0) == 11.0
+    assert view.opened_seconds(55.0, 980.0) == 5.0
+    view.take(RoleBegun(role="trainer"), 56.0, stamp=50_012.0)
+    assert view.applied_seconds(57.0) == 13.0
+
+
 def test_an_executor_could_take_a_turn_since_it_was_ready_without_a_break() -> None:
     view = View(began=0.0)
     could = {"policy_version": 1, "max_turns": 4, "rollout": Tenant(), "ttl_seconds": 20.0}
