@@ -29,6 +29,7 @@ from topics.catalog import (
     GRANTS,
     GROUPS,
     HEARTBEATS,
+    LETTERED,
     LETTERS_WRITER,
     LOG_GROUP,
     MANIFESTS,
@@ -201,7 +202,7 @@ VIEW = Role(
         MANIFESTS,
         BEGUN,
     ),
-    digs=RECORD_TOPICS,
+    digs=LETTERED,
     groups={
         ENVIRONMENT_GROUP: Operation.DESCRIBE,
         ROUTER_GROUP: Operation.DESCRIBE,

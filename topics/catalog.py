@@ -191,6 +191,9 @@ DEAD_LETTERS: tuple[Topic, ...] = tuple(
 )
 """Their keys are made of what their headers say."""
 
+LETTERED = tuple(topic for topic in RECORD_TOPICS if topic is not BEGUN)
+"""Topics whose dead letters are looked at. Nobody buries what lies in BEGUN, and a log of 0.2.0 has neither."""
+
 ENVIRONMENT_GROUP = "environment"
 """The consumer group of all environment workers."""
 

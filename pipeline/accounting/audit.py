@@ -24,11 +24,11 @@ from schemas.samples import SampleOutcome
 from schemas.wire import decode
 from topics.catalog import (
     GROUPS,
+    LETTERED,
     OUTCOMES,
     OUTCOMES_KEPT_SECONDS,
     PROGRESS,
     PROMPTS,
-    RECORD_TOPICS,
     SAMPLES,
     Topic,
 )
@@ -87,14 +87,14 @@ def _read(settings: BusSettings) -> LogAudit:
             oldest = [min([message.timestamp_seconds, *oldest])]
             if message.topic is not SAMPLES or (message.partition, message.offset) not in dead_samples:
                 _fold(ledger, message, homes=len(begins[PROMPTS]))
-    letters = Buried(settings, *RECORD_TOPICS, client_id=CLIENT)
+    letters = Buried(settings, *LETTERED, client_id=CLIENT)
     letters.read()
     for place in letters.places(PROMPTS):
         ledger.dead_prompt(place)
     with closing(Reader(settings, CLIENT)) as reader:
         outcomes_from = reader.watermarks((OUTCOMES, 0))[0]
     forgotten_before = time.time() - OUTCOMES_KEPT_SECONDS
-    counts = {topic: count for topic in RECORD_TOPICS if (count := letters.count(topic))}
+    counts = {topic: count for topic in LETTERED if (count := letters.count(topic))}
     audit = ledger.audit(outcomes_from=outcomes_from, forgotten_before=forgotten_before)
     return LogAudit(audit, oldest[0] if oldest else None, counts)
 

@@ -26,7 +26,7 @@ from schemas.prompts import Prompt, unpriced
 from schemas.record import Record
 from schemas.wire import SCHEMA_HEADER, decode
 from topics.access import OPERATOR, VIEW
-from topics.catalog import PROMPTS, RECORD_TOPICS, Topic
+from topics.catalog import LETTERED, PROMPTS, Topic
 from topics.letters import NOWHERE, Letter, read_burials, read_letters, send_back
 from topics.permission import reach_as
 from topics.reader import Reader
@@ -159,7 +159,7 @@ def _check_prompt(settings: BusSettings, config: Config, prompt: Prompt) -> None
 
 def _find(settings: BusSettings, place: str) -> Letter:
     """The letter that lay there. Raises UsageError."""
-    known = any(place.startswith(f"{topic.name}/") for topic in RECORD_TOPICS)
+    known = any(place.startswith(f"{topic.name}/") for topic in LETTERED)
     name, _, rest = (place if known else place.removeprefix(settings.namespace)).partition("/")
     there = read_letters(settings, *_topics(name), wanted=lambda letter: letter.place == f"{name}/{rest}")
     if not there:
@@ -168,9 +168,9 @@ def _find(settings: BusSettings, place: str) -> Letter:
 
 
 def _topics(name: str | None) -> tuple[Topic, ...]:
-    found = tuple(topic for topic in RECORD_TOPICS if name is None or topic.name == name)
+    found = tuple(topic for topic in LETTERED if name is None or topic.name == name)
     if not found:
-        raise UsageError(f"there is no topic {name}; there are {', '.join(topic.name for topic in RECORD_TOPICS)}")
+        raise UsageError(f"there is no topic {name}; there are {', '.join(topic.name for topic in LETTERED)}")
     return found
 
 

@@ -26,9 +26,9 @@ from topics.catalog import (
     COMPLETED,
     DISPATCHED,
     ENVIRONMENT_GROUP,
+    LETTERED,
     OUTCOMES,
     PROMPTS,
-    RECORD_TOPICS,
     REQUESTED,
     ROUTER_GROUP,
     SAMPLES,
@@ -111,7 +111,7 @@ class Sounder:
         """Members of nothing: an AdminClient that asks for offsets crashes when a group's coordinator is moving
         (librdkafka 2.16 follows a pointer that only consumers have). What is committed is asked for as it is: who reads
         committed records alone would wait here for every open transaction."""
-        self._letters = Buried(settings, *RECORD_TOPICS, client_id=CLIENT)
+        self._letters = Buried(settings, *LETTERED, client_id=CLIENT)
         self._letter_ends_read: list[int] = []
         self._counted_at = -math.inf
         """When the prompts that wait were last counted one by one."""
@@ -204,10 +204,10 @@ class Sounder:
         if ends != self._letter_ends_read:
             self._letters.read()
             self._letter_ends_read = ends
-        return {topic.name: count for topic in RECORD_TOPICS if (count := self._letters.waiting(topic))}
+        return {topic.name: count for topic in LETTERED if (count := self._letters.waiting(topic))}
 
     def _letter_ends(self, client: AdminClient) -> list[int]:
-        names = [f"{self._settings.namespace}{topic.dead_letters}" for topic in RECORD_TOPICS]
+        names = [f"{self._settings.namespace}{topic.dead_letters}" for topic in LETTERED]
         asked = {TopicPartition(name, 0): OffsetSpec.latest() for name in names}
         answers = client.list_offsets(asked, request_timeout=ANSWER_SECONDS)
         return [offset_in(future) for future in answers.values()]

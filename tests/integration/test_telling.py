@@ -6,6 +6,7 @@ from contextlib import closing
 import pytest
 from confluent_kafka.admin import NewTopic
 
+from pipeline.accounting.audit import inspect_log
 from pipeline.command.diagnosis import Severity, diagnose
 from pipeline.command.watching import Watch
 from schemas.roles import RoleBegun
@@ -14,10 +15,12 @@ from tests.integration.router_kit import PARTITIONS, Bus
 from tests.roles import role_process
 from tests.waiting import until
 from topics import telling as tells
+from topics.access import VIEW
 from topics.admin import create_topics, reach, wanted_settings
 from topics.catalog import BEGUN, DISPATCHED
 from topics.errors import TopicMissing
 from topics.health import MANY_TIMES, Health
+from topics.letters import read_burials
 from topics.log import read_topics
 from topics.settings import BusSettings
 from topics.telling import telling
@@ -51,6 +54,26 @@ def test_a_broker_without_the_topic_keeps_nobody_from_beginning_or_ending(
         health.begins_anew("there are no topics")
     with pytest.raises(TopicMissing):
         begun(settings)
+
+
+def test_a_log_without_the_topic_is_looked_at_like_any_other(broker: AnyBroker, namespace: str) -> None:
+    """As 0.2.0 made it: neither the topic is there nor its dead letters."""
+    settings = broker.settings(namespace)
+    create_topics(settings, PARTITIONS)
+    admin = reach(settings)  # to be held while it is asked
+    for gone in admin.delete_topics([settings.topic(BEGUN), f"{settings.namespace}{BEGUN.dead_letters}"]).values():
+        gone.result()
+    watch = Watch(settings, trust=Trust("policy", "run"), whole=False, window_groups=1, max_lag_versions=4)
+
+    def answered() -> bool:
+        watch.read(0.1)
+        assert not watch.trouble
+        return watch.caught_up and watch.sounding is not None
+
+    with closing(watch):
+        until(answered)
+    assert inspect_log(settings).letters == {}
+    assert read_burials(settings, *VIEW.digs) == []
 
 
 @pytest.fixture
