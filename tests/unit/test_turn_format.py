@@ -17,6 +17,7 @@ from tests.unit.tokenizer_kit import (
     CHATML,
     HEADERS,
     ROLES,
+    SPECIAL,
     by_likelihood,
     by_word,
     byte_level,
@@ -210,9 +211,13 @@ def test_a_misspelt_token_of_a_turn_format_is_refused_with_the_one_that_is_meant
         assert str(tmp_path / "turn_format.json") in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["User: ", "<thought>\n", "[1] ", "Q> ", "<|im_start|>tool\n", "a < b", "{x}|"])
+@pytest.mark.parametrize(
+    "text",
+    ["User: ", "<thought>\n", "in <thinking></thinking>:\n", "[1] ", "Q> ", "<|im_start|>tool\n", "a < b", "{x}|"],
+)
 def test_words_that_mean_no_token_may_stand_in_a_turn_format(tmp_path: Path, text: str) -> None:
-    turns = TurnFormat(folder(tmp_path, byte_level(), own={**FRAMED, **ENDED, "prefix": text}))
+    tokenizer = byte_level([*special_tokens(*SPECIAL), *special_tokens("<think>", "</think>", special=False)])
+    turns = TurnFormat(folder(tmp_path, tokenizer, own={**FRAMED, **ENDED, "prefix": text}))
     assert turns.action_text(turns.observation_tokens("7", first=False)) == f"{text}7{ENDED['suffix']}"
 
 

@@ -6,7 +6,7 @@ Nothing else says so: the text is as good as any.
 Example, of a tokenizer that has `<|im_start|>` and `<|im_end|>`
     `<|im_strat|>user`    -> `<|im_strat|>`, close to `<|im_start|>`
     `<|user|>`            -> `<|user|>`, close to none: the tokenizer writes its tokens so, and has no such token
-    `<thought>`, `User:`  -> nothing
+    `<thinking>`, `User:` -> nothing, though the tokenizer may have `<think>`
 """
 
 import re
@@ -19,8 +19,9 @@ MARK_LIKE = re.compile(r"<[^\s<>]{1,64}>?|\[[^\s\[\]]{1,64}\]?|[^\s<>\[\]]{1,64}
 BARS = ("<|", "<｜")
 """Who writes a word so means a token, where the tokenizer has others that begin so."""
 
-CLOSE = 0.82
-"""Least likeness of a misspelt token and the one that is meant, as `difflib` measures it."""
+CLOSE, CLOSER = 0.82, 0.85
+"""Least likeness of a misspelt token and the one that is meant, as `difflib` measures it. Words without a bar are also
+those of people: `<thinking>` is no misspelt `<think>`."""
 
 
 def misspelt(text: str, marks: Collection[str], *, known: str = "") -> tuple[str, str] | None:
@@ -34,7 +35,7 @@ def misspelt(text: str, marks: Collection[str], *, known: str = "") -> tuple[str
     for word in (found for part in plain for found in MARK_LIKE.findall(part)):
         if word in known:
             continue
-        close = get_close_matches(word, marks, n=1, cutoff=CLOSE)
+        close = get_close_matches(word, marks, n=1, cutoff=CLOSE if word.startswith(BARS) else CLOSER)
         meant = by_letters.get(_letters(word)) or (close[0] if close else "")
         if meant or any(word.startswith(bar) and mark.startswith(bar) for mark in marks for bar in BARS):
             return word, meant
