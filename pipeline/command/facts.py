@@ -104,7 +104,7 @@ class Facts:
     openable: int | None = None
     """Prompts that wait for a worker whose window has room."""
     opened_seconds: float | None = None
-    """Since a group was last seen to be opened, refused or settled, or since a prompt waits for it."""
+    """Since a group was last seen to be opened, refused or settled, or an outcome to make room, or a prompt to wait."""
     workers_seconds: float | None = None
     """Since an environment worker is there, as far as that was seen."""
     applied_seconds: float = 0.0

@@ -213,11 +213,13 @@ class View:
         return self._seconds(now, at, Stage.SETTLED, Stage.SAMPLED, Stage.APPLIED)
 
     def opened_seconds(self, now: float, waiting_since: float | None) -> float:
-        """Since a group was opened, refused or settled, and since so long a prompt has waited for it.
+        """Since a group was opened, refused or settled, or an outcome made room; or since a prompt waits for it.
 
         `waiting_since`: the broker's stamp of the prompt that waits longest.
         """
         since = self._seconds(now, self.opened_at, Stage.OPENED)
+        if self.settled_at >= self.began or Stage.SETTLED in self._stamps:
+            since = min(since, self._seconds(now, self.settled_at, Stage.SETTLED))
         return since if waiting_since is None else min(since, self._since_stamp(now, waiting_since))
 
     def able_seconds(self, now: float) -> float:

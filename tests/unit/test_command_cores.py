@@ -281,6 +281,15 @@ def test_how_long_a_stage_stands_still_is_told_by_two_stamps_of_the_broker() -> 
     assert view.applied_seconds(57.0) == 1.0
 
 
+def test_no_group_could_be_opened_before_an_outcome_made_room_for_it() -> None:
+    view = View(began=0.0)
+    view.take(Group(group_id="g", group_size=1, state=GroupState.OPEN, offset=0, changed_at=0.0), 10.0)
+    assert view.opened_seconds(400.0, None) == 390.0
+    outcome = next(record for record in EXAMPLES if isinstance(record, SampleOutcome))
+    view.take(msgspec.structs.replace(outcome, group_id="g", trajectory_id="g:0"), 400.0)
+    assert (view.open_groups, view.opened_seconds(401.0, None)) == (0, 1.0)
+
+
 def test_a_run_that_was_ended_stands_still_since_its_first_process_began_again() -> None:
     view = View(began=50.0)
     for stamp in (900.0, 50_000.0, 50_003.0):
