@@ -1,7 +1,8 @@
 """What this client may do, as the broker says: asked for when a role starts.
 
 Keeps true
-- A right that is missing is told at the start, by name, also if it would be needed only on a bad day.
+- A right that is missing is told at the start, by name, also if it would be needed only on a bad day. A role of which
+  nothing is missing but a right to UNNEEDED begins all the same, as after an upgrade from a version without that topic.
 - What a broker does not say is not held against it: only a refusal is one. To create is told of by its first use: it
   may be a right to the cluster, which a topic does not speak of.
 """
@@ -11,6 +12,7 @@ from confluent_kafka.admin import AclOperation
 
 from topics.access import Acl, Operation, Resource, Role, topic_rights
 from topics.admin import ADMIN_SECONDS, reach
+from topics.catalog import BEGUN
 from topics.errors import RightsMissing
 from topics.settings import BusSettings
 
@@ -26,6 +28,9 @@ _SAID = {
 SHOWING = (Operation.READ, Operation.WRITE, Operation.ALTER, Operation.DELETE, Operation.DESCRIBE)
 """Who may do one of these sees that a topic is there. Of one that is hidden it is not known what else is allowed."""
 
+UNNEEDED = BEGUN
+"""No role's work depends on it. Who cannot write to it says so in its log (`topics/telling.py`)."""
+
 
 def reach_as(settings: BusSettings, role: Role) -> None:
     """See that a broker answers and lets this client do what the role does with its topics.
@@ -36,7 +41,8 @@ def reach_as(settings: BusSettings, role: Role) -> None:
     client = reach(settings)
     if settings.embedded:
         return
-    wanted = {settings.topic(topic): rights - {Operation.CREATE} for topic, rights in topic_rights(role).items()}
+    rights = {topic: needed for topic, needed in topic_rights(role).items() if role.manages or topic is not UNNEEDED}
+    wanted = {settings.topic(topic): needed - {Operation.CREATE} for topic, needed in rights.items()}
     asked = TopicCollection(list(wanted))
     answers = client.describe_topics(asked, include_authorized_operations=True, request_timeout=ADMIN_SECONDS)
     missing: list[str] = []

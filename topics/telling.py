@@ -1,13 +1,15 @@
 """A process tells on the log that it begins, and each time that it begins anew, so that a look at the run can count it.
 
 Keeps true
-- It is told on a thread of its own: nobody waits for it, and trouble with it is nobody's trouble.
+- It is told on a thread of its own: nobody waits for it, and trouble with it is a line in the log.
 - A process that is well has no connection for it.
 """
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from threading import Event, Thread
+
+import structlog
 
 from schemas.errors import RoseError
 from schemas.limits import TEXT_CHARACTERS
@@ -46,8 +48,8 @@ def _tell(settings: BusSettings, role: str, health: Health, stop: Event) -> None
             with closing(Writer(settings, f"{role}-tells")) as writer:
                 writer.write(BEGUN, record, key=role)
                 writer.flush()
-        except RoseError:
-            pass  # whoever cannot write to the broker hears of it in its own work
+        except RoseError as error:
+            structlog.get_logger("bus").warning("not told that this process has begun", reason=str(error))
         record = None
         stop.wait(PAUSE_SECONDS)
         if not stop.is_set():

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from pipeline.command.nursery import Forked, Nursery
 from pipeline.command.sections import WARM_START
 from pipeline.command.soundings import Sounder
+from pipeline.command.watching import Watch
 from pipeline.control.config import ControlConfig
 from pipeline.control.main import run_control
 from pipeline.routing.config import RouterConfig
@@ -51,13 +52,14 @@ from topics.admin import create_topics, reach
 from topics.apache_kafka.secured import SecuredNode
 from topics.broker import free_ports
 from topics.catalog import (
+    BEGUN,
     CHUNKS,
     COMPLETED,
     DISPATCHED,
     HEARTBEATS,
+    LETTERED,
     LETTERS_WRITER,
     PROMPTS,
-    RECORD_TOPICS,
     REQUESTED,
     SAMPLES,
     SUMMARIES,
@@ -74,16 +76,19 @@ from topics.reader import Reader
 from topics.records import Place
 from topics.retention import delete_before, lowest_committed
 from topics.settings import PREFIX, BusSettings
+from topics.telling import telling
 from topics.writer import Writer
 from workers.environments.config import EnvironmentConfig
 from workers.environments.main import run_environment_worker
 from workers.environments.sweeper import Sweeper
 from workers.trainer.stream import SampleStream
 from workers.weights.signing import make_keys, private_key
+from workers.weights.trust import Trust
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 PARTITIONS = Partitions(home=2, slots=2, samples=2, chunks=2)
+TO_TELL = [Acl(operation, Resource.TOPIC, f"less.{BEGUN.name}") for operation in (Operation.READ, Operation.WRITE)]
 LENDER = "lender"
 """An executor too: what it does on the bus is the same."""
 GROUPS_ASKED = 9
@@ -242,7 +247,7 @@ def test_the_loop_learns_with_each_role_allowed_what_it_does_and_nothing_else(ru
         f"{seen.user}: {seen.operation} {seen.name} ({seen.request})" for seen in users.seen() if not seen.allowed
     }
     assert not refused
-    never = {f"Read on topic {users.namespace}{topic.dead_letters}" for topic in RECORD_TOPICS if topic not in BURIED}
+    never = {f"Read on topic {users.namespace}{topic.dead_letters}" for topic in LETTERED if topic not in BURIED}
     assert users.unused() == {VIEW.name: never}  # it would read them if anything lay there
 
 
@@ -326,6 +331,8 @@ def test_a_role_that_lacks_a_right_names_it(others: Users, role: Role) -> None:
     settings = others.settings(role)
     reach_as(settings, role)
     for acl in acls(role, others.namespace):
+        if acl in TO_TELL:
+            continue
         others.node.forbid(others.name(role), acl)
         with pytest.raises(RoseError) as refused:
             begin(role, settings)
@@ -334,6 +341,25 @@ def test_a_role_that_lacks_a_right_names_it(others: Users, role: Role) -> None:
         assert "this client has no right to " in told, f"without {acl}: {told}"
         assert named(acl) in told, f"without {acl}: {told}"
     reach_as(settings, role)
+
+
+@pytest.mark.parametrize("role", [ROUTER, VIEW], ids=lambda role: role.name)
+def test_a_role_begins_without_the_right_to_tell_that_it_does(
+    others: Users, role: Role, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after an upgrade from 0.2.0, which has no such topic."""
+    settings = others.settings(role)
+    [acl] = [acl for acl in acls(role, others.namespace) if acl in TO_TELL]
+    others.node.forbid(others.name(role), acl)
+    try:
+        reach_as(settings, role)
+        if role is ROUTER:
+            with telling(settings, "router-0"):
+                until(lambda: f"no right to {acl}" in capsys.readouterr().out)
+        else:
+            Watch(settings, trust=Trust("policy", "run"), whole=False, window_groups=1, max_lag_versions=4).close()
+    finally:
+        others.node.allow(others.name(role), [acl])
 
 
 def named(acl: Acl) -> str:
