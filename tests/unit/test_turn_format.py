@@ -203,10 +203,10 @@ def test_a_generation_prompt_that_earlier_turns_have_not_is_refused_with_what_th
 def test_a_misspelt_token_of_a_turn_format_is_refused_with_the_one_that_is_meant(
     tmp_path: Path, word: str, meant: str
 ) -> None:
-    for part in ("first_prefix", "prefix", "suffix"):
+    for part, template in (("first_prefix", ""), ("prefix", ""), ("suffix", ""), ("prefix", CHATML)):
         own = {**FRAMED, **ENDED, part: f"\n{word}\nuser\n"}
         with pytest.raises(TurnFormatError, match="is no token of tokenizer") as refused:
-            TurnFormat(folder(tmp_path, byte_level(), own=own))
+            TurnFormat(folder(tmp_path, byte_level(), template, own=own))
         assert (f"(is {meant!r} meant?)" in str(refused.value)) == bool(meant)
         assert str(tmp_path / "turn_format.json") in str(refused.value)
 

@@ -10,7 +10,7 @@ Example, of a tokenizer that has `<|im_start|>` and `<|im_end|>`
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 
 MARK_LIKE = re.compile(r"<[^\s<>]{1,64}>?|\[[^\s\[\]]{1,64}\]?|[^\s<>\[\]]{1,64}[|｜]>")
@@ -27,19 +27,25 @@ those of people: `<thinking>` is no misspelt `<think>`."""
 def misspelt(text: str, marks: Collection[str], *, known: str = "") -> tuple[str, str] | None:
     """A word of the text that is meant as a token and is none of `marks`, with the closest of them, if one is close.
 
-    None if there is no such word. Words that `known` has are meant as they are.
+    None if there is no such word. Words that `known` has, and not as a part of a token, are meant as they are.
     """
     longest_first = sorted(marks, key=len, reverse=True)
-    plain = re.split("|".join(map(re.escape, longest_first)), text) if marks else [text]
     by_letters = {_letters(mark): mark for mark in longest_first}
-    for word in (found for part in plain for found in MARK_LIKE.findall(part)):
-        if word in known:
+    meant_so = set(_words(known, longest_first))
+    for word in _words(text, longest_first):
+        if word in meant_so:
             continue
         close = get_close_matches(word, marks, n=1, cutoff=CLOSE if word.startswith(BARS) else CLOSER)
         meant = by_letters.get(_letters(word)) or (close[0] if close else "")
         if meant or any(word.startswith(bar) and mark.startswith(bar) for mark in marks for bar in BARS):
             return word, meant
     return None
+
+
+def _words(text: str, longest_first: Sequence[str]) -> list[str]:
+    """What may be meant as a token, of the text between the marks."""
+    plain = re.split("|".join(map(re.escape, longest_first)), text) if longest_first else [text]
+    return [word for part in plain for word in MARK_LIKE.findall(part)]
 
 
 def _letters(word: str) -> str:
