@@ -6,9 +6,11 @@ Keeps true
 - Nothing is encoded that would not decode: what a reader would refuse, its writer is told.
 - The header `rose-schema` names the record; bytes under another name are refused.
 - A prompt has no field that is not known: whoever writes one has misspelt it, or asks for what this ROSE cannot do.
+- A prompt says each thing once: of two values under one key a decoder would drop one without a word.
 - Only a Prompt may also come as JSON, told by its first byte: MessagePack maps never begin with `{`.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -22,6 +24,7 @@ from schemas.capacity import CapacityGrant
 from schemas.cells import CellSummary
 from schemas.environments import EnvSnapshot, Group, SettleRequest, TrajectoryProgress
 from schemas.errors import RecordError
+from schemas.keys import each_once
 from schemas.limits import NESTED
 from schemas.prompts import Prompt, PromptSampling
 from schemas.record import Record
@@ -127,6 +130,8 @@ def _decoded(record: type[R], wire: bytes) -> R:
             msgspec.msgpack.decode(wire)  # it goes on as it came, with what is not known of it
             _check_levels(record, _unpack(wire))
         _check_within(decoded)
+        if record is Prompt:
+            _check_once(wire, as_json=as_json)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         why = (as_json and _half_a_pair(wire)) or error
         raise RecordError(f"not a {record.SCHEMA}: {why}") from error
@@ -187,6 +192,14 @@ def _check_known(wire: bytes, names_in: Callable[[bytes], dict[str, msgspec.Raw]
     for names, struct in ((said, Prompt), (sampling, PromptSampling)):
         if unknown := sorted(names.keys() - _names[struct]):
             raise RecordError(f"{struct.__name__} has no field `{unknown[0][:NAME_CHARACTERS]}`")
+
+
+def _check_once(wire: bytes, *, as_json: bool) -> None:
+    """Raise ValueError for a map, at any level, with two values under one key."""
+    if as_json:
+        json.loads(wire, object_pairs_hook=each_once)
+    else:
+        msgpack.unpackb(wire, strict_map_key=False, object_pairs_hook=each_once)
 
 
 def _check_schema(record: type[Record], headers: Headers) -> None:

@@ -8,6 +8,7 @@ Keeps true
 """
 
 import base64
+import json
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from pipeline.command.saying import say
 from pipeline.replay.search import find_group
 from schemas.errors import RecordError, UsageError
 from schemas.homes import home_of
+from schemas.keys import each_once
 from schemas.prompts import Prompt, unpriced
 from schemas.record import Record
 from schemas.wire import SCHEMA_HEADER, decode
@@ -187,6 +189,7 @@ def _from_json(letter: Letter, data: bytes) -> bytes:
     came = _fields(letter.raw.value or b"") or {}
     try:
         said = msgspec.json.decode(data)
+        json.loads(data, object_pairs_hook=each_once)
         new = {name: msgspec.convert(said[name], kinds[name]) for name in said.keys() & (kinds.keys() - came.keys())}
         new = msgspec.to_builtins(new, builtin_types=(bytes,))
         return msgspec.msgpack.encode({name: new.get(name, _edited(came.get(name), said[name])) for name in said})
@@ -207,9 +210,14 @@ def _edited(came: Any, said: Any) -> Any:
 
 def _from_text(said: str) -> Any:
     try:
-        return msgspec.json.decode(said)
+        decoded = msgspec.json.decode(said)
     except (msgspec.DecodeError, RecursionError):
         return said
+    try:
+        json.loads(said, object_pairs_hook=each_once)
+    except ValueError as error:
+        raise UsageError(f"--field: {error}") from None
+    return decoded
 
 
 def _fields(value: bytes) -> dict[str, Any] | None:

@@ -120,6 +120,24 @@ def test_a_prompt_that_says_what_is_not_known_is_refused(field: str, said: dict[
             decode(Prompt, wire)
 
 
+PAIRS = '"group_id":"a","group_size":2,"environment":"calculator"'
+
+
+@pytest.mark.parametrize(
+    ("key", "wire"),
+    [
+        ("seed", f'{{{PAIRS},"seed":1,"seed":2}}'.encode()),
+        ("group_id", f'{{{PAIRS},"group\\u005fid":"b"}}'.encode()),
+        ("temperature", f'{{{PAIRS},"sampling":{{"temperature":1.0,"temperature":0.5}}}}'.encode()),
+        ("deep", f'{{{PAIRS},"arguments":{{"list":[{{"deep":1,"deep":1}}]}}}}'.encode()),
+        ("environment", b"\x84\xa8group_id\xa1a\xaagroup_size\x02" + 2 * b"\xabenvironment\xaacalculator"),
+    ],
+)
+def test_a_prompt_that_says_a_thing_twice_is_refused(key: str, wire: bytes) -> None:
+    with pytest.raises(RecordError, match=f"`{key}` is there twice"):
+        decode(Prompt, wire)
+
+
 def test_a_prompt_that_leaves_things_open_is_short() -> None:
     short = Prompt(group_id="gsm8k/train/17", group_size=2, environment="calculator")
     assert msgpack.unpackb(encode(short)) == {
