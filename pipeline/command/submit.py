@@ -102,11 +102,22 @@ def settled_groups(metrics: Path) -> frozenset[str]:
     from workers.trainer.step_log import decoded
 
     try:
-        return frozenset(name for line in metrics.read_bytes().splitlines() for name in decoded(line).group_ids)
+        lines = metrics.read_bytes().splitlines()
     except OSError as error:
         raise UsageError(f"cannot read {metrics}: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise UsageError(f"{metrics} is no metrics.jsonl of a run: {error}") from None
+    settled: set[str] = set()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            settled.update(decoded(line).group_ids)
+        except (msgspec.DecodeError, RecursionError) as error:
+            cut_short = ": a step that was cut short as its run was killed: leave that line out"
+            raise UsageError(
+                f"{metrics} is no metrics.jsonl of a run: line {number} is no step ({error})"
+                f"{cut_short if 1 < number == len(lines) else ''}"
+            ) from None
+    return frozenset(settled)
 
 
 def count_homes(settings: BusSettings) -> int:

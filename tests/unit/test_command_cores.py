@@ -133,6 +133,13 @@ def test_what_a_run_has_settled_is_left_out_of_a_prompt_file(tmp_path: Path) -> 
     steps = [counts | unknown | {"group_ids": [name]} for name in ("g1", "g3")]
     metrics.write_bytes(b"".join(msgspec.json.encode(step) + b"\n" for step in steps))
     assert [prompt.group_id for prompt in read_prompts(file, BUILT_IN, without=metrics)] == ["g0", "g2", "g4"]
+    with metrics.open("ab") as crashed:
+        crashed.write(b"\r\n\n")
+    assert [prompt.group_id for prompt in read_prompts(file, BUILT_IN, without=metrics)] == ["g0", "g2", "g4"]
+    with metrics.open("ab") as crashed:
+        crashed.write(b'{"step":3,"vers')
+    with pytest.raises(UsageError, match=r"line 5 is no step .*cut short"):
+        read_prompts(file, BUILT_IN, without=metrics)
     with pytest.raises(UsageError, match="is no metrics"):
         read_prompts(file, BUILT_IN, without=file)
     with pytest.raises(UsageError, match="cannot read"):
