@@ -18,9 +18,9 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions, NewTopic, OffsetSpec
 
-from schemas.errors import UsageError
 from topics.asking import metadata_of, offset_in
 from topics.catalog import CATALOG, DISPATCHED, LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, Spread, Topic
+from topics.clients import made
 from topics.errors import BROKER_AWAY, BrokerUnreachable, BusError, NotLetIn
 from topics.settings import BusSettings
 
@@ -93,10 +93,7 @@ def reach(settings: BusSettings) -> AdminClient:
         **settings.client("rose-admin"),
         "error_cb": complaints.append,
     }
-    try:
-        client = AdminClient(config, logger=quiet)
-    except KafkaException as error:
-        raise UsageError(f"the Kafka client refuses its settings: {error.args[0].str()}") from None
+    client = made(AdminClient, config, logger=quiet)
     try:
         client.list_topics(timeout=REACH_SECONDS)
     except KafkaException as error:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, ClusterMetadata, ListOffsetsResultInfo
 
-from topics.errors import BROKER_AWAY, BusError, TopicMissing
+from topics.errors import BROKER_AWAY, BusError, PartitionMissing, TopicMissing
 
 NO_SUCH_PLACE = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
 """What client and broker say of a topic or partition that is not there."""
@@ -80,7 +80,7 @@ def ends_of(consumer: Consumer, partition: TopicPartition, meanwhile: Callable[[
             refused = error
         if _listed(consumer, partition):
             raise refused
-        raise missing(consumer, partition.topic)
+        raise missing(consumer, partition.topic, partition.partition)
 
     name = partition.topic
     right, moves = f"Describe on topic {name}", (*MOVES, *NO_SUCH_PLACE)
@@ -156,12 +156,16 @@ def _listed(consumer: Consumer, partition: TopicPartition) -> bool:
     return True  # nobody says that it is gone
 
 
-def missing(consumer: Consumer, name: str) -> TopicMissing | BusError:
-    """Why a topic cannot be seen: it is not there, or this client has no right to it, which a broker hides as well."""
+def missing(consumer: Consumer, name: str, partition: int = 0) -> TopicMissing | BusError:
+    """Why a partition cannot be seen: the topic is not there or has fewer, or this client has no right to the topic,
+    which a broker hides as well.
+    """
     with suppress(KafkaException):
-        told = consumer.list_topics(name, timeout=ENDS_TURN_SECONDS).topics[name].error
-        if told is not None and told.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
-            return BusError(f"looking for {name}", told, f"Describe on topic {name}")
+        found = consumer.list_topics(name, timeout=ENDS_TURN_SECONDS).topics[name]
+        if found.error is not None and found.error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+            return BusError(f"looking for {name}", found.error, f"Describe on topic {name}")
+        if found.error is None and 0 < len(found.partitions) <= partition:
+            return PartitionMissing(name, partition, len(found.partitions))
     return TopicMissing(name)
 
 

@@ -42,6 +42,18 @@ class TopicMissing(RoseError):
         super().__init__(f"topic {name} is not on the broker: run `rose topics create`")
 
 
+class PartitionMissing(TopicMissing):
+    """A topic has fewer partitions than another one that is divided alike."""
+
+    def __init__(self, name: str, partition: int, has: int) -> None:
+        RoseError.__init__(
+            self,
+            f"topic {name} has no partition {partition}, but {has} in all: `rose topics check` tells which topics "
+            "differ from [topics]; give it as many (kafka-topics.sh --alter --partitions), or delete it and run "
+            "`rose topics create`",
+        )
+
+
 REFUSED_RIGHTS = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "topic",
     KafkaError.GROUP_AUTHORIZATION_FAILED: "group",
@@ -55,6 +67,8 @@ LASTING = (
     KafkaError.SASL_AUTHENTICATION_FAILED,
     *REFUSED_RIGHTS,
     KafkaError.UNSUPPORTED_VERSION,
+    KafkaError.INVALID_SESSION_TIMEOUT,
+    KafkaError.INVALID_TRANSACTION_TIMEOUT,
 )
 """Time mends none of these."""
 

@@ -12,6 +12,7 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartiti
 
 from topics.asking import NO_SUCH_PLACE, ends_of, missing, nothing
 from topics.catalog import LOG_GROUP, Topic
+from topics.clients import made
 from topics.errors import BROKER_AWAY, BusError
 from topics.reader import Reader
 from topics.records import Place, Raw, raw_of
@@ -55,7 +56,9 @@ def read_messages(
     second, and every few seconds while a question to the broker has no answer; what it raises ends the reading.
     Raises TopicMissing or BusError.
     """
-    consumer = Consumer({**settings.to_an_end().consumer(client_id, LOG_GROUP), "enable.partition.eof": True, **ahead})
+    consumer = made(
+        Consumer, {**settings.to_an_end().consumer(client_id, LOG_GROUP), "enable.partition.eof": True, **ahead}
+    )
     with closing(consumer):
         found = {place: _begin(consumer, place, offset, meanwhile) for place, offset in begins.items()}
         left = {place for place, begin in found.items() if begin is not None}
@@ -71,7 +74,7 @@ def read_messages(
                 elif error.code() == KafkaError._PARTITION_EOF:
                     left.discard(place)
                 elif error.code() in NO_SUCH_PLACE:
-                    raise missing(consumer, place[0])
+                    raise missing(consumer, *place)
                 elif not error.retriable() and error.code() not in BROKER_AWAY:
                     what = "the log" if message.topic() is None else place[0]
                     rights = f"Read on topic {place[0]}", f"Describe on group {settings.name(LOG_GROUP)}"

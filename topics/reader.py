@@ -44,6 +44,7 @@ from topics.asking import (
     partitions_of,
 )
 from topics.catalog import LOG_GROUP, Topic
+from topics.clients import made
 from topics.errors import BROKER_AWAY, REFUSED_RIGHTS, BusError
 from topics.records import EndOfPartition, Envelope, Item, Passed, Place, Spoiled, raw_of
 from topics.resting import RestingConsumer
@@ -307,12 +308,12 @@ class Reader:
 
     def _connected(self) -> Consumer:
         # With nothing held at the broker a waiting consumer would ask without end: this one rests.
-        return (RestingConsumer if self._settings.embedded else Consumer)(self._config)
+        return made(RestingConsumer if self._settings.embedded else Consumer, self._config)
 
     def _beside(self) -> Consumer:
         """A client that is no member of the group, and is told also of offsets whose transaction is open."""
         alike = {name: value for name, value in self._config.items() if name != "group.instance.id"}
-        return Consumer({**alike, "isolation.level": "read_uncommitted"})
+        return made(Consumer, {**alike, "isolation.level": "read_uncommitted"})
 
     def _come_again(self) -> None:
         assert self._join is not None
@@ -363,7 +364,7 @@ class Reader:
             if error.code() == KafkaError._PARTITION_EOF:
                 return EndOfPartition(self._topics[name], message.partition(), message.offset())
             if error.code() in NO_SUCH_PLACE:
-                raise missing(self._consumer, name or "?")
+                raise missing(self._consumer, name or "?", message.partition())
             if error.retriable() or error.code() in BROKER_AWAY:
                 return None  # librdkafka reconnects by itself
             raise BusError(f"reading {name or 'the log'}", error, f"Read on topic {name}", self.right_to_group)

@@ -1,4 +1,7 @@
-"""How to reach the broker. Keeps true: what the user gives librdkafka passes through verbatim and wins."""
+"""How to reach the broker. Keeps true: what the user gives librdkafka passes through verbatim and wins.
+
+What ROSE relies on is refused before (`topics.relied`).
+"""
 
 import math
 import time

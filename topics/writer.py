@@ -27,6 +27,7 @@ from topics import counts, tracing
 from topics.admin import reach
 from topics.asking import nothing, partitions_of
 from topics.catalog import PROMPTS, Topic
+from topics.clients import made
 from topics.errors import BusError
 from topics.hung import LEAVING_SECONDS, HungCall, Wait, unless_hung, until_done
 from topics.labels import labelled
@@ -90,7 +91,7 @@ class Writer:
         )
         """That it takes, beside those to topics and to its reader's group."""
         if transactional_id is None:
-            self._producer = Producer(settings.producer(client_id))
+            self._producer = made(Producer, settings.producer(client_id))
         else:
             owning = self._succeeding if settings.embedded else self._fencing
             self._producer = owning(client_id, transactional_id)
@@ -258,7 +259,7 @@ class Writer:
 
     def _fencing(self, client_id: str, transactional_id: str) -> Producer:
         """A producer of this id; what an earlier one had open is over."""
-        producer = Producer(self._settings.transactional(client_id, transactional_id))
+        producer = made(Producer, self._settings.transactional(client_id, transactional_id))
         with ExitStack() as undo:
             undo.callback(_let_go, producer)
             self._guarded("fencing older transactions", self._fence, producer)

@@ -69,7 +69,10 @@ def check(common: Common) -> None:
         if any(each.creatable for each in found):
             advice = "run `rose topics create`"
         elif any(each.what == "partitions" for each in found):
-            advice = "say in [topics] how many partitions there are: they are for the life of a topic"
+            advice = (
+                "say in [topics] how many partitions there are: they are for the life of a topic; delete one that "
+                "differs from others of its setting, and run `rose topics create`"
+            )
         else:
             first = found[0]
             advice = (

@@ -205,7 +205,7 @@ def test_many_ends_asked_for_at_once_are_those_that_each_partition_tells(setting
                 writer.poll(0.01)
             assert reader.all_watermarks(places) == {place: reader.watermarks(place) for place in places}
             assert reader.all_watermarks([]) == {}
-            with pytest.raises(TopicMissing):
+            with pytest.raises(TopicMissing, match=r"has no partition 99, but \d+ in all: `rose topics check`"):
                 reader.all_watermarks([(OUTCOMES, 0), (PROMPTS, 99)])
     writer.abort()
 

@@ -15,7 +15,7 @@ import pytest
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
-from schemas.errors import RoseError
+from schemas.errors import RoseError, UsageError
 from tests.unit.test_health import Clock
 from tests.waiting import until
 from topics import admin, settings, transactions
@@ -61,6 +61,29 @@ def test_a_topic_that_is_listed_is_not_missing_though_its_leader_has_not_heard_o
     assert ends_of(broker, TopicPartition("there", 0)) == (3, 7)
     with pytest.raises(TopicMissing):
         ends_of(broker, TopicPartition("there", 1))
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"acks": "0"},
+        {"max.in.flight": "100"},
+        {"error_cb": "x"},
+        {"stats_cb": "x"},
+        {"transaction.timeout.ms": "1"},
+        {"no.such.setting": "1"},
+    ],
+)
+def test_settings_that_no_client_can_be_made_of_are_refused_in_a_sentence(properties: dict[str, str]) -> None:
+    settings = BusSettings(NOBODY.bootstrap, properties=properties)
+    with pytest.raises(UsageError, match="refuses its settings"):
+        Writer(settings, "test", transactional_id="test")
+
+
+def test_settings_that_no_reader_can_be_made_of_are_refused_in_a_sentence() -> None:
+    settings = BusSettings(NOBODY.bootstrap, properties={"receive.message.max.bytes": "1000"})
+    with pytest.raises(UsageError, match=r"refuses its settings.*receive\.message"):
+        Reader(settings, "test")
 
 
 class Leaders:

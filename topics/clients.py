@@ -1,0 +1,20 @@
+"""Clients of librdkafka, made of settings that a user may have had a hand in."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from confluent_kafka import KafkaException
+
+from schemas.errors import UsageError
+
+Client = TypeVar("Client")
+
+
+def made(kind: Callable[..., Client], config: Mapping[str, object], **more: Any) -> Client:
+    """A client of this kind. Raises UsageError for settings that it refuses."""
+    try:
+        return kind(dict(config), **more)
+    except KafkaException as error:
+        raise UsageError(f"the Kafka client refuses its settings: {error.args[0].str()}") from None
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the Kafka client refuses its settings: {error}") from None
