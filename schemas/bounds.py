@@ -6,6 +6,9 @@ from urllib.parse import urlsplit
 YEAR_SECONDS = 366 * 24 * 3600.0
 """No wait that is set is longer: what adds it to a clock's time meets no overflow."""
 
+LONGEST_FINISH_SECONDS = 3600.0
+"""For which turns of a worker that is drained may go on."""
+
 MANY = 10**9
 """More than there is of anything that is counted in one process; sums and products of it stay whole."""
 
@@ -20,6 +23,8 @@ def refuse_outside(config: object, bounds: Mapping[str, tuple[float, float]]) ->
 
 def is_server(url: str) -> bool:
     """Whether it is `http://HOST[:PORT]`, or https, without a password: logs and reports show it."""
+    if not url.isprintable() or " " in url:  # urlsplit passes over tabs and ends of lines
+        return False
     try:
         place = urlsplit(url)
         return (

@@ -22,13 +22,12 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
+from schemas.bounds import LONGEST_FINISH_SECONDS
 from schemas.cells import Cell
 from schemas.limits import Count, Id, Moment, Text
 from schemas.record import Record
 
 LONGEST_LEASE_SECONDS = 3600.0
-
-LONGEST_FINISH_SECONDS = 3600.0
 
 
 class Voice(Enum):

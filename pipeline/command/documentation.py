@@ -1,9 +1,13 @@
-"""The sentence under a field, read from the source of the class that declares it: nothing is described twice."""
+"""Sentences read from the source of what they describe: nothing is described twice."""
 
 import ast
 import inspect
 import textwrap
+from collections.abc import Callable
 from functools import cache
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 BASES = ("builtins", "enum", "msgspec")
 """Packages of what classes are made of: nothing of ours is declared there."""
@@ -29,3 +33,12 @@ def field_sentences(declared_by: type) -> dict[str, str]:
             ):
                 sentences[name] = " ".join(inspect.cleandoc(follower.value.value).split())
     return sentences
+
+
+def documented(function: Function) -> Function:
+    """With its docstring, also where Python was told to leave them out (-OO): it is what `--help` says."""
+    if function.__doc__ is None:
+        declared = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        assert isinstance(declared, ast.FunctionDef)
+        function.__doc__ = ast.get_docstring(declared)
+    return function

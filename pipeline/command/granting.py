@@ -3,6 +3,7 @@
 Keeps true: who was drained is waited for until it holds nothing, or that is told: what follows takes its node away.
 """
 
+import re
 import sys
 import time
 from contextlib import closing
@@ -32,6 +33,10 @@ HEARD_SECONDS = 5.0
 
 LATE_SECONDS = 10.0
 """So much later than it was told may one hold nothing: its engine gives turns back between two steps."""
+
+
+FIELD = re.compile(r"`\$\.(\w+)`")
+"""Of a grant, as msgspec names it: by options of the same names they are said."""
 
 
 class NotDrained(RoseError):
@@ -104,7 +109,8 @@ def _made(worker: str, *, lend: bool, kv_bytes: int = 0, token_budget: int = 0, 
     try:
         return msgspec.convert({**fields, "granted_at": time.time()}, CapacityGrant)
     except msgspec.ValidationError as error:
-        raise UsageError(f"no such grant can be made: {error}") from None
+        told = FIELD.sub(lambda found: f"--{found[1].replace('_', '-')}", str(error))
+        raise UsageError(f"no such grant can be made: {told}") from None
 
 
 def _take_back(common: Common, worker: str, voice: Voice) -> None:

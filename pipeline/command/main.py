@@ -11,10 +11,13 @@ from typing import Annotated
 
 import typer
 
+from pipeline.command.documentation import documented
 from pipeline.command.letters_commands import letters
 from pipeline.command.options import Common, with_common
 from pipeline.command.saying import Waits, about_a_file, harmless
+from pipeline.command.streams import complain, make_whole, write_out
 from pipeline.command.topics_commands import topics
+from schemas.bounds import LONGEST_FINISH_SECONDS
 from schemas.errors import RoseError, UsageError
 
 INTERRUPTED = 130
@@ -221,6 +224,7 @@ def trainer(common: Common) -> None:
 
 
 @app.command(rich_help_panel=ROLES)
+@documented
 def keys(file: Annotated[Path, typer.Argument(metavar="FILE", help="where the private key goes")]) -> None:
     """Make the key with which a trainer signs its versions, and the public one (FILE.pub) for executors."""
     from workers.weights.signing import make_keys
@@ -264,7 +268,13 @@ def drain(
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `rose status` names it.")],
     within: Annotated[
         float | None,
-        typer.Option("--within", metavar="SECONDS", min=0, help="What it holds may end for so long; default 60."),
+        typer.Option(
+            "--within",
+            metavar="SECONDS",
+            min=0,
+            max=LONGEST_FINISH_SECONDS,
+            help="What it holds may end for so long; default 60.",
+        ),
     ] = None,
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="For people.")] = "",
     release: Annotated[bool, typer.Option("--release", help="Take the drain back: it takes turns again.")] = False,
@@ -385,15 +395,19 @@ def show_config(common: Common) -> None:
 
 def main() -> None:
     """The console script."""
+    make_whole()
     try:
-        app()
+        try:
+            app()
+        finally:
+            write_out()
     except RoseError as error:
-        sys.stderr.write(f"rose: {harmless(str(error))}\n")
+        complain(harmless(str(error)))
         sys.exit(error.exit_status)
     except OSError as error:
         if (refused := about_a_file(error)) is None:
             raise
-        sys.stderr.write(f"rose: {harmless(str(refused))}\n")
+        complain(harmless(str(refused)))
         sys.exit(refused.exit_status)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

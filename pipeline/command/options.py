@@ -13,6 +13,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from pipeline.command.documentation import documented
+
 PANEL = "Configuration and broker"
 
 
@@ -78,7 +80,7 @@ def with_common(command: Callable[..., None]) -> Callable[..., None]:
     ]
     own = [parameter for parameter in inspect.signature(command).parameters.values() if parameter.name != "common"]
 
-    @wraps(command)
+    @wraps(documented(command))
     def called(**given: Any) -> None:
         common = Common(**{option.name: given.pop(option.name) for option in options})
         command(**given, common=common)

@@ -9,6 +9,7 @@ Example: "\\x1b[2J" -> the five characters \\x1b, and [2J.
 import errno
 import re
 import sys
+from pathlib import Path
 from threading import Timer
 
 from schemas.errors import RoseError, UsageError
@@ -67,6 +68,15 @@ def about_a_file(error: OSError) -> RoseError | None:
             f"{error.strerror}{where}: free some space, and start it again; what is on the log is not lost"
         )
     if error.filename is None:
-        return None
+        return _about_this_folder()
     kind = RoseError if error.errno in PASSING else UsageError
     return kind(f"{error.filename} cannot be used ({error.strerror}): mend that, or name another place for it")
+
+
+def _about_this_folder() -> UsageError | None:
+    """That the folder which all relative paths begin at is there no more; None while it is."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        return UsageError(f"the folder that this was started in cannot be used ({error.strerror}): change into another")
+    return None

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipeline.command.documentation import documented
 from pipeline.command.options import Common, with_common
 
 topics = typer.Typer(help="Create, describe and check the topics; their contracts and ACLs.", no_args_is_help=True)
@@ -49,6 +50,7 @@ def topics_asyncapi(common: Common) -> None:
 
 
 @topics.command("prompt-schema")
+@documented
 def topics_prompt_schema() -> None:
     """JSON Schema of a prompt as JSON."""
     from pipeline.command.contracts import print_prompt_schema
