@@ -45,6 +45,7 @@ def run_broker(config: Config) -> Iterator[RunBroker]:
     """The named broker, or the run's own, started now and stopped at the end. Raises BrokerFailed or UsageError."""
     named = config.settings.broker.bootstrap_server
     if named and not _is_own(config):
+        _refuse_moved(config)
         yield RunBroker(config.bus(), f"Kafka at {named}", None)
         return
     if named and _accepts(named):
@@ -67,6 +68,7 @@ def log_of(config: Config) -> Iterator[BusSettings]:
         with start_broker(config.run_folder / DATA, kafka_home=home, port=_port(named)) as broker:
             yield _settings(config, broker)
     else:
+        _refuse_moved(config)
         yield config.bus()
 
 
@@ -84,6 +86,17 @@ def _is_own(config: Config) -> bool:
     """Whether the address is that of the run's own broker, as the run itself wrote it down."""
     origin = config.origins.get("broker.bootstrap_server", "")
     return Path(origin) == config.run_folder / RESOLVED and (config.run_folder / DATA).is_dir()
+
+
+def _refuse_moved(config: Config) -> None:
+    """Raise UsageError for a run's folder with its own broker that is not where the run was, as far as that ended."""
+    file = Path(config.origins.get("broker.bootstrap_server", ""))
+    kept = file.name == RESOLVED and (file.parent / DATA).is_dir()
+    if kept and not _is_own(config) and not _accepts(config.settings.broker.bootstrap_server):
+        raise UsageError(
+            f"the run in {file.parent} was in {config.run_folder}, as its {RESOLVED} has it, where its broker would be "
+            f"started: move the folder back, or begin this where {config.run_folder} leads to it"
+        )
 
 
 def _port(address: str) -> int:

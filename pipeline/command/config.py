@@ -13,9 +13,9 @@ import json
 import math
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,10 +32,13 @@ from pipeline.command.sections import (
     TopicsSection,
     TracingSection,
 )
+from pipeline.command.toml_file import read_toml
 from pipeline.control.config import ControlConfig
 from pipeline.routing.config import RouterConfig
 from schemas.errors import UsageError
+from schemas.keys import each_once
 from topics.catalog import Partitions
+from topics.relied import refuse_unreliable
 from topics.settings import PREFIX as NAMES
 from topics.settings import BusSettings, parse_properties
 from workers.environments.config import EnvironmentConfig
@@ -52,6 +55,9 @@ from workers.weights.trust import Trust, run_id
 PREFIX = "ROSE_"
 DELIMITER = "__"
 
+LINKS = ("tcp://", "udp://")
+"""What the variables begin with that Kubernetes sets for each service: ROSE_METRICS_PORT for one named rose-metrics."""
+
 RUNS = Path("runs")
 """Where `--run NAME` looks for a run's configuration."""
 
@@ -63,6 +69,9 @@ NAMESPACE_CHARACTERS = 100
 
 CONFIDENTIAL = ("broker.properties", "serving.environment", "serving.flags")
 """Fields that may hold a password or key: no message has what was said there."""
+
+FIELD = re.compile(r"[a-z]+\.[a-z_]+")
+"""Of the configuration, as a sentence names it."""
 
 NAMESPACE = re.compile(rf"[A-Za-z0-9._-]{{0,{NAMESPACE_CHARACTERS}}}")
 
@@ -147,6 +156,17 @@ class Config:
         weights = self.settings.weights
         return dataclasses.replace(weights, dtype=weights.dtype or self.settings.executor.dtype)
 
+    def import_paths(self) -> list[str]:
+        """Where this process imports environments from. Raises UsageError for what is not there."""
+        paths = self.settings.environment.import_paths
+        for path in paths:
+            if not path.exists():
+                own = ", ".join(self.settings.environment.environments) or "environments"
+                raise UsageError(
+                    f"environment.import_paths: {path} is not there (~ is not expanded) to import {own} from"
+                )
+        return [str(path) for path in paths]
+
     def trust(self, settings: BusSettings) -> Trust:
         """Whose policy versions are this run's. Raises UsageError for a key file that is none."""
         return trust_of(settings, self.settings.trainer.model_id, self.weights)
@@ -182,7 +202,10 @@ def load(common: Common, *, resolved: bool = False) -> Config:
             _put(merged, tuple(field.split(".")), Path(*values))
     settings = _validate(merged, origins)
     _check_values(settings, origins)
-    _check_together(settings)
+    try:
+        _check_together(settings)
+    except UsageError as error:
+        raise UsageError(f"{_who_said(str(error), origins)}{error}") from None
     return Config(settings, origins)
 
 
@@ -199,13 +222,7 @@ def _file(common: Common) -> Iterator[Said]:
     path = common.config if common.run is None else RUNS / common.run / RESOLVED
     if path is None:
         return
-    try:
-        said = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no TOML: {error}") from None
-    for section, fields in said.items():
+    for section, fields in read_toml(path).items():
         if not isinstance(fields, dict):
             raise UsageError(f"{path}: {section} stands in no section; the sections are {', '.join(section_types())}")
         for name, value in fields.items():
@@ -223,13 +240,19 @@ def _named(variable: str) -> str:
 
 
 def _environment() -> Iterator[Said]:
+    said_as: dict[str, str] = {}
     for variable in os.environ:
+        if (other := said_as.setdefault(_named(variable), variable)) != variable and DELIMITER in _named(variable):
+            raise UsageError(f"{variable} and {other} say the same field: leave one of them out")
         section, delimiter, _ = _named(variable).partition(DELIMITER)
         if delimiter and section not in Settings.model_fields:
             raise UsageError(f"{variable}: there is no section {section}{_meant(section, section_types())}")
         if not delimiter and section in Settings.model_fields:
             one = f"{PREFIX}{section}{DELIMITER}FIELD".upper()
             raise UsageError(f"{variable}: {section} is a section: say its fields one by one, as {one}")
+        if not delimiter and section in _fields_by_one_underscore() and not os.environ[variable].startswith(LINKS):
+            meant = _fields_by_one_underscore()[section]
+            raise UsageError(f"{variable}: two underscores stand between section and field: write it as {meant}")
     if not any(DELIMITER in _named(variable) for variable in os.environ):
         return
     from pydantic_settings import EnvSettingsSource  # heavy, and most have no such variable
@@ -238,7 +261,17 @@ def _environment() -> Iterator[Said]:
     for section, fields in said().items():
         for name, value in fields.items():
             variable = f"{PREFIX}{section}{DELIMITER}{name}".upper()
-            yield variable, (section, name), _from_text(value)
+            yield variable, (section, name), _from_text(value, variable)
+
+
+@cache
+def _fields_by_one_underscore() -> dict[str, str]:
+    """How a variable is written, by what somebody says who has one underscore too few."""
+    return {
+        f"{section}_{field.name}": f"{PREFIX}{section}{DELIMITER}{field.name}".upper()
+        for section, declared_by in section_types().items()
+        for field in dataclasses.fields(declared_by)
+    }
 
 
 def _flags(common: Common) -> Iterator[Said]:
@@ -246,7 +279,7 @@ def _flags(common: Common) -> Iterator[Said]:
         path, equals, value = setting.partition("=")
         if not equals or "." not in path:
             raise UsageError(f"--set {setting}: write it as --set section.key=value")
-        yield f"--set {path}", tuple(path.split(".")), _from_text(value)
+        yield f"--set {path}", tuple(path.split(".")), _from_text(value, f"--set {path}")
     for flag, path, said in common.said:
         yield flag, tuple(path.split(".")), said
     if common.bootstrap_server is not None:
@@ -255,13 +288,17 @@ def _flags(common: Common) -> Iterator[Said]:
         yield "--namespace", ("broker", "namespace"), common.namespace
 
 
-def _from_text(value: Any) -> Any:
-    """A list or table comes as JSON; everything else stays text, which pydantic converts."""
+def _from_text(value: Any, origin: str) -> Any:
+    """A list or table comes as JSON; all else stays text, less the end of its line, which pydantic converts."""
+    if isinstance(value, str):
+        value = value.rstrip("\r\n")
     if isinstance(value, str) and value[:1] in ("[", "{"):
         try:
-            return json.loads(value)
+            return json.loads(value, object_pairs_hook=each_once)
         except json.JSONDecodeError:
             return value
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{origin}: {error}") from None
     return value
 
 
@@ -326,6 +363,11 @@ def _check_values(settings: Settings, origins: Mapping[str, str]) -> None:
                 raise UsageError(f"{origin}{path} ({str(value)!r}) names no file: it has a NUL in it")
 
 
+def _who_said(sentence: str, origins: Mapping[str, str]) -> str:
+    """Whence the first field in a sentence comes that anybody has said."""
+    return next((f"{origins[path]}: " for path in FIELD.findall(sentence) if path in origins), "")
+
+
 def _check_together(settings: Settings) -> None:
     """What no section can check alone. Raises UsageError."""
     run, topics, environment, trainer = settings.run, settings.topics, settings.environment, settings.trainer
@@ -364,4 +406,5 @@ def _check_together(settings: Settings) -> None:
             f"broker.namespace ({settings.broker.namespace!r}) has {NAMES} in it, with which names behind a namespace "
             "begin: rights to another one would reach into this one"
         )
+    refuse_unreliable(settings.broker.properties, settings.broker.bootstrap_server)
     run_id(settings.broker.namespace, run.name)  # refuses what no manifest can name

@@ -20,7 +20,7 @@ def evaluate_folder(common: Common, model: Path | None, output: Path | None) -> 
             f"--json {output} cannot be written: name a file, in a folder that is there and may be written"
         )
     config = load(common)
-    sys.path[:0] = [str(folder) for folder in config.settings.environment.import_paths]
+    sys.path[:0] = config.import_paths()
     evaluation = held_out(config, model or config.settings.model.folder)
     sys.stdout.write(
         f"{evaluation.success:.4f} of {evaluation.tasks} held-out tasks solved, sampled at temperature 1, "

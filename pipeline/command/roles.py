@@ -30,6 +30,7 @@ def run_environment(common: Common, number: int) -> None:
     from workers.environments.main import run_environment_worker
 
     config, name = load(common), f"environment-{number}"
+    config.import_paths()  # refuses what is not there
     port = config.settings.metrics.environment
     with _begun(config, ENVIRONMENT, port, number, name=name) as (settings, stop):
         run_environment_worker(settings, config.settings.environment, name, stop)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.command.broker import RunBroker
+from pipeline.command.broker import DATA, RunBroker, log_of, run_broker
 from pipeline.command.config import SHARED, Config, load, section_types, without_settings
 from pipeline.command.documentation import field_sentences
 from pipeline.command.options import Common
@@ -74,6 +74,20 @@ def test_what_a_run_has_written_says_what_its_flags_said_whatever_the_environmen
     assert kept.keys() ^ os.environ.keys() == {"ROSE_ROUTER__MAX_ATTEMPTS", "rose_broker__namespace"}
 
 
+def test_a_run_s_folder_that_was_moved_is_told_where_its_broker_would_be_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo" / DATA).mkdir(parents=True)
+    closed = "127.0.0.1:1"
+    write_configuration(load(Common()), RunBroker(BusSettings(closed), "own", None))
+    (tmp_path / "runs" / "demo").rename(tmp_path / "runs" / "old")
+    moved = load(Common(run="old"))
+    for reach in (log_of, run_broker):
+        with pytest.raises(UsageError, match=r"runs/old was in runs/demo.*move the folder back"), reach(moved):
+            pass
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
@@ -81,6 +95,9 @@ def test_what_a_run_has_written_says_what_its_flags_said_whatever_the_environmen
         ("ROSE_RUN", '"x"', "ROSE_RUN__FIELD"),
         ("ROSE_RUN__NAME__X", "3", "run.name: Input should be a valid string"),
         ("rose_rn__name", "x", "did you mean run?"),
+        ("ROSE_RUN_SEED", "77", "write it as ROSE_RUN__SEED"),
+        ("rose_broker_bootstrap_server", "b:1", "write it as ROSE_BROKER__BOOTSTRAP_SERVER"),
+        ("ROSE_TASKS__ARGUMENTS", '{"a": 1, "a": 2}', "ROSE_TASKS__ARGUMENTS: the key `a` is there twice"),
     ],
 )
 def test_a_variable_that_says_nothing_sensible_is_refused_in_a_sentence(
@@ -88,6 +105,97 @@ def test_a_variable_that_says_nothing_sensible_is_refused_in_a_sentence(
 ) -> None:
     monkeypatch.setenv(variable, value)
     assert words in refusal(Common())
+
+
+def test_a_variable_that_kubernetes_sets_for_a_service_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSE_METRICS_PORT", "tcp://10.0.0.7:9100")
+    assert load(Common()).settings.metrics.port == 0
+
+
+def test_variables_that_differ_by_case_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSE_RUN__SEED", "1")
+    monkeypatch.setenv("rose_run__seed", "2")
+    told = refusal(Common())
+    assert "ROSE_RUN__SEED" in told and "rose_run__seed" in told
+
+
+def test_the_end_of_a_line_is_no_part_of_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROSE_BROKER__BOOTSTRAP_SERVER", "host:9092\n")
+    assert load(Common()).settings.broker.bootstrap_server == "host:9092"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[run]\nname = ""\n', "run.name ('')"),
+        ("[run]\nenvironment_workers = 9\n", "run.environment_workers (9)"),
+        ('[broker]\nnamespace = "a b"\n', "broker.namespace ('a b')"),
+        ("[run]\nseed = 1\nname = 'a'\nseed = 2", "at seed"),
+        ("[run]\nseed = 1\n[run]\nname = 'a'\n", "at [run]"),
+        ("[tasks]\nsteps = ?\n", "at steps"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_its_name_and_the_key(tmp_path: Path, text: str, words: str) -> None:
+    told = refusal(in_file(tmp_path, text))
+    assert words in told and "rose.toml" in told
+
+
+def test_a_value_at_which_a_file_is_no_toml_is_not_shown(tmp_path: Path) -> None:
+    told = refusal(in_file(tmp_path, '[broker.properties]\n"sasl.password" = hidden\n'))
+    assert 'at "sasl.password"' in told and "hidden" not in told
+
+
+def test_a_table_of_a_flag_that_says_a_thing_twice_is_refused() -> None:
+    assert "`a` is there twice" in refusal(Common(settings=['tasks.arguments={"a": 1, "a": 2}']))
+
+
+@pytest.mark.parametrize("count", ["0", "1000000001", "-1"])
+@pytest.mark.parametrize("field", ["window_groups", "max_live_environments"])
+def test_a_count_has_two_ends(field: str, count: str) -> None:
+    assert f"{field} must be from 1 to" in refusal(Common(settings=[f"environment.{field}={count}"]))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "acks=0",
+        "request.required.acks=1",
+        "enable.idempotence=false",
+        "max.in.flight.requests.per.connection=6",
+        "message.max.bytes=1000",
+        "enable.auto.commit=true",
+        "isolation.level=read_uncommitted",
+        "auto.offset.reset=latest",
+        "partition.assignment.strategy=cooperative-sticky",
+        "group.protocol=consumer",
+        "allow.auto.create.topics=true",
+        "delivery.timeout.ms=1",
+        "delivery.report.only.error=true",
+        "transaction.timeout.ms=900000",
+        "bootstrap.servers=other:1",
+        "group.id=x",
+        "transactional.id=x",
+        "error_cb=x",
+        "oauth_cb=x",
+        "on_commit=x",
+        "logger=x",
+    ],
+)
+def test_a_property_that_rose_relies_on_is_not_set_to_something_else(said: str) -> None:
+    assert f"broker.properties: {said.partition('=')[0]} " in refusal(Common(properties=[said]))
+
+
+@pytest.mark.parametrize("folder", ["nowhere", "~/envs"])
+def test_a_folder_to_import_from_that_is_not_there_is_named(folder: str) -> None:
+    config = load(Common(settings=[f'environment.import_paths=["{folder}"]']))
+    with pytest.raises(UsageError, match=rf"import_paths: {folder} is not there"):
+        config.import_paths()
+
+
+def test_a_property_that_rose_relies_on_may_be_said_as_it_is() -> None:
+    assert load(Common(bootstrap_server="b:1", properties=["bootstrap.servers=b:1"])).bus().bootstrap == "b:1"
+    said = ["acks=ALL", "enable.idempotence=true", "max.in.flight=5", "isolation.level=read_committed"]
+    assert load(Common(properties=said)).settings.broker.properties["acks"] == "ALL"
 
 
 def test_a_name_in_a_file_that_is_a_number_is_refused_in_a_sentence(tmp_path: Path) -> None:
@@ -121,7 +229,7 @@ def test_fields_that_roles_share_follow_the_section_they_come_from(tmp_path: Pat
         ("[ruter]\nmax_attempts = 3\n", ["rose.toml", "no section ruter", "did you mean router"]),
         ("max_attempts = 3\n", ["rose.toml", "max_attempts", "no section"]),
         ('[router]\nmax_attempts = "three"\n', ["rose.toml", "router.max_attempts", "integer", "'three'"]),
-        ("[environment]\nwindow_groups = 0\n", ["environment", "window_groups must be at least 1"]),
+        ("[environment]\nwindow_groups = 0\n", ["environment", "window_groups must be from 1 to"]),
         ("[environment]\nstep_timeout_seconds = inf\n", ["step_timeout_seconds must be from 0.01 to 604800"]),
         ("[environment]\nstep_timeout_seconds = nan\n", ["step_timeout_seconds must be from 0.01 to 604800"]),
         ("[environment]\nstep_timeout_seconds = 0\n", ["step_timeout_seconds must be from 0.01 to 604800"]),
@@ -130,7 +238,7 @@ def test_fields_that_roles_share_follow_the_section_they_come_from(tmp_path: Pat
         ("[environment]\ntemperature = nan\n", ["temperature must be from"]),
         (
             "[environment]\nmax_live_environments = 10000000\n",
-            ["max_live_environments must be at least 1"],
+            ["max_live_environments must be from 1 to"],
         ),
         ('[environment]\nisolation = "container"\n', ["isolation must be auto, process or thread"]),
         ('[executor]\nmodel_id = "x"\n', ["rose.toml", "executor.model_id always follows model.id"]),
@@ -241,7 +349,7 @@ def test_versions_travel_in_what_the_engines_hold(engine: str) -> None:
     assert load(Common(settings=["weights.dtype=bfloat16"])).weights.dtype == "bfloat16"
     assert load(Common(settings=["run.name=mine"])).weights.run == "mine"
     refused = refusal(Common(settings=["executor.dtype=bfloat16", "weights.dtype=float32"]))
-    assert refused.startswith("weights.dtype (float32) cannot be held exactly by engines in executor.dtype (bfloat16)")
+    assert "weights.dtype (float32) cannot be held exactly by engines in executor.dtype (bfloat16)" in refused
     assert "executor.dtype (int8) must be one of" in refusal(Common(settings=["executor.dtype=int8"]))
 
 

@@ -54,10 +54,8 @@ class EnvironmentConfig:
             "top_p must be 1: the loss cannot weigh what is cut off": self.top_p == 1,
             "max_turn_tokens must be from 1 to 65536": 1 <= self.max_turn_tokens <= 65_536,
             f"max_context_tokens must be from 2 to {CONTEXT_TOKENS}": 2 <= self.max_context_tokens <= CONTEXT_TOKENS,
-            "window_groups must be at least 1, and at most 1000000": 1 <= self.window_groups <= 1_000_000,
-            "max_live_environments must be at least 1, and at most 1000000": 1
-            <= self.max_live_environments
-            <= 1_000_000,
+            "window_groups must be from 1 to 1000000": 1 <= self.window_groups <= 1_000_000,
+            "max_live_environments must be from 1 to 1000000": 1 <= self.max_live_environments <= 1_000_000,
             "step_timeout_seconds must be from 0.01 to 604800": 0.01 <= self.step_timeout_seconds <= LONGEST_SECONDS,
             "turn_patience_seconds must be from 0.01 to 604800": 0.01 <= self.turn_patience_seconds <= LONGEST_SECONDS,
             "max_processes must be from 1 to 256": 1 <= self.max_processes <= 256,
