@@ -419,3 +419,8 @@ def test_what_is_refused_is_not_shown_if_it_may_be_a_password(tmp_path: Path) ->
     nameless.write_text("sasl.username=me\nsasl.password hidden\n")
     for said in (Common(command_config=nameless), Common(properties=["sasl.password hidden"])):
         assert "no key=value" in refusal(said) and "hidden" not in refusal(said)
+
+
+@pytest.mark.parametrize("url", ["http://h:1\t", "http://h\nh", "http://h h", " http://h"])
+def test_an_address_with_blanks_in_it_is_refused(url: str) -> None:
+    assert "tracing.endpoint" in refusal(Common(settings=[f"tracing.endpoint={url}"]))

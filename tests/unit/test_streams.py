@@ -64,3 +64,8 @@ def test_help_is_the_same_without_docstrings(words: str) -> None:
 def test_a_drain_within_no_time_that_it_may_take_is_refused_by_its_option(seconds: str) -> None:
     done = ran(f"drain w --within {seconds}")
     assert done.returncode == 2 and b"--within" in done.stderr and b"finish_seconds" not in done.stderr
+
+
+def test_a_grant_that_cannot_be_made_names_its_option() -> None:
+    done = ran("grant w --kv-bytes 99999999999999999999")
+    assert done.returncode == 2 and b"--kv-bytes" in done.stderr and b"$" not in done.stderr
