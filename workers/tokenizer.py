@@ -4,6 +4,8 @@ Keeps true
 - A text is always the same tokens, all of them and no others. A `tokenizer.json` also remembers how it was used last:
   truncation, padding, a post-processor that puts tokens around a text, dropout of a BPE model. None of it is loaded.
 - Normalizer and pre-tokenizer belong to what the policy was trained with: they are loaded as they are.
+- Tokens that only the files beside it have are added as transformers adds them, with the ids that the files give.
+- No text can become a token that the model has not.
 
 Needs `tokenizers` alone.
 """
@@ -14,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from schemas.errors import UsageError
+from workers.token_files import ADDED_FILE, CONFIG_FILE, Tokens, tokens_of
+from workers.token_files import TokenizerError as TokenizerError
 
 TOKENIZER_FILE = "tokenizer.json"
 """In a model folder."""
@@ -27,29 +30,74 @@ NULL = msgspec.Raw(b"null")
 Fields = dict[str, msgspec.Raw]
 
 
-class TokenizerError(UsageError):
-    """A `tokenizer.json` that cannot be read."""
-
-
 def load_tokenizer(file: Path, *, special: Collection[str] = ()) -> Any:
-    """The `tokenizers.Tokenizer` of a file. Raises TokenizerError.
+    """The `tokenizers.Tokenizer` of a file and of those beside it. Raises TokenizerError.
 
-    `special`: added tokens that are to count as special whatever the file says of them.
+    `special`: added tokens that are to count as special whatever the files say of them.
     """
     from tokenizers import Tokenizer
 
+    tokens = tokens_of(file.parent)
     try:
         said = msgspec.json.decode(file.read_bytes(), type=Fields)
         loaded = {name: said[name] for name in LOADED if name in said}
         model = msgspec.json.decode(said.get("model", NULL), type=Fields | None)
         if model and "dropout" in model:
             loaded["model"] = msgspec.Raw(msgspec.json.encode(model | {"dropout": NULL}))
-        if special:
-            added = msgspec.json.decode(said["added_tokens"], type=list[dict[str, Any]])
-            marked = [token | {"special": token["special"] or token["content"] in special} for token in added]
-            loaded["added_tokens"] = msgspec.Raw(msgspec.json.encode(marked))
-        return Tokenizer.from_str(msgspec.json.encode(loaded).decode())
+        tokenizer: Any = Tokenizer.from_str(msgspec.json.encode(loaded).decode())
     except OSError as error:
         raise TokenizerError(f"{file} is no readable tokenizer: {error.strerror}") from None
     except Exception as error:  # tokenizers raises bare Exception for every broken file
         raise TokenizerError(f"{file} is no readable tokenizer: {' '.join(str(error).split())}") from error
+    _add(tokenizer, tokens, file.parent)
+    _mark(tokenizer, special)
+    return tokenizer
+
+
+def _add(tokenizer: Any, tokens: Tokens, folder: Path) -> None:
+    """Add what only other files than `tokenizer.json` have. Raises TokenizerError for ids that it cannot give."""
+    from tokenizers import AddedToken
+
+    added = tokenizer.get_added_tokens_decoder().values()
+    known, alike = {token.content for token in added}, {repr(token) for token in added}
+    numbered = {number: AddedToken(**token) for number, token in tokens.numbered.items()}
+    numbered |= {
+        number: AddedToken(**token) for number, token in tokens.missing.items() if token["content"] not in known
+    }
+    tokenizer.add_tokens([token for token in numbered.values() if repr(token) not in alike])
+    for number, token in numbered.items():
+        given = tokenizer.token_to_id(token.content)
+        if token.content not in known and given != number:
+            raise TokenizerError(
+                f"{folder}: {CONFIG_FILE} or {ADDED_FILE} says that {token.content!r} is token {number}, and "
+                f"behind the tokens of {TOKENIZER_FILE} it would be {given}: export the tokenizer anew, from where the "
+                "policy was trained"
+            )
+    known.update(token.content for token in numbered.values())
+    named = [AddedToken(text, special=True) for text in tokens.special if text not in known]
+    tokenizer.add_tokens(named)
+
+
+def _mark(tokenizer: Any, special: Collection[str]) -> None:
+    """Let these added tokens count as special."""
+    from tokenizers import AddedToken
+
+    added = tokenizer.get_added_tokens_decoder().values()
+    for token in [token for token in added if token.content in special and not token.special]:
+        kept = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+        tokenizer.add_tokens([AddedToken(token.content, special=True, **kept)])
+
+
+def check_vocabulary(tokenizer: Any, vocabulary: int, folder: Path) -> None:
+    """Raises TokenizerError for a text's token that a model of so many has not.
+
+    Added tokens are no matter here: whether a text can become one is for its reader to say.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    texts = ((number, text) for text, number in tokenizer.get_vocab().items() if number not in added)
+    last, text = max(texts, default=(-1, ""))
+    if last >= vocabulary:
+        raise TokenizerError(
+            f"{folder}: the tokenizer has {last + 1} tokens, the model {vocabulary}: an observation with {text!r} "
+            f"(token {last}) could not be computed; is {TOKENIZER_FILE} of another model?"
+        )

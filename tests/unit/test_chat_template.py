@@ -32,6 +32,20 @@ LATEST_FIRST = """
 """
 """It puts its instructions before the newest message, so they move with every turn."""
 
+MARKED = CHATML.replace(
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}",
+    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['role'] == 'assistant' %}{%- generation %}{{- message['content'] + '<|im_end|>' }}"
+    "{%- endgeneration %}"
+    "{%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}{{- '\\n' }}",
+)
+"""In the shape of SmolLM3's and of templates for training: it marks what the policy says."""
+
+TOOLS = "{%- set calls = [{'name': 'add', 'of': [1, 2.5], 'about': '<rechnet für \"alle\">'}] %}"
+TOOLS += "{{- '<|im_start|>system\\n' + (calls | tojson) + (calls | tojson(indent=2)) + '<|im_end|>\\n' }}"
+TOOLS += "{%- if tools is not none or documents is not none %}{{- 'more' }}{%- endif %}" + CHATML
+"""It writes tools of its own, and asks for others."""
+
 PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}{{ 'assistant: ' }}"
 """No special token ends a message."""
 
@@ -56,8 +70,13 @@ def conversation(turns: TurnFormat) -> list[int]:
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize(
     ("template", "eos", "stop"),
-    [(CHATML, "<|im_end|>", "<|im_end|>"), (HEADERS, "<|endoftext|>", "<|eot_id|>")],
-    ids=["chatml", "headers"],
+    [
+        (CHATML, "<|im_end|>", "<|im_end|>"),
+        (HEADERS, "<|endoftext|>", "<|eot_id|>"),
+        (MARKED, "<|im_end|>", "<|im_end|>"),
+        (TOOLS, "<|im_end|>", "<|im_end|>"),
+    ],
+    ids=["chatml", "headers", "marked", "tools"],
 )
 def test_a_context_is_what_the_template_writes_of_the_conversation(
     tmp_path: Path, tokenizer: Tokenizer, template: str, eos: str, stop: str, *, inside: bool

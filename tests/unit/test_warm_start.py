@@ -129,8 +129,14 @@ def test_later_observations_may_be_framed_otherwise_than_the_first(tmp_path: Pat
     assert framed.observation_tokens("", first=False) == [SPECIALS.index("<end>"), b, SPECIALS.index("<act>")]
 
 
-@pytest.mark.parametrize("name", ["turn_format.json", "generation_config.json", "tokenizer.json"])
-@pytest.mark.parametrize("content", [None, b"", b'{"surprise": 1}'])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *((name, content) for name in ("turn_format.json", "tokenizer.json") for content in (None, b'{"surprise": 1}')),
+        *((name, b"") for name in ("turn_format.json", "tokenizer.json", "generation_config.json")),
+        ("generation_config.json", b'{"eos_token_id": "<end>"}'),
+    ],
+)
 def test_a_folder_that_does_not_say_how_turns_read_is_refused(tmp_path: Path, name: str, content: bytes | None) -> None:
     save(build_model(0), tmp_path)
     (tmp_path / name).unlink()

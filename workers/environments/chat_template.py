@@ -4,7 +4,7 @@ Keeps true
 - A format is taken from a template only when rendering one more turn leaves all before it as it was, in text and in
   tokens, for several texts; reasoning that an action begins with is among them. Else one sentence says what changes.
 - White space that a template cuts off the ends of an observation is cut off its framing's observations as well.
-- A template runs in jinja2's sandbox. It is told no date: what it writes is the same after every restart.
+- A template is told what transformers tells it, but for the date (see `rendering.py`).
 
 Example (ChatML)
     user `a`                      `<|im_start|>user\\na<|im_end|>\\n<|im_start|>assistant\\n`
@@ -12,16 +12,18 @@ Example (ChatML)
     so the stop token is `<|im_end|>`, and a later observation begins with `\\n<|im_start|>user\\n`
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from schemas.errors import UsageError
+from workers.token_files import CONFIG_FILE, NAMES, TokenizerError, read_object
 
-TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
-"""Where a folder keeps its template: a file of its own, or a field of the tokenizer's configuration."""
+TEMPLATE_FILE = "chat_template.jinja"
+"""Where a folder keeps its template, if that is no field of the tokenizer's configuration."""
+
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Of transformers' tokenizers: they know no special token that the folder does not name."""
 
 TURNS = 3
 """Observations of the longest conversation that is looked at."""
@@ -64,6 +66,8 @@ class Framing(NamedTuple):
 
 Messages = list[dict[str, str]]
 Render = Callable[[Messages], str]
+Given = ParamSpec("Given")
+Read = TypeVar("Read")
 
 
 def has_template(model_folder: Path) -> bool:
@@ -71,14 +75,14 @@ def has_template(model_folder: Path) -> bool:
     return template_of(model_folder) is not None
 
 
-def framing_of(model_folder: Path, *, marks: Collection[str]) -> Framing:
-    """The folder's template as a framing; `marks` are the tokenizer's added tokens as text.
+def framing_of(model_folder: Path, *, marks: Collection[str], named: Mapping[str, str | None]) -> Framing:
+    """The folder's template as a framing; `marks` are the tokenizer's added tokens as text, `named` its special tokens.
 
     Raises TurnFormatError for a template that is broken or does not only append.
     """
     template = template_of(model_folder)
     assert template is not None
-    render = _renderer(template, model_folder)
+    render = _renderer(template, model_folder, named)
     framing = _framing(render, marks, model_folder)
     for observation in OBSERVATIONS:
         if not _writes(framing, render, observation, ACTIONS[0], 1):
@@ -175,29 +179,26 @@ def _changes(folder: Path, action: str, second: str) -> TurnFormatError:
     )
 
 
-def _renderer(template: str, folder: Path) -> Render:
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _renderer(template: str, folder: Path, named: Mapping[str, str | None]) -> Render:
+    from workers.environments.rendering import names_used, rendering
 
-    tokens = {name: _text(_config(folder).get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    known = {name: token for name, token in named.items() if token is not None}
 
-    def refuse(reason: str) -> str:
-        raise TemplateError(reason)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.globals["raise_exception"] = refuse
-    environment.filters["tojson"] = lambda value, **_: msgspec.json.encode(value).decode()
-
-    def render(messages: Messages) -> str:
+    def guarded(call: Callable[..., Any], *args: Any) -> Any:
         try:
-            parsed = environment.from_string(template)
-            return str(parsed.render(messages=messages, add_generation_prompt=True, **tokens))
+            return call(*args)
         except Exception as error:  # a template is a program of somebody else's: it can raise anything
-            told = " ".join(str(error).split())
-            raise TurnFormatError(f"{folder}: its chat template fails on plain messages ({told}): {FIX}") from error
+            reason = " ".join(str(error).split())
+            raise TurnFormatError(f"{folder}: its chat template fails on plain messages ({reason}): {FIX}") from error
 
-    return render
+    unnamed = sorted(guarded(names_used, template) & set(NAMES) - set(named))
+    if unnamed and told(read_object, folder / CONFIG_FILE).get("tokenizer_class") not in PLAIN_CLASSES:
+        raise TurnFormatError(
+            f"{folder}: its chat template writes {unnamed[0]}, and no file says which token that is: name it in "
+            f"{CONFIG_FILE}, or null if there is none"
+        )
+    render = guarded(rendering, template, known)
+    return lambda messages: guarded(render, messages)
 
 
 def template_of(folder: Path) -> str | None:
@@ -208,30 +209,16 @@ def template_of(folder: Path) -> str | None:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise TurnFormatError(f"{path} is no text: {error}") from None
-    found = _config(folder).get("chat_template")
+    found = told(read_object, folder / CONFIG_FILE).get("chat_template")
     if isinstance(found, list):  # several, by name
         default = (each for each in found if isinstance(each, dict) and each.get("name") == "default")
         found = next(default, {}).get("template")
     return found if isinstance(found, str) else None
 
 
-def eos_token(folder: Path) -> str:
-    """The tokenizer's end-of-sequence token; empty if it names none."""
-    return _text(_config(folder).get("eos_token"))
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        return {}
+def told(read: Callable[Given, Read], *given: Given.args, **named: Given.kwargs) -> Read:
+    """What a function reads of the folder's files. Raises TurnFormatError for one that cannot be read."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TurnFormatError(f"{path}: {error}") from None
-
-
-def _text(token: Any) -> str:
-    """A token as the configuration has it: its text, or an object that holds it."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""
+        return read(*given, **named)
+    except TokenizerError as error:
+        raise TurnFormatError(str(error)) from None

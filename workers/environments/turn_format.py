@@ -7,13 +7,15 @@ Keeps true
 - An environment's text cannot spell a special token, nor an added token that stands around observations or ends a
   turn: only the format's own strings may contain those. White space is no such token.
 - A context is what the tokenizer makes of the conversation written out: else the model folder is refused.
+- A context has no token that the model has not. A folder whose turns or texts need one is refused; other added tokens
+  that the model has not are read letter by letter.
 
 A model folder says how its policy reads turns by its chat template (see `chat_template.py`), or, where that does not
 fit or is not there, by a `turn_format.json`, which wins:
     {"first_prefix": "<|im_start|>user\\n", "prefix": "\\n<|im_start|>user\\n",
      "suffix": "<|im_end|>\\n<|im_start|>assistant\\n"}
-The stop tokens are the template's end of a turn and the `eos_token_id` of `generation_config.json`. Needs `tokenizers`
-and `jinja2` alone, no torch.
+The stop tokens are the template's end of a turn and the `eos_token_id` of `generation_config.json`; where that has none
+the tokenizer's `eos_token`, else the `eos_token_id` of `config.json`. Needs `tokenizers` and `jinja2` alone, no torch.
 """
 
 import re
@@ -35,16 +37,17 @@ from workers.environments.chat_template import (
     TRIMS,
     TURNS,
     Framing,
-    eos_token,
     framing_of,
     has_template,
     probes,
     template_of,
+    told,
     written,
 )
 from workers.environments.chat_template import TurnFormatError as TurnFormatError
 from workers.environments.misspelling import misspelt
-from workers.tokenizer import TOKENIZER_FILE, TokenizerError, load_tokenizer
+from workers.token_files import MODEL_FILE, model_stops, tokens_of, vocabulary_of
+from workers.tokenizer import TOKENIZER_FILE, check_vocabulary, load_tokenizer
 
 FORMAT_FILE, GENERATION_FILE = "turn_format.json", "generation_config.json"
 """Files of a model folder."""
@@ -72,7 +75,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class _Generation(msgspec.Struct, frozen=True):
-    eos_token_id: TokenId | Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=STOPS - 1)]
+    eos_token_id: TokenId | Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=STOPS - 1)] | None = None
     """One less than a request may name: the template's own end of a turn may come to them."""
 
 
@@ -94,7 +97,8 @@ class TurnFormat:
         own = (model_folder / FORMAT_FILE).exists()
         if not own and not has_template(model_folder):
             raise TurnFormatError(f"{model_folder} has neither a {TEMPLATE_FILE} nor a {FORMAT_FILE}: {FIX}")
-        self._tokenizer = _loaded(model_folder)
+        self._tokenizer = told(load_tokenizer, model_folder / TOKENIZER_FILE)
+        self._named = told(tokens_of, model_folder).names
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._marks = {number: token.content for number, token in added if not _is_space(token.content)}
         """Added tokens by id, special or not."""
@@ -106,6 +110,8 @@ class TurnFormat:
         self._first = self._around("", framing.first_prefix, framing.suffix)
         self._later = self._around(framing.stop, framing.prefix, framing.suffix)
         self._trim = framing.trim
+        self._lead = self._behind_marks(framing.suffix)
+        """Text that an action is read behind: some tokenizers begin a text otherwise than they go on with it."""
         self._unspeakable = frozenset(number for number, token in added if token.special)
         """Tokens that no text can spell."""
         self._read_text_from_here_on(model_folder)
@@ -123,9 +129,13 @@ class TurnFormat:
                     f"{file}: {found[0]!r} is no token of {TOKENIZER_FILE}{meant}, so it would be read letter by "
                     "letter: write special tokens as the tokenizer has them"
                 )
-        stops = _stops(folder)
+        stops = self._stops(folder)
+        if not stops:
+            raise TurnFormatError(
+                f"{folder / GENERATION_FILE} has no eos_token_id, and no other file says what ends a turn"
+            )
         ends = [token for token in self._encoded(frame.suffix).ids if token in stops]  # as a user's turn ends
-        named = self._id(eos_token(folder))
+        named = self._id(self._named.get("eos_token"))
         ends += [named] if named in stops else []
         stops = tuple(dict.fromkeys((*ends[:1], *stops)))
         stop = self._marks.get(stops[0], "")  # of one that is no mark nobody can say what text it is
@@ -133,10 +143,19 @@ class TurnFormat:
 
     def _of_template(self, folder: Path) -> tuple[Framing, tuple[int, ...]]:
         """Read turns as the folder's chat template does; its stop tokens. Raises TurnFormatError."""
-        framing = framing_of(folder, marks=self._marks.values())
-        others = _stops(folder) if (folder / GENERATION_FILE).exists() else (self._id(eos_token(folder)),)
-        stops = (self._id(framing.stop), *others)
+        framing = framing_of(folder, marks=self._marks.values(), named=self._named)
+        stops = (self._id(framing.stop), *self._stops(folder))
         return framing, tuple(dict.fromkeys(stop for stop in stops if stop is not None))
+
+    def _stops(self, folder: Path) -> tuple[int, ...]:
+        """What ends a sequence: as the generation configuration says, else the tokenizer's, else the model's."""
+        file = folder / GENERATION_FILE
+        stops: int | tuple[int, ...] | None = _read(file, _Generation).eos_token_id if file.exists() else None
+        if stops is None:
+            stops = self._id(self._named.get("eos_token"))
+        if stops is None:
+            stops = told(model_stops, folder)[: STOPS - 1]
+        return (stops,) if isinstance(stops, int) else stops
 
     def _around(self, stop: str, prefix: str, suffix: str) -> _Around:
         """The tokens of a frame behind a stop token, apart from the text that an observation touches."""
@@ -151,21 +170,44 @@ class TurnFormat:
         after = [] if first is None else ending.ids[first:]
         return _Around(encoded.ids[bool(stop) : last + 1], head, tail, after)
 
+    def _behind_marks(self, text: str) -> str:
+        """What follows the last added token of a text."""
+        encoded = self._encoded(text)
+        spelt = zip(encoded.ids, encoded.offsets, strict=True)
+        return text[max((end for token, (_, end) in spelt if token in self._marks), default=0) :]
+
     def _read_text_from_here_on(self, folder: Path) -> None:
         """From here on text cannot spell what stands around it, nor a special token. Raises TurnFormatError."""
         around = (*self._first.before, *self._first.after, *self._later.before, *self._later.after)
-        shut = {number for number in (*around, *self.stop_token_ids) if number in self._marks}
-        if not shut <= self._unspeakable:
-            self._tokenizer = _loaded(folder, special=[self._marks[number] for number in shut])
+        shut = {number: self._marks[number] for number in (*around, *self.stop_token_ids) if number in self._marks}
+        shut |= self._beyond_the_model(folder, (*around, *self.stop_token_ids))
+        if not shut.keys() <= self._unspeakable:
+            self._tokenizer = told(load_tokenizer, folder / TOKENIZER_FILE, special=shut.values())
         self._tokenizer.encode_special_tokens = True
         words = (stop for stop in self.stop_token_ids if not _is_space(self._tokenizer.decode([stop])))
-        self._unspeakable = (self._unspeakable | shut.union(words)).difference(self._encoded(UNKNOWN).ids)
-        for number in shut:
-            if number in self._encode(self._marks[number]):
+        self._unspeakable = (self._unspeakable.union(shut, words)).difference(self._encoded(UNKNOWN).ids)
+        for number, mark in shut.items():
+            if number in self._encode(mark):
                 raise TurnFormatError(
-                    f"{folder}: text can spell {self._marks[number]!r}, which marks turns: give the tokenizer one of "
+                    f"{folder}: text can spell {mark!r}, which marks turns: give the tokenizer one of "
                     "several letters that is not in the vocabulary of its model"
                 )
+
+    def _beyond_the_model(self, folder: Path, needed: Sequence[int]) -> dict[int, str]:
+        """Added tokens that the model has not. Raises TurnFormatError if they are needed, or texts become such ones."""
+        vocabulary = told(vocabulary_of, folder)
+        if vocabulary is None:
+            return {}
+        told(check_vocabulary, self._tokenizer, vocabulary, folder)
+        last = max((*needed, *self._encoded(UNKNOWN).ids), default=-1)
+        if last >= vocabulary:
+            mark = f" ({self._marks[last]!r})" if last in self._marks else ""
+            raise TurnFormatError(
+                f"{folder}: turns are marked or ended with token {last}{mark}, and the model has {vocabulary} tokens: "
+                f"are {GENERATION_FILE} and {TOKENIZER_FILE} of another model than {MODEL_FILE}?"
+            )
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {number: token.content for number, token in added if number >= vocabulary}
 
     def _check(self, folder: Path, wholes: Mapping[tuple[str, str], list[int]], turns: int, *, own: bool) -> None:
         """Take white space off observations as the tokenizer does; a context must be what it makes of the whole."""
@@ -193,7 +235,7 @@ class TurnFormat:
             tokens += self.action_tokens(action) + self.observation_tokens(observation, first=False)
         return tokens
 
-    def _id(self, token: str) -> int | None:
+    def _id(self, token: str | None) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token) if token else None
         return found
 
@@ -214,7 +256,9 @@ class TurnFormat:
 
     def action_tokens(self, action: str) -> list[int]:
         """How a demonstration writes an action: its tokens and the stop token."""
-        return [*self._encode(action), self.stop_token_ids[0]]
+        before, whole = self._encode(self._lead), self._encode(self._lead + action)
+        apart = whole[: len(before)] == before
+        return [*(whole[len(before) :] if apart else self._encode(action)), self.stop_token_ids[0]]
 
     def action_text(self, tokens: Sequence[int], stop_token_ids: Sequence[int] = ()) -> str:
         """The action that a turn's sampled tokens spell, without its stop token.
@@ -244,18 +288,6 @@ class TurnFormat:
 def _is_space(text: str) -> bool:
     """Whether a token is white space alone, which is also written with marks of a word's beginning."""
     return text.replace("▁", " ").isspace()
-
-
-def _loaded(folder: Path, special: Sequence[str] = ()) -> Any:
-    try:
-        return load_tokenizer(folder / TOKENIZER_FILE, special=special)
-    except TokenizerError as error:
-        raise TurnFormatError(str(error)) from None
-
-
-def _stops(folder: Path) -> tuple[int, ...]:
-    stops: int | tuple[int, ...] = _read(folder / GENERATION_FILE, _Generation).eos_token_id
-    return (stops,) if isinstance(stops, int) else stops
 
 
 def _read(path: Path, kind: type[Any]) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from workers.executor.vllm.types import ModelFolderError
-from workers.tokenizer import TOKENIZER_FILE, TokenizerError, load_tokenizer
+from workers.tokenizer import TOKENIZER_FILE, TokenizerError, check_vocabulary, load_tokenizer
 from workers.weights.model_folder import FolderError, folder_shapes, read_config
 
 VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
@@ -22,9 +22,10 @@ def check_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
     shapes, vocabulary = read_folder(folder)
     tokenizer = folder / TOKENIZER_FILE
     if tokenizer.is_file():
-        tokens = _tokenizer_size(tokenizer)
-        if tokens > vocabulary:
-            raise ModelFolderError(f"{folder}: the tokenizer has {tokens} tokens, the model {vocabulary}")
+        try:
+            check_vocabulary(load_tokenizer(tokenizer), vocabulary, folder)
+        except TokenizerError as error:
+            raise ModelFolderError(str(error)) from None
     return shapes, vocabulary
 
 
@@ -44,10 +45,3 @@ def _check_vocabulary(folder: Path, shapes: Mapping[str, tuple[int, ...]], vocab
         if name.endswith(VOCABULARY_TENSORS) and shape[:1] != (vocabulary,):
             what = f"{name} has shape {shape}, config.json says a vocabulary of {vocabulary}"
             raise ModelFolderError(f"{folder}: {what}: the weights belong to another config or tokenizer")
-
-
-def _tokenizer_size(file: Path) -> int:
-    try:
-        return int(load_tokenizer(file).get_vocab_size())
-    except TokenizerError as error:
-        raise ModelFolderError(str(error)) from None

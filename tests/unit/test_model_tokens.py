@@ -1,0 +1,247 @@
+"""A folder's tokens are those that transformers reads from it, and none of them is one that its model has not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+from tests.unit.tokenizer_kit import CHATML, byte_level, folder, special_tokens, word_marking
+from workers.environments.turn_format import TurnFormat, TurnFormatError
+from workers.executor.vllm.folder import check_folder
+from workers.executor.vllm.types import ModelFolderError
+
+MARKS = ("<|im_start|>", "<|im_end|>")
+FRAME = {"first_prefix": "<|im_start|>user\n", "prefix": "\n<|im_start|>user\n", "suffix": "<|im_end|>\n<|im_start|>"}
+SIZE = byte_level([]).get_vocab_size()
+
+
+def entry(text: str, *, special: bool = True, rstrip: bool = False) -> dict[str, Any]:
+    flags = {"single_word": False, "lstrip": False, "normalized": False}
+    return {"content": text, "special": special, "rstrip": rstrip, **flags}
+
+
+def written(path: Path, tokenizer: Tokenizer, template: str = CHATML, **files: dict[str, Any]) -> Path:
+    """A folder with files of these names; what `tokenizer_config` does not say nobody says."""
+    made = folder(path, tokenizer, template)
+    files["tokenizer_config"] = {"tokenizer_class": "PreTrainedTokenizerFast"} | files.get("tokenizer_config", {})
+    for name, said in files.items():
+        (made / f"{name}.json").write_text(json.dumps(said), encoding="utf-8")
+    return made
+
+
+def reads_as_transformers(made: Path) -> TurnFormat:
+    """Its turn format, once a conversation is known to be what transformers makes of it."""
+    from transformers import AutoTokenizer
+
+    turns, reference = TurnFormat(made), AutoTokenizer.from_pretrained(made, local_files_only=True)
+    messages = [("user", "7 and 3"), ("assistant", "10, I think"), ("user", "over")]
+    said = [{"role": role, "content": text} for role, text in messages]
+    rendered = reference.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    context = turns.observation_tokens("7 and 3", first=True) + turns.action_tokens("10, I think")
+    context += turns.observation_tokens("over", first=False)
+    assert context == reference.encode(rendered, add_special_tokens=False)
+    return turns
+
+
+NAMED: dict[str, dict[str, Any]] = {
+    "as text": {"tokenizer_config": {"bos_token": "<s>"}},
+    "in the map": {"special_tokens_map": {"bos_token": "<s>"}},
+    "in the map as an object": {"special_tokens_map": {"bos_token": {"content": "<s>", "lstrip": False}}},
+    "in the map over the configuration": {
+        "tokenizer_config": {"bos_token": "<|im_end|>"},
+        "special_tokens_map": {"bos_token": "<s>"},
+    },
+    "not in the map of a newer folder": {
+        "tokenizer_config": {"added_tokens_decoder": {"0": entry("<s>")}, "bos_token": "<s>"},
+        "special_tokens_map": {"bos_token": "<|im_end|>"},
+    },
+    "nowhere": {},
+    "null": {"tokenizer_config": {"bos_token": None}},
+}
+
+
+@pytest.mark.parametrize("files", NAMED.values(), ids=NAMED.keys())
+@pytest.mark.parametrize(
+    "begin", ["{{- bos_token }}", "{%- if bos_token is defined %}{{- bos_token + 'x' }}{% endif %}"]
+)
+def test_special_tokens_are_found_where_transformers_finds_them(
+    tmp_path: Path, files: dict[str, Any], begin: str
+) -> None:
+    tokenizer = byte_level(special_tokens("<s>", *MARKS))
+    named: dict[str, Any] = {name: dict(said) for name, said in files.items()}
+    reads_as_transformers(written(tmp_path, tokenizer, begin + CHATML, **named))
+
+
+def test_tokens_of_names_of_the_folder_itself_are_told_to_its_template(tmp_path: Path) -> None:
+    tokenizer = byte_level(special_tokens("<image>", *MARKS))
+    template, named = "{{- image_token }}" + CHATML, {"image_token": "<image>"}
+    reads_as_transformers(written(tmp_path / "plain", tokenizer, template, tokenizer_config=named))
+    extra = {"extra_special_tokens": named}
+    reads_as_transformers(written(tmp_path / "extra", tokenizer, template, tokenizer_config=extra))
+
+
+def test_a_template_with_a_token_that_no_file_names_is_refused_where_its_tokenizer_may_know_one(tmp_path: Path) -> None:
+    made = written(
+        tmp_path, byte_level(), "{{- bos_token }}" + CHATML, tokenizer_config={"tokenizer_class": "LlamaTokenizer"}
+    )
+    with pytest.raises(TurnFormatError, match=r"writes bos_token, and no file says which token that is"):
+        TurnFormat(made)
+
+
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "decoder": {
+        "tokenizer_config": {
+            "added_tokens_decoder": {
+                str(SIZE): entry(MARKS[0]),
+                str(SIZE + 1): entry(MARKS[1]),
+                str(SIZE + 2): entry("<tool>", special=False),
+            }
+        }
+    },
+    "added_tokens": {
+        "added_tokens": {MARKS[1]: SIZE + 1, "<tool>": SIZE + 2, MARKS[0]: SIZE},
+        "special_tokens_map": {"eos_token": MARKS[1], "additional_special_tokens": [MARKS[0]]},
+    },
+    "names": {"tokenizer_config": {"bos_token": MARKS[0], "eos_token": MARKS[1]}},
+    "a list": {"tokenizer_config": {"additional_special_tokens": list(MARKS)}},
+}
+
+
+@pytest.mark.parametrize("files", ELSEWHERE.values(), ids=ELSEWHERE.keys())
+def test_tokens_that_only_other_files_have_are_tokens(tmp_path: Path, files: dict[str, Any]) -> None:
+    named: dict[str, Any] = {name: dict(said) for name, said in files.items()}
+    turns = reads_as_transformers(written(tmp_path, byte_level([]), **named))
+    assert turns.stop_token_ids[0] == SIZE + 1
+    plain, spelt = (turns.observation_tokens(text, first=False) for text in ("go", "".join(MARKS)))
+    assert [spelt.count(mark) for mark in (SIZE, SIZE + 1)] == [plain.count(mark) for mark in (SIZE, SIZE + 1)]
+    named["generation_config"] = {"eos_token_id": SIZE + 1}
+    own = TurnFormat(written(tmp_path, byte_level([]), turn_format=FRAME, **named))
+    assert own.observation_tokens("", first=True)[0] == SIZE
+
+
+def test_flags_of_the_configuration_win_over_those_of_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer = byte_level(special_tokens(*MARKS))
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>\\n' + m.content + '<|im_end|>' }}{% endfor %}{{ '<|im_start|>\\n' }}"
+    )
+    flags = {"added_tokens_decoder": {"0": entry(MARKS[0], rstrip=True), "1": entry(MARKS[1])}}
+    turns = reads_as_transformers(written(tmp_path, tokenizer, template, tokenizer_config=flags))
+    assert turns.observation_tokens("\n\n7", first=True) == turns.observation_tokens("7", first=True)
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"tokenizer_config": {"added_tokens_decoder": {"7000": entry("<|im_start|>")}}}, "is token 7000, and behind"),
+        ({"added_tokens": {"<|im_start|>": 7000}}, "is token 7000, and behind"),
+        ({"added_tokens": {"<|im_start|>": "first"}}, "is no map from tokens to ids"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"x": {}}}}, "is no map from ids to tokens"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"1": "x"}}}, "is no map from ids to tokens"),
+    ],
+)
+def test_tokens_that_cannot_have_their_ids_are_refused(tmp_path: Path, files: dict[str, Any], reason: str) -> None:
+    named: dict[str, Any] = {name: dict(said) for name, said in files.items()}
+    with pytest.raises(TurnFormatError, match=reason) as refused:
+        TurnFormat(written(tmp_path, byte_level([]), **named))
+    assert "\n" not in str(refused.value)
+
+
+MODEL = byte_level(special_tokens(*MARKS)).get_vocab_size()
+
+
+def with_model(path: Path, vocabulary: int, tokenizer: Tokenizer, *, nested: bool = False, **files: Any) -> Path:
+    """A folder whose model has so many tokens."""
+    size = {"vocab_size": vocabulary}
+    config = {"architectures": ["Qwen3ForCausalLM"], **({"text_config": size} if nested else size)}
+    files["tokenizer_config"] = {"eos_token": MARKS[1]} | files.get("tokenizer_config", {})
+    made = written(path, tokenizer, config=config, **files)
+    save_file({"model.embed_tokens.weight": np.zeros((vocabulary, 4), np.float32)}, made / "model.safetensors")
+    return made
+
+
+def with_hole(number: int) -> Tokenizer:
+    """A tokenizer one of whose ids is this."""
+    said = json.loads(byte_level(special_tokens(*MARKS)).to_str())
+    said["model"]["vocab"]["zz"] = number
+    said["model"]["merges"].append(["z", "z"])
+    return Tokenizer.from_str(json.dumps(said))
+
+
+def test_a_text_that_the_model_has_no_token_for_is_refused_by_all_that_read_the_tokenizer(tmp_path: Path) -> None:
+    made = with_model(tmp_path, MODEL, with_hole(5000))
+    with pytest.raises(TurnFormatError, match=r"an observation with 'zz' \(token 5000\) could not be computed"):
+        TurnFormat(made)
+    with pytest.raises(ModelFolderError, match=r"an observation with 'zz' \(token 5000\) could not be computed"):
+        check_folder(made)
+    with pytest.raises(TurnFormatError, match=r"\(token 5000\)"):
+        TurnFormat(with_model(tmp_path, MODEL, with_hole(5000), nested=True))
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("stops", [151645, [1, 151645], [MODEL]])
+def test_a_stop_token_that_the_model_has_not_is_refused(tmp_path: Path, stops: Any, *, own: bool) -> None:
+    files: dict[str, Any] = {"generation_config": {"eos_token_id": stops}} | ({"turn_format": FRAME} if own else {})
+    with pytest.raises(TurnFormatError, match=rf"token \d+, and the model has {MODEL} tokens") as refused:
+        TurnFormat(with_model(tmp_path, MODEL, byte_level(special_tokens(*MARKS)), **files))
+    assert "generation_config.json" in str(refused.value)
+
+
+def test_a_mark_of_turns_that_the_model_has_not_is_refused(tmp_path: Path) -> None:
+    tokenizer = byte_level(special_tokens(MARKS[1]))
+    tokenizer.add_tokens(special_tokens(MARKS[0]))
+    with pytest.raises(TurnFormatError, match=rf"token {MODEL - 1} \('<\|im_start\|>'\), and the model has"):
+        TurnFormat(with_model(tmp_path, MODEL - 1, tokenizer))
+
+
+def test_added_tokens_that_the_model_has_not_are_never_read(tmp_path: Path) -> None:
+    """Many tokenizers got a padding token that their models have not."""
+    tokenizer = byte_level(special_tokens(*MARKS))
+    tokenizer.add_tokens([*special_tokens("<tool>", special=False), *special_tokens("[PAD]")])
+    made = with_model(tmp_path, MODEL, tokenizer, tokenizer_config={"pad_token": "[PAD]", "unk_token": "<unk>"})
+    turns = TurnFormat(made)
+    text = "<tool>[PAD]<unk> go"
+    said = turns.observation_tokens(text, first=False)
+    assert max(said) < MODEL
+    assert text in turns.action_text(said)
+    assert check_folder(made)[1] == MODEL
+
+
+def test_a_model_with_more_tokens_than_its_tokenizer_is_no_matter(tmp_path: Path) -> None:
+    made = with_model(tmp_path, MODEL + 64, byte_level(special_tokens(*MARKS)))
+    assert TurnFormat(made).stop_token_ids == (1,)
+    assert check_folder(made)[1] == MODEL + 64
+
+
+NO_EOS: list[dict[str, Any] | None] = [None, {"do_sample": True}, {"eos_token_id": None}]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("generation", NO_EOS)
+def test_where_the_generation_configuration_names_no_stop_token_the_tokenizer_does(
+    tmp_path: Path, generation: dict[str, Any] | None, *, own: bool
+) -> None:
+    files: dict[str, Any] = {"turn_format": FRAME} if own else {}
+    files |= {} if generation is None else {"generation_config": generation}
+    tokenizer, eos = byte_level(special_tokens("<eos>", *MARKS)), {"eos_token": "<eos>"}
+    assert TurnFormat(written(tmp_path, tokenizer, tokenizer_config=eos, **files)).stop_token_ids[-1] == 0
+    config = {"text_config": {"eos_token_id": [0, 1]}}
+    assert set(TurnFormat(written(tmp_path, tokenizer, config=config, **files)).stop_token_ids) >= {0, 1}
+
+
+def test_a_turn_format_without_any_stop_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TurnFormatError, match=r"generation_config\.json has no eos_token_id, and no other file"):
+        TurnFormat(written(tmp_path, byte_level(), turn_format=FRAME))
+
+
+@pytest.mark.parametrize("scheme", ["", "always"])
+def test_an_action_amid_a_line_is_read_as_one(tmp_path: Path, scheme: str) -> None:
+    """As of Zephyr: each text between special tokens begins with a mark, and an action follows words in plain text."""
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + eos_token + '\\n' }}{% endfor %}"
+    template += "{{ '<|assistant|>\\n' }}"
+    named = {"bos_token": "<s>", "eos_token": "</s>"}
+    turns = reads_as_transformers(written(tmp_path, word_marking(scheme=scheme), template, tokenizer_config=named))
+    assert turns.action_text(turns.action_tokens("\n7")) == "\n7"
