@@ -245,3 +245,16 @@ def test_an_action_amid_a_line_is_read_as_one(tmp_path: Path, scheme: str) -> No
     named = {"bos_token": "<s>", "eos_token": "</s>"}
     turns = reads_as_transformers(written(tmp_path, word_marking(scheme=scheme), template, tokenizer_config=named))
     assert turns.action_text(turns.action_tokens("\n7")) == "\n7"
+
+
+def test_reasoning_that_a_template_leaves_empty_in_every_turn_is_read_as_it_writes_it(tmp_path: Path) -> None:
+    """As of Qwen3 and SmolLM3 without thinking: marks of reasoning stand in the framing, and text cannot spell them."""
+    tokenizer = byte_level([*special_tokens(*MARKS), *special_tokens("<think>", "</think>", special=False)])
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    template += (
+        "{{ '<think>\\n\\n</think>\\n\\n' if m.role == 'assistant' }}{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
+    )
+    template += "{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}"
+    turns = reads_as_transformers(written(tmp_path, tokenizer, template, tokenizer_config={"eos_token": MARKS[1]}))
+    think: Any = tokenizer.token_to_id("<think>")
+    assert turns.observation_tokens("<think>", first=False).count(think) == 1

@@ -210,7 +210,12 @@ class TurnFormat:
         return {number: token.content for number, token in added if number >= vocabulary}
 
     def _check(self, folder: Path, wholes: Mapping[tuple[str, str], list[int]], turns: int, *, own: bool) -> None:
-        """Take white space off observations as the tokenizer does; a context must be what it makes of the whole."""
+        """Take white space off observations as the tokenizer does; a context must be what it makes of the whole.
+
+        An action with marks that a text cannot spell is no probe: a policy samples them, nobody reads them from text.
+        """
+        closed = [mark for number, mark in self._marks.items() if number in self._unspeakable]
+        wholes = {probe: whole for probe, whole in wholes.items() if not any(mark in probe[1] for mark in closed)}
         for trim in (self._trim,) if own else dict.fromkeys((self._trim, *TRIMS)):
             self._trim = trim
             apart = [probe for probe, whole in wholes.items() if self._conversation(*probe, turns) != whole]
