@@ -51,8 +51,8 @@ class Group(Record, frozen=True, kw_only=True):
     """While it is open."""
     outcomes_from: Count = 0
     """Every outcome of its trajectories lies at or after this offset."""
-    decided_to: Count = 0
-    """The prompts of its home before this offset have been decided; 0: those up to its own."""
+    decided_to: Count | None = None
+    """The prompts of its home before this offset have been decided; None: those up to its own."""
     changed_at: Moment
     """Unix seconds."""
 

@@ -33,9 +33,9 @@ def found(offset: int, group_id: str, *, value: bytes = b"") -> Envelope:
     return Envelope(prompt_of(group_id), PROMPTS, 1, offset, group_id, 0.0, raw)
 
 
-def home() -> Home:
+def home(prompts_from: int = 10) -> Home:
     made = Home(1, homes=HOMES)
-    made.begin(prompts_from=10, results_from=20)
+    made.begin(prompts_from=prompts_from, results_from=20)
     return made
 
 
@@ -89,21 +89,22 @@ def test_groups_open_past_one_that_is_still_reset_and_all_else_waits_for_it() ->
     assert here.take_complete() == [slow, spoiled, refused] and here.prompts_low_water == 14
 
 
-def test_a_prompt_that_others_overtook_is_decided_after_a_restart_also_when_the_offsets_are_gone() -> None:
-    here = home()
-    for offset, group_id in ((10, HERE[0]), (11, HERE[1])):
+@pytest.mark.parametrize("first", [0, 10], ids=["the first of its home", "a later one"])
+def test_a_prompt_that_others_overtook_is_decided_after_a_restart_also_when_the_offsets_are_gone(first: int) -> None:
+    here = home(first)
+    for offset, group_id in ((first, HERE[0]), (first + 1, HERE[1])):
         here.submitted(found(offset, group_id))
     _slow, quick = decide(here), decide(here)
     quick.awaited = 0
     (opened,) = here.take_complete()
     put_on_the_log(here, opened)
     again = Home(1, homes=HOMES)
-    record = group_of(opened.opens, GroupState.OPEN, offset=11, decided_to=10, outcomes_from=0, now=0.0)
+    record = group_of(opened.opens, GroupState.OPEN, offset=first + 1, decided_to=first, outcomes_from=0, now=0.0)
     assert here.groups[record.group_id].decided_to == record.decided_to
     again.knows(record)
-    assert Recovery(again).prompts_from(0) == 10
-    again.begin(prompts_from=10, results_from=20)
-    for offset, group_id in ((10, HERE[0]), (11, HERE[1])):
+    assert Recovery(again).prompts_from(0) == first
+    again.begin(prompts_from=first, results_from=20)
+    for offset, group_id in ((first, HERE[0]), (first + 1, HERE[1])):
         again.submitted(found(offset, group_id))
     assert [decide(again).fate for _ in range(2)] == [Fate.OPEN, Fate.PASS]
 

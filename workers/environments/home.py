@@ -246,7 +246,7 @@ class Home:
 
     def knows(self, group: Group) -> None:
         """A group record has been read, or is about to be written."""
-        decided_to = group.decided_to or group.offset + 1
+        decided_to = group.offset + 1 if group.decided_to is None else group.decided_to
         self.groups[group.group_id] = Known(group.group_size, group.state, group.offset, decided_to, group.changed_at)
         if group.state is not GroupState.OPEN:
             self.unsettled.pop(group.group_id, None)

@@ -66,7 +66,7 @@ class Ready:
 
 
 def group_of(
-    prompt: Prompt, state: GroupState, *, offset: int, decided_to: int = 0, outcomes_from: int, now: float
+    prompt: Prompt, state: GroupState, *, offset: int, decided_to: int | None = None, outcomes_from: int, now: float
 ) -> Group:
     """What is written of a group when its prompt is decided. The prompt's sampling is said in full."""
     return Group(
