@@ -37,6 +37,21 @@ ENDINGS = {
 }
 
 
+AWAY = """
+from pathlib import Path
+
+from tests.unit.wild_environment import Wild
+
+here = Path(__file__)
+with here.with_name("begun").open("a") as begun:
+    begun.write("x")
+if here.with_name("away").exists():
+    raise RuntimeError("the share is away")
+"""
+
+MOST_SNAPSHOT = 900_000
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(FOLDER, str(tmp_path))
@@ -142,6 +157,47 @@ def test_an_environment_that_ends_its_process_as_it_closes_keeps_its_last_step(f
         done = answers(stage, [step("bad", "done", kind=kind)])["bad"]
         assert isinstance(done, Stepped) and done.done
         assert stepped(answers(stage, [step("good", "go", kind=kind)])["good"]) == b"1"
+
+
+@pytest.mark.slow
+def test_processes_that_cannot_begin_for_a_while_fail_nobody(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "TRY_SECONDS", 0.01)
+    monkeypatch.setattr(lanes, "LONGEST_TRY_SECONDS", 0.01)
+    (tmp_path / "away.py").write_text(AWAY)
+    monkeypatch.syspath_prepend(tmp_path)
+    kind, away, begun = "away:Wild", tmp_path / "away", tmp_path / "begun"
+    with processes(folder) as stage:
+        assert stepped(answers(stage, [step("first", "go", kind=kind)])["first"]) == b"1"
+        away.touch()
+        begun.unlink()
+        found: dict[str, Answer] = {}
+        stage.start([*(step(name, "go", b"3", kind=kind) for name in "abc"), step("bad", "end", kind=kind)])
+
+        def tries() -> int:
+            found.update({job.trajectory_id: answer for job, answer in stage.answers(0.0)})
+            return begun.stat().st_size if begun.exists() else 0
+
+        until(lambda: tries() >= 6)
+        away.unlink()
+        until(lambda: tries() and len(found) == 4)
+        failed = found.pop("bad")
+        assert isinstance(failed, Failed) and "ended with status 3, each of 2 times" in failed.failure
+        assert [stepped(answer) for answer in found.values()] == [b"4"] * 3
+
+
+def test_jobs_that_no_single_message_can_hold_end_no_process(folder: Path) -> None:
+    with processes(folder) as stage:
+        stage.start([step(f"t{number}", "wait", b" " * MOST_SNAPSHOT + b"4") for number in range(80)])
+        until(lambda: stage.answers(0.0) == [] and any(folder.rglob("*.waits")))
+        (waits,) = folder.rglob("*.waits")
+        (waits.parent / "gate").touch()
+        found: dict[str, Answer] = {}
+        while len(found) < 80:
+            found |= {job.trajectory_id: answer for job, answer in stage.answers(WAIT_SECONDS)}
+        assert {stepped(answer) for answer in found.values()} == {b"5"}
+        assert len(list(folder.rglob("*.waits"))) == 1, "one process has done them all"
 
 
 @pytest.mark.slow

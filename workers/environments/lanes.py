@@ -12,6 +12,7 @@ Keeps true
     a process ends and nobody knows by whom   all are begun again in a new one; when that ends as well, each half of
                                               them in one of its own, and so on, until a job is alone
     a process ends twice with one job alone   that job fails
+    a process ends before it has begun        no job was in it: all are begun again, later each time
 """
 
 import time
@@ -51,7 +52,10 @@ BEGIN_SECONDS = 300.0
 """That a process may take to import what its environments need."""
 
 TRY_SECONDS = 1.0
-"""Between two attempts to make a runner, where the machine has no room for one."""
+"""Between two attempts to make a runner that begins; doubled with each in a row that comes to nothing."""
+
+LONGEST_TRY_SECONDS = 30.0
+"""Not beyond this."""
 
 log = structlog.get_logger()
 
@@ -99,7 +103,8 @@ class Place:
         """Begin with these."""
         self.jobs.update((id(each.job), each) for each in waiting)
         self.used_at = time.monotonic()
-        self.runner.start([each.job for each in waiting])
+        for each in waiting:  # one by one: a process takes no message of any size
+            self.runner.start([each.job])
 
     def looked(self, seconds: float) -> None:
         """Take in whether it has shown a sign of life since the last look, of which so long has passed."""
@@ -135,11 +140,15 @@ class Lane:
         """To be begun again, each list apart from all others."""
         self._left: list[tuple[float, Runs]] = []
         """Those that were asked to end, and when."""
+        self._late: list[InFlight] = []
+        """To be begun once a runner may be made again."""
         self._try_at = 0.0
+        self._pause = TRY_SECONDS
 
     @property
     def in_flight(self) -> int:
-        return sum(map(len, self.suspects)) + sum(len(place.jobs) for place in self.places.values())
+        waiting = len(self._late) + sum(map(len, self.suspects))
+        return waiting + sum(len(place.jobs) for place in self.places.values())
 
     @property
     def shared(self) -> Place | None:
@@ -162,12 +171,14 @@ class Lane:
         for number, these in chosen.items():
             if number >= 0:
                 self._begin(self.places[number], these)
-                continue
-            try:
-                self._begin(self.begin(), these)
-            except (OSError, RuntimeError) as error:
-                self._not_made(error)
-                self.suspects.append(these)
+            elif time.monotonic() < self._try_at:
+                self._late += these
+            else:
+                try:
+                    self._begin(self.begin(), these)
+                except (OSError, RuntimeError) as error:
+                    self._late += these
+                    self._not_made(in_words(error))
 
     def let_go(self, trajectory_ids: list[str]) -> None:
         """Close the environments of trajectories that have ended."""
@@ -182,6 +193,7 @@ class Lane:
         if place is None or place.jobs.pop(id(job), None) is None:
             return False
         place.warm = True
+        self._pause = TRY_SECONDS
         if not place.jobs:
             place.apart = place.suspected
             if place.suspected:
@@ -221,13 +233,14 @@ class Lane:
             elif self._idles(place):
                 self._leave(place)
             place.ended = place.runner.ended
-        self._try_suspects()
+        self._try_again()
         while self._left and (self._left[0][1].ended or time.monotonic() - self._left[0][0] > CLOSE_SECONDS):
             self._left.pop(0)[1].abandon()
         return failed
 
     def new_life(self, life: int) -> None:
         """Forget all jobs."""
+        self._late.clear()
         self.suspects.clear()
         self._held.clear()
         for place in list(self.places.values()):
@@ -293,8 +306,15 @@ class Lane:
         self._give_up(place)
         waiting = list(place.jobs.values())
         at = culprit and culprit.job.trajectory_id
-        how = place.ended.strip()
+        how = place.runner.unfit or place.ended.strip()
         self._log.error(f"environment_{place.what}_ended", how=how, trajectory=at, under_way=len(waiting))
+        if not place.runner.ready:
+            if place.suspected:
+                self.suspects.append(waiting)
+            else:
+                self._late += waiting
+            self._not_made(how)
+            return []
         if place.apart and len(waiting) == 1:
             return self._died_alone(waiting[0], f"its {place.what}{place.ended}")
         if known:
@@ -319,20 +339,24 @@ class Lane:
         half = (len(waiting) + 1) // 2
         self.suspects += [part for part in (waiting[:half], waiting[half:]) if part]
 
-    def _try_suspects(self) -> None:
+    def _try_again(self) -> None:
+        if self._late and time.monotonic() >= self._try_at:
+            late, self._late = self._late, []
+            self.start(late)
         while self.suspects and time.monotonic() >= self._try_at:
             if sum(place.suspected for place in self.places.values()) >= max(1, self._most - 1):
                 return
             try:
                 place = self._new_place()
             except (OSError, RuntimeError) as error:
-                self._not_made(error)
+                self._not_made(in_words(error))
                 return
             place.apart = place.suspected = True
             self.places[place.number] = place
             self._begin(place, self.suspects.popleft())
 
-    def _not_made(self, error: Exception) -> None:
-        """Whoever waits is begun a little later: there may be processes or threads again by then."""
-        self._try_at = time.monotonic() + TRY_SECONDS
-        self._log.error("environment_runner_not_made", error=in_words(error), seconds_to_next=TRY_SECONDS)
+    def _not_made(self, error: str) -> None:
+        """Whoever waits is begun a little later: there may be processes, threads, memory or files again by then."""
+        self._try_at = time.monotonic() + self._pause
+        self._log.error("environment_runner_not_made", error=error, seconds_to_next=self._pause)
+        self._pause = min(2 * self._pause, LONGEST_TRY_SECONDS)
