@@ -195,8 +195,9 @@ def _was_changed(prompt: Prompt, asked: Asked, noted: Mapping[str, str]) -> bool
 
 
 def _digest(prompt: Prompt) -> str:
-    """Of all that matters to its trajectories."""
-    return hashlib.blake2b(encode(msgspec.structs.replace(prompt, note="")), digest_size=16).hexdigest()
+    """Of all that matters to its trajectories; arguments are the same in any order."""
+    said = msgspec.msgpack.encode(msgspec.structs.replace(prompt, note=""), order="deterministic")
+    return hashlib.blake2b(said, digest_size=16).hexdigest()
 
 
 def _foreign(content: bytes) -> str:

@@ -99,14 +99,14 @@ def test_a_run_that_goes_on_without_prompts_knows_what_it_was_asked_for(settings
 def test_a_prompt_that_was_changed_since_it_was_sent_is_refused_however_far_it_is(
     settings: BusSettings, tmp_path: Path, state: GroupState | None
 ) -> None:
-    """Also once nothing on the log says what it was; a note is not what it asks for."""
-    same, changed = prompt("same"), prompt("changed")
+    """Also once nothing on the log says what it was; a note is not what it asks for, nor the order of arguments."""
+    same, changed = prompt("same", arguments={"low": 1, "high": 2}), prompt("changed")
     work_of(settings, [same, changed], tmp_path)
     if state is None:
         submit(settings, same, changed)
     else:
         decide(settings, group_of(same, state, 0), group_of(changed, state, 1))
-    again = [prompt("same", note="told anew"), prompt("changed", max_turns=2)]
+    again = [prompt("same", note="told anew", arguments={"high": 2, "low": 1}), prompt("changed", max_turns=2)]
     with pytest.raises(UsageError, match=r"1 of 2 prompts .* under their group_id \(changed\): give .* of its own"):
         work_of(settings, again, tmp_path)
     assert work_of(settings, again[:1], tmp_path).prompts == []
