@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.scripted_executors import model_folder
-from tests.unit.stage_world import WAIT_SECONDS, act, answers
+from tests.unit.stage_world import WAIT_SECONDS, act, answers, answers_of
 from tests.unit.wild_environment import FOLDER, NAME
 from tests.waiting import until
 from topics.settings import BusSettings
@@ -181,10 +181,32 @@ def test_processes_that_cannot_begin_for_a_while_fail_nobody(
 
         until(lambda: tries() >= 6)
         away.unlink()
-        until(lambda: tries() and len(found) == 4)
+        until(lambda: tries() > 0 and len(found) == 4)
         failed = found.pop("bad")
         assert isinstance(failed, Failed) and "ended with status 3, each of 2 times" in failed.failure
         assert [stepped(answer) for answer in found.values()] == [b"4"] * 3
+
+
+@pytest.mark.slow
+def test_a_long_step_comes_to_its_end_beside_others_that_end_the_process_as_they_close(folder: Path) -> None:
+    kind = NAME.replace("Wild", "EndsAtLast")
+    with processes(folder) as stage:
+        stage.start([step("long", "wait", kind=kind)])
+
+        def begun() -> int:
+            assert stage.answers(0.0) == []
+            return len(list(folder.rglob("*.waits")))
+
+        for times in range(1, lanes.ENDS + 1):
+            until(lambda times=times: begun() == times)  # type: ignore[misc]
+            assert set(answers_of(stage, [step(f"brief{times}", "done", kind=kind)])) == {f"brief{times}"}
+        until(lambda: begun() == lanes.ENDS + 1)
+        for times in range(3):
+            assert set(answers_of(stage, [step(f"later{times}", "done", kind=kind)])) == {f"later{times}"}
+        assert begun() == lanes.ENDS + 1
+        (next(folder.rglob("*.waits")).parent / "gate").touch()
+        ((job, answer),) = stage.answers(WAIT_SECONDS)
+        assert job.trajectory_id == "long" and stepped(answer) == b"1"
 
 
 def test_jobs_that_no_single_message_can_hold_end_no_process(folder: Path) -> None:

@@ -8,9 +8,9 @@ Keeps true
 
     a job blocks its runner                   that is left to it after a second; the others are begun again in another
     it still does after `timeout_seconds`     it fails, and its runner is given up
-    a process ends in a job's own code        that job is begun again, alone; the others in a new one
-    a process ends and nobody knows by whom   all are begun again in a new one; when that ends as well, each half of
-                                              them in one of its own, and so on, until a job is alone
+    a process ends in a job's own code        that job is begun again, alone
+    a process ends otherwise                  all others are begun again in a new one; when that ends as well, each half
+                                              of them in one of its own, and so on, until a job is alone
     a process ends twice with one job alone   that job fails
     a process ends before it has begun        no job was in it: all are begun again, later each time
 """
@@ -43,7 +43,8 @@ DEATHS = 2
 """A process that ends so often with one job alone in it was ended by that job. Once may be somebody else's doing."""
 
 ENDS = 2
-"""Jobs that were under way so often when a process ended, nobody knows by whom, are begun again by halves."""
+"""Jobs that were under way so often when a process ended, and not in their own code, are begun again by halves: so who
+has done it is found, and who needs long is not begun again for ever beside others who do it, as when they close."""
 
 MOST_STUCK = 64
 """Threads that calls went on in after they were given up: a process with so many is replaced."""
@@ -70,7 +71,7 @@ class InFlight:
     deaths: int = 0
     """Processes that ended with this job alone in them."""
     ends: int = 0
-    """Processes that ended while it was under way beside others, nobody knows by whom."""
+    """Processes that ended while it was under way, by another or nobody knows by whom."""
 
 
 @dataclass(slots=True, eq=False)
@@ -315,16 +316,16 @@ class Lane:
                 self._late += waiting
             self._not_made(how)
             return []
-        if place.apart and len(waiting) == 1:
+        by_nobody = known and culprit is None  # in code of what was answered before, as when it closes
+        if place.apart and len(waiting) == 1 and not by_nobody:
             return self._died_alone(waiting[0], f"its {place.what}{place.ended}")
-        if known:
-            self.suspects += [[each] for each in waiting if each is culprit]
-            self.start([each for each in waiting if each is not culprit])
-            return []
-        for each in waiting:
+        if culprit is not None:
+            self.suspects.append([culprit])
+        others = [each for each in waiting if each is not culprit]
+        for each in others:
             each.ends += 1
-        self._halve([each for each in waiting if each.ends >= ENDS])
-        self.start([each for each in waiting if each.ends < ENDS])
+        self._halve([each for each in others if each.ends >= ENDS])
+        self.start([each for each in others if each.ends < ENDS])
         return []
 
     def _died_alone(self, waiting: InFlight, how: str) -> Answers:
