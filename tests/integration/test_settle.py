@@ -40,6 +40,10 @@ def test_a_trajectory_that_is_settled_by_hand_ends_before_its_next_result_is_app
     executors.answers = lambda request: request.trajectory_id != name
     for number in range(2):
         executors.submit(prompt_of(number))
+
+    def all_settled() -> bool:
+        return all(group.state is GroupState.SETTLED for group in groups(settings).values())
+
     with worker_process(settings, 0, {"model_folder": model}) as worker:
         finish(executors, 2 * SIZE - 1)
         if lives:
@@ -49,13 +53,13 @@ def test_a_trajectory_that_is_settled_by_hand_ends_before_its_next_result_is_app
             kill(worker)
         executors.answer([executors.requests[name, 0]])
         executors.pump()
+        if lives:
+            executors.pump_until(all_settled, what="settled groups")
     if not lives:
         settle(settings, name)
-    with worker_process(settings, 0, {"model_folder": model}):
-        finish(executors, 2 * SIZE)
-        executors.pump_until(
-            lambda: all(group.state is GroupState.SETTLED for group in groups(settings).values()), what="settled groups"
-        )
+        with worker_process(settings, 0, {"model_folder": model}):
+            finish(executors, 2 * SIZE)
+            executors.pump_until(all_settled, what="settled groups")
     samples = once(executors)
     ended = samples.pop(name)
     assert (ended.reward, ended.failure, ended.turns) == (None, "settled by hand: it ends its worker", ())
