@@ -3,6 +3,7 @@
 import random
 import time
 
+import pytest
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, TIMESTAMP_CREATE_TIME, KafkaError, TopicPartition
 
 from tests.conformance.kit import WAIT_SECONDS, Cluster, produce, read_to_end
@@ -35,6 +36,26 @@ def test_keys_values_headers_timestamps_and_order_survive(cluster: Cluster) -> N
             assert message.key() == b"\x00key-%d" % index
             assert message.timestamp() == (TIMESTAMP_CREATE_TIME, start + index)
             assert message.headers()[2:] == [("twice", bytes([index % 256])), ("none", None)]
+
+
+@pytest.mark.embedded_fault("keeps the last header of a name where it stamps records", raises=AssertionError)
+def test_headers_of_one_name_survive_where_the_broker_stamps_records(cluster: Cluster) -> None:
+    topic = cluster.topic("stamped", message_timestamp_type="LogAppendTime")
+    producer = cluster.producer()
+    producer.produce(topic, b"value", headers=[("twice", b"1"), ("once", b"2"), ("twice", b"3")])
+    assert producer.flush(WAIT_SECONDS) == 0
+    [message] = cluster.read(topic)
+    assert message.headers() == [("twice", b"1"), ("once", b"2"), ("twice", b"3")]
+
+
+def test_the_last_header_of_a_name_survives_where_the_broker_stamps_records(cluster: Cluster) -> None:
+    """ROSE reads the last one of a name: whoever wrote it had the record last."""
+    topic = cluster.topic("stamped", message_timestamp_type="LogAppendTime")
+    producer = cluster.producer()
+    producer.produce(topic, b"value", headers=[("twice", b"1"), ("once", b"2"), ("twice", b"3")])
+    assert producer.flush(WAIT_SECONDS) == 0
+    [message] = cluster.read(topic)
+    assert dict(message.headers() or ()) == {"twice": b"3", "once": b"2"}
 
 
 def test_a_delivery_report_names_the_place_where_the_record_is(cluster: Cluster) -> None:
