@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.errors import UsageError
+from workers.environments import registry
 from workers.environments.calculator import CALL, MALFORMED, SPARE_TURNS, Calculator
 from workers.environments.protocol import Environment, EnvironmentArgumentError, LifeCycleError, SnapshotError, Step
 from workers.environments.registry import BUILT_IN, UnknownEnvironment, load_environment
@@ -179,6 +180,48 @@ def test_a_module_that_does_not_let_itself_be_imported_is_one_sentence(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UnknownEnvironment, match=f"cannot import {name}"):
         load_environment(f"{name}:Any")
+
+
+METHODS = "".join(f"    async def {name}(self, *given): ...\n" for name in registry.METHODS)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (
+            "class Any:\n" + METHODS.replace("async def step", "def step"),
+            r"has step that nobody can await: write `async",
+        ),
+        ("class Any:\n" + METHODS.replace("...", "yield"), "has reset, step, snapshot, restore, close that nobody"),
+        ("class Any:\n    def __init__(self, path): ...\n" + METHODS, "without arguments.*'path'"),
+        ("class Own:\n" + METHODS + "async def Any(): return Own()\n", "is a coroutine function"),
+        ("def Any(config): ...\n", "without arguments.*'config'"),
+        (
+            "import abc\nclass Any(abc.ABC):\n    @abc.abstractmethod\n    def x(self): ...\n" + METHODS,
+            "has abstract methods",
+        ),
+        ("def __getattr__(name): raise OSError(name)\n", "cannot import.*OSError: Any"),
+    ],
+)
+def test_what_makes_no_environment_is_refused_with_what_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, says: str
+) -> None:
+    name = f"makes_none_{abs(hash(code))}"
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnknownEnvironment, match=says):
+        load_environment(f"{name}:Any")
+
+
+def test_a_method_that_a_decorator_hides_and_a_class_with_defaults_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "decorated.py").write_text(
+        "import functools\ndef passed(call):\n    return functools.wraps(call)(lambda *given: call(*given))\n"
+        f"class Any:\n    def __init__(self, path=''): ...\n{METHODS}    step = passed(step)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    load_environment("decorated:Any")()
 
 
 def test_a_users_own_environment_is_found() -> None:

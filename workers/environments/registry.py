@@ -5,6 +5,7 @@ trajectory starts; nothing is imported until its name is asked for.
 """
 
 import importlib
+import inspect
 from collections.abc import Callable
 
 from schemas.errors import UsageError, in_words
@@ -31,22 +32,48 @@ def load_environment(name: str) -> Callable[[], Environment]:
         raise UnknownEnvironment(f"unknown environment {name!r}: {_choices()}")
     try:
         module = importlib.import_module(module_name)
+        factory = getattr(module, attribute, None)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's module may raise anything, as `sys.exit` does
         raise UnknownEnvironment(
             f"environment {name!r}: cannot import {module_name} ({in_words(error)}); {_choices()}"
         ) from error
-    factory = getattr(module, attribute, None)
     if factory is None:
         raise UnknownEnvironment(f"environment {name!r}: {module_name} has no {attribute}; {_choices()}")
-    if not callable(factory):
-        raise UnknownEnvironment(f"environment {name!r}: {attribute} is not a class; {_choices()}")
-    if isinstance(factory, type):
-        missing = [method for method in METHODS if not callable(getattr(factory, method, None))]
-        if missing:
-            raise UnknownEnvironment(f"environment {name!r}: {attribute} lacks {', '.join(missing)}; {_choices()}")
+    if wrong := _wrong(factory):
+        raise UnknownEnvironment(f"environment {name!r}: {attribute} {wrong}; {_choices()}")
     return factory  # type: ignore[no-any-return]
+
+
+def _wrong(factory: object) -> str:
+    """Why nothing like this makes an environment; empty when it may."""
+    if not callable(factory):
+        return "is not a class"
+    if isinstance(factory, type):
+        if missing := [method for method in METHODS if not callable(getattr(factory, method, None))]:
+            return f"lacks {', '.join(missing)}"
+        if plain := [method for method in METHODS if _is_plain(getattr(factory, method))]:
+            return f"has {', '.join(plain)} that nobody can await: write `async def {plain[0]}(...)`, without `yield`"
+        if inspect.isabstract(factory):
+            return "has abstract methods"
+    elif inspect.iscoroutinefunction(factory):
+        return "is a coroutine function: it must give the environment at once"
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # of native code
+        return ""
+    try:
+        signature.bind()
+    except TypeError as error:
+        return f"cannot be made without arguments ({error}): what a task needs comes to `reset`"
+    return ""
+
+
+def _is_plain(method: object) -> bool:
+    """Whether this is a function of Python whose result cannot be awaited, as far as that shows."""
+    function = inspect.unwrap(method) if inspect.isfunction(method) else method
+    return inspect.isfunction(function) and not inspect.iscoroutinefunction(function)
 
 
 def _choices() -> str:
