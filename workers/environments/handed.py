@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from schemas.errors import said_by
+from schemas.limits import INFO_BYTES
 from workers.environments.protocol import Step
 
 
@@ -81,9 +82,12 @@ def _info(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
         raise Unusable("step() gave an info that is no dict with text keys")
     try:
-        info: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(given, enc_hook=_plain))
+        written = msgspec.msgpack.encode(given, enc_hook=_plain)
+        info: dict[str, Any] = msgspec.msgpack.decode(written)
     except Exception as error:  # noqa: BLE001 - of whatever the environment put into it
         raise Unusable(f"step() gave an info that cannot be written: {said_by(error)}") from None
+    if len(written) > INFO_BYTES:
+        raise Unusable(f"step() gave an info of {len(written)} bytes: {INFO_BYTES} are allowed")
     return info
 
 
