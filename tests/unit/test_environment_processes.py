@@ -14,7 +14,7 @@ import pytest
 
 from tests.integration.scripted_executors import model_folder
 from tests.unit.stage_world import WAIT_SECONDS, act, answers, answers_of
-from tests.unit.wild_environment import FOLDER, NAME
+from tests.unit.wild_environment import CHANGES, FOLDER, NAME
 from tests.waiting import until
 from topics.settings import BusSettings
 from workers.environments import lanes
@@ -134,6 +134,28 @@ def test_who_blocks_its_process_holds_up_nobody_and_fails_in_time(folder: Path, 
                 failed = answer if job.trajectory_id == "bad" else failed
         assert order[-1] == "bad", "the others did not wait for its time to be over"
         assert isinstance(failed, Failed) and "blocks its thread for longer than 10 s" in failed.failure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_an_environment_does_to_its_process_no_other_trajectory_meets(folder: Path, change: str) -> None:
+    with processes(folder) as stage:
+        answers(stage, [step("a", "use", b"3"), step("b", "use", b"3")])
+        found = answers(stage, [step("a", "use", b"4"), step("bad", change, b"4"), step("b", "use", b"4")])
+        assert {stepped(answer) for answer in found.values()} == {b"5"}
+        found = answers(stage, [step("b", "use", b"5"), step("c", "use", b"5")])
+        assert {stepped(answer) for answer in found.values()} == {b"6"}
+
+
+def test_a_module_that_ignores_its_children_hides_no_exit_status(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ignores_children.py").write_text(
+        "import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nfrom tests.unit.wild_environment import Wild\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with processes(folder) as stage:
+        assert stepped(answers(stage, [step("a", "use", kind="ignores_children:Wild")])["a"]) == b"1"
 
 
 @pytest.mark.slow
@@ -279,6 +301,7 @@ def test_nothing_that_an_environment_started_outlives_the_worker(folder: Path, h
     [
         ("import sys; sys.exit()", "thread", "cannot import ends_early (SystemExit"),
         ("import sys; sys.exit()", "process", "cannot import ends_early (SystemExit"),
+        ("raise KeyboardInterrupt", "process", "raises KeyboardInterrupt"),
         ("import os; os._exit(0)", "process", "ends the process, which ended with status 0"),
         ("import os; os.abort()", "auto", "ends the process, which was ended by SIGABRT"),
     ],

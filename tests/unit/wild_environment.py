@@ -3,11 +3,15 @@
 import asyncio
 import ctypes
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from workers.environments.protocol import JsonValue, Step
@@ -53,6 +57,62 @@ def start_children() -> None:
         subprocess.Popen(["sh", "-c", command], start_new_session=apart, stdout=subprocess.DEVNULL)
 
 
+def change_folder() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+
+
+def guard() -> None:
+    """As graders of generated code do."""
+    for module, names in ((os, ("kill", "unlink", "_exit", "stat")), (shutil, ("rmtree",)), (subprocess, ("Popen",))):
+        for name in names:
+            setattr(module, name, None)
+
+
+def close_streams() -> None:
+    os.closerange(0, 3)
+    LEFT.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(3))
+
+
+def leak_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    LEFT.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(200))
+
+
+def change_folder_in_a_thread() -> None:
+    asyncio.get_running_loop().run_in_executor(None, change_folder)
+    time.sleep(0.1)
+
+
+def nest_a_loop() -> None:
+    asyncio._set_running_loop(None)
+    asyncio.run(asyncio.sleep(0))
+
+
+def take_the_pool() -> None:
+    loop = asyncio.get_running_loop()
+    with suppress(StopIteration):
+        loop.shutdown_default_executor().send(None)
+    loop.set_task_factory(lambda *_: None)  # type: ignore[arg-type]
+
+
+LEFT: list[int] = []
+
+CHANGES: dict[str, Callable[[], None]] = {
+    "folder": change_folder,
+    "folder in a thread": change_folder_in_a_thread,
+    "guard": guard,
+    "streams": close_streams,
+    "files": leak_files,
+    "memory": lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 28, resource.getrlimit(resource.RLIMIT_AS)[1])),
+    "depth": lambda: sys.setrecursionlimit(sys.getrecursionlimit() // 4),
+    "stderr": lambda: sys.stderr.close(),
+    "variables": os.environ.clear,
+    "nest": nest_a_loop,
+    "pool": take_the_pool,
+}
+"""What goes on in a process, which is that of others as well."""
+
 DEEDS: dict[str, Callable[[], None]] = {
     "end": end_at_once,
     "crash": crash,
@@ -61,6 +121,7 @@ DEEDS: dict[str, Callable[[], None]] = {
     "close all files": close_all_files,
     "sleep": sleep_for_ever,
     "hold": hold_the_interpreter,
+    **CHANGES,
     "children": start_children,
 }
 
@@ -79,6 +140,8 @@ class Wild:
     async def step(self, action: str) -> Step:
         if action in DEEDS:
             DEEDS[action]()
+        if action == "use":
+            await self.use()
         if action == "pause":
             await asyncio.sleep(0.5)
         if action == "end meanwhile":
@@ -93,6 +156,18 @@ class Wild:
                 await asyncio.sleep(0.005)
         self.steps += 1
         return Step(observation=str(self.steps), reward=1.0, done=action == "done")
+
+    async def use(self) -> None:
+        """Raise if the process is not what it was."""
+
+        def depth(left: int) -> int:
+            return depth(left - 1) if left else 0
+
+        with tempfile.TemporaryFile(dir=Path.cwd()), tempfile.TemporaryDirectory():
+            print("used", file=sys.stderr, flush=True)
+        assert callable(os.unlink) and depth(500) == 0
+        ended = await asyncio.to_thread(subprocess.run, ["false"], check=False)
+        assert ended.returncode == 1
 
     async def snapshot(self) -> bytes:
         return str(self.steps).encode()

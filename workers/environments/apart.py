@@ -39,6 +39,7 @@ class Apart:
         self.ended = ""
         self.unfit = ""
         """Why there is no such environment, where the process could not make any."""
+        self._change = ""
         self._answer = answer
         self._jobs: dict[int, Job] = {}
         self._numbers = itertools.count()
@@ -152,7 +153,7 @@ class Apart:
         self.abandon()
         self._to_say.put(None)
         self._line.close()
-        self.ended = lied or _ending(status)
+        self.ended = lied or self._change or _ending(status)
 
     def _take(self, what: str, *said: Any) -> None:
         if what == "answer":
@@ -163,6 +164,8 @@ class Apart:
                 self._answer(job, answer)
         elif what == "unfit":
             self.unfit = str(said[0])
+        elif what == "changed":
+            self._change = f" is replaced: an environment {said[0]}"
         else:
             self.ready = True
 

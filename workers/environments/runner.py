@@ -26,11 +26,12 @@ import structlog
 
 from schemas.arrays import pack_tokens, unpack_tokens
 from schemas.errors import UsageError, in_words, said_by
+from workers.environments.fitness import Fitness, Loop
 from workers.environments.handed import Unusable, state_of, step_of, text_of
 from workers.environments.home import Begun
 from workers.environments.jobs import NOBODY, Advance, Answer, Answering, Failed, Job, Limits, Refused, Reset
 from workers.environments.protocol import Environment
-from workers.environments.signs import BEATS, LIVE, STUCK, Marked, Signs
+from workers.environments.signs import BEATS, LIVE, SIGNS, STUCK, Marked, Signs
 from workers.environments.steps import FAILURE_CHARACTERS, Stepped
 from workers.environments.threads import Threads
 from workers.environments.turn_format import TurnFormat
@@ -79,9 +80,10 @@ class Runner:
         *,
         life: int,
         signs: Signs | None = None,
+        fitness: Fitness | None = None,
     ) -> None:
         """`create` makes a new environment of a name; `answer` is called in its thread. With `signs` jobs have numbers
-        for tickets.
+        for tickets. `fitness` is that of a process in which nothing else runs.
         """
         self.beats = 0
         """Grows while nobody blocks the loop."""
@@ -91,7 +93,8 @@ class Runner:
         self._answer = answer
         self._limits = limits
         self._life = life
-        self._signs = signs
+        self._signs = [0] * SIGNS if signs is None else signs
+        self._fitness = fitness
         self._idle: OrderedDict[str, Environment] = OrderedDict()
         self._busy = 0
         self._ending = 0
@@ -105,7 +108,7 @@ class Runner:
         self._closing = self._stopped = False
         self._loop = asyncio.new_event_loop()
         self._threads = Threads()
-        self._loop.set_default_executor(self._threads)
+        self._shared = Loop(self._loop, self._threads)
         self._loop.call_soon(self._beat)
         self._thread = Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
@@ -179,12 +182,13 @@ class Runner:
 
     def _beat(self) -> None:
         self.beats += 1
-        if self._signs is not None:
-            self._signs[BEATS], self._signs[LIVE], self._signs[STUCK] = self.beats, self.live, self.threads_stuck
+        self._signs[BEATS], self._signs[LIVE], self._signs[STUCK] = self.beats, self.live, self.threads_stuck
         self._loop.call_later(BEAT_SECONDS, self._beat)
 
     def _begin(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
+            if self._fitness is not None:
+                self._fitness.used_by(job.trajectory_id)
             self._spawn(self._work(job), job)
 
     def _drop(self, trajectory_ids: list[str]) -> None:
@@ -246,6 +250,8 @@ class Runner:
                     await self._close(environment, job)
                 finally:
                     self._ending -= 1
+            if self._fitness is not None:
+                self._fitness.finish()
 
     def _worked(self, task: asyncio.Task[None]) -> None:
         """Answer the job that this task was for, if it has ended without."""
@@ -258,10 +264,10 @@ class Runner:
         """Do the job within the time allowed, in a new environment where none is held."""
         restore = environment is None and isinstance(job, Advance)
         if environment is None:
-            try:
-                environment = self._create(job.environment)
-            except BaseException as error:  # noqa: BLE001 - user code: whatever it raises fails this trajectory
-                return None, Failed(_failure(job, error))
+            made = await self._within(self._limits.timeout_seconds, lambda: self._made(job), job)
+            if isinstance(made, BaseException):
+                return None, Failed(_failure(job, made))
+            environment = made
         own = environment
         done = await self._within(self._limits.timeout_seconds, lambda: self._do(job, own, restore=restore), job)
         if isinstance(done, UsageError) and isinstance(job, Reset):
@@ -271,7 +277,7 @@ class Runner:
     async def _within(self, seconds: float, call: Callable[[], Awaitable[T]], job: Job | None) -> T | BaseException:
         """What the call gives or raises. One that is late is cancelled; one that goes on all the same is given up."""
         code = _caught(call)
-        task = self._loop.create_task(code if self._signs is None else Marked(code, self._signs, job))
+        task = self._loop.create_task(Marked(code, self._signs, job, self._look))
         self._calls[task] = job
         task.add_done_callback(self._calls.pop)
         in_time = ended = await _ends(task, seconds)
@@ -283,6 +289,15 @@ class Runner:
         if isinstance(outcome, BaseException) and not in_time:
             return TimeoutError(f"took longer than {seconds:g} s")
         return outcome
+
+    def _look(self, after: bool) -> None:
+        """At each turn of a call: put the loop right, and `after` it see whether the process is still fit."""
+        self._shared.put_right()
+        if after and self._fitness is not None:
+            self._fitness.look()
+
+    async def _made(self, job: Job) -> Environment:
+        return self._create(job.environment)
 
     async def _do(self, job: Job, environment: Environment, *, restore: bool) -> Begun | Stepped:
         if self._closing:

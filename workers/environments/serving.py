@@ -19,11 +19,15 @@ import structlog
 
 from schemas.errors import UsageError, in_words
 from topics.processes import show_as
+from workers.environments.fitness import Fitness, take_children_in
 from workers.environments.jobs import JOBS, Answer, Failed, Job, Limits, taken_as
 from workers.environments.registry import load_environment
 from workers.environments.runner import CLOSE_SECONDS, Runner
 from workers.environments.signs import Signs, signs_in
 from workers.environments.turn_format import TurnFormat
+
+_exit = os._exit
+"""As it is now: an environment may take it away."""
 
 MOST_BYTES = 1 << 26
 """Of a message in either direction."""
@@ -59,7 +63,7 @@ def serve(descriptor: int, shared: int) -> NoReturn:
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # whatever threads an environment has left behind
+    _exit(status)  # whatever threads an environment has left behind
 
 
 class _Served:
@@ -69,8 +73,20 @@ class _Served:
         self._line = line
         self._leaving = False
         turn_format = TurnFormat(Path(kind.model_folder))
-        create = load_environment(kind.environment)
-        self._runner = Runner(turn_format, lambda _: create(), self._answer, kind.limits, life=kind.life, signs=signs)
+        try:
+            create = load_environment(kind.environment)
+        except KeyboardInterrupt:  # nobody else's: Ctrl-C is for the command
+            raise UsageError(f"environment {kind.environment!r}: to import it raises KeyboardInterrupt") from None
+        take_children_in()
+        self._runner = Runner(
+            turn_format,
+            lambda _: create(),
+            self._answer,
+            kind.limits,
+            life=kind.life,
+            signs=signs,
+            fitness=Fitness(self._give_up),
+        )
         self._send(msgspec.msgpack.encode(("ready",)))
 
     def listen(self) -> None:
@@ -93,7 +109,12 @@ class _Served:
     def _end_with_runner(self) -> None:
         self._runner.wait()
         if not self._leaving:
-            os._exit(1)
+            _exit(1)
+
+    def _give_up(self, change: str) -> NoReturn:
+        """End, so that all that was under way here is done again in a process that is as it should be."""
+        self._send(msgspec.msgpack.encode(("changed", change)))
+        _exit(0)
 
     def _start(self, jobs: list[tuple[str, Any]]) -> None:
         taken: list[Job] = [taken_as(JOBS, name, fields) for name, fields in jobs]
@@ -116,7 +137,7 @@ class _Served:
         try:
             self._line.send_bytes(message)
         except OSError:
-            os._exit(0)  # the worker is gone
+            _exit(0)  # the worker is gone
 
 
 def _log_to_standard_error() -> None:

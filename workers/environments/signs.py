@@ -5,7 +5,7 @@ Keeps true: they can be read whatever blocks that process, and after whatever ha
 
 import mmap
 import os
-from collections.abc import Coroutine, Generator, MutableSequence
+from collections.abc import Callable, Coroutine, Generator, MutableSequence
 from typing import Any, TypeVar, cast
 
 from workers.environments.jobs import Job
@@ -19,7 +19,9 @@ BEATS, LIVE, STUCK, RUNNING = range(4)
 """RUNNING: 0 while no job's code runs; 1 more than the number of a job while that does, also when it ends the process.
 """
 
-SIGNS_BYTES = 4 * 8
+SIGNS = 4
+
+SIGNS_BYTES = SIGNS * 8
 
 
 def signs_in(shared: int) -> Signs:
@@ -30,29 +32,40 @@ def signs_in(shared: int) -> Signs:
 
 
 class Marked(Coroutine[Any, Any, T]):
-    """A call into an environment, which is named in the signs of life whenever its own code runs."""
+    """A call into an environment, which is named in the signs of life whenever its own code runs.
 
-    def __init__(self, code: Coroutine[Any, Any, T], signs: Signs, job: Job | None) -> None:
+    `look` is called with false before that and with true after it, while it is still named.
+    """
+
+    def __init__(
+        self,
+        code: Coroutine[Any, Any, T],
+        signs: Signs,
+        job: Job | None,
+        look: Callable[[bool], None],
+    ) -> None:
         self._code = code
         self._signs = signs
+        self._look = look
         self._mark = job.ticket + 1 if job is not None and isinstance(job.ticket, int) else -1
 
     def send(self, value: Any) -> Any:
-        self._signs[RUNNING] = self._mark
-        try:
-            return self._code.send(value)
-        finally:
-            self._signs[RUNNING] = 0
+        return self._run(self._code.send, value)
 
     def throw(self, *error: Any) -> Any:
-        self._signs[RUNNING] = self._mark
-        try:
-            return self._code.throw(*error)
-        finally:
-            self._signs[RUNNING] = 0
+        return self._run(self._code.throw, *error)
 
     def close(self) -> None:
         self._code.close()
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self._code.__await__()
+
+    def _run(self, code: Callable[..., Any], *given: Any) -> Any:
+        self._look(False)
+        outer, self._signs[RUNNING] = self._signs[RUNNING], self._mark
+        try:
+            return code(*given)
+        finally:
+            self._look(True)
+            self._signs[RUNNING] = outer  # of a loop that runs within another's
