@@ -137,6 +137,16 @@ def test_who_blocks_its_process_holds_up_nobody_and_fails_in_time(folder: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("deed", "timeout_seconds"), [("doze", 8.0), ("nap", 3.0)])
+def test_steps_that_all_block_for_a_moment_come_to_an_end_one_after_another(
+    folder: Path, deed: str, timeout_seconds: float
+) -> None:
+    with processes(folder, timeout_seconds=timeout_seconds) as stage:
+        found = answers(stage, [step(f"t{number}", deed, b"4") for number in range(12)])
+        assert {stepped(answer) for answer in found.values()} == {b"5"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_an_environment_does_to_its_process_no_other_trajectory_meets(folder: Path, change: str) -> None:
     with processes(folder) as stage:

@@ -51,6 +51,14 @@ def hold_the_interpreter() -> None:
     ctypes.PyDLL(None).sleep(3600)
 
 
+def sleep_a_while() -> None:
+    time.sleep(1.5)
+
+
+def sleep_for_a_moment() -> None:
+    time.sleep(0.7)
+
+
 def start_children() -> None:
     """One in its group, one in a session of its own, one whose parent is gone."""
     for command, apart in (("sleep 3600", False), ("sleep 3600", True), ("sleep 3600 & sleep 3600 & echo", False)):
@@ -121,6 +129,8 @@ DEEDS: dict[str, Callable[[], None]] = {
     "close all files": close_all_files,
     "sleep": sleep_for_ever,
     "hold": hold_the_interpreter,
+    "doze": sleep_a_while,
+    "nap": sleep_for_a_moment,
     **CHANGES,
     "children": start_children,
 }

@@ -105,6 +105,8 @@ class Runner:
         it finds cancels these."""
         self._calls: dict[asyncio.Task[Any], Job | None] = {}
         """Into environments, given up or not."""
+        self._withdrawn: set[str] = set()
+        """Trajectories whose code runs no more, though the loop has not come to say so: others may block it."""
         self._closing = self._stopped = False
         self._loop = asyncio.new_event_loop()
         self._threads = Threads()
@@ -133,6 +135,7 @@ class Runner:
 
     def withdraw(self, trajectory_ids: list[str]) -> None:
         """Answer no job of these that was started, and hold nothing of them."""
+        self._withdrawn.update(trajectory_ids)
         self._loop.call_soon_threadsafe(self._withdraw, trajectory_ids)
 
     def new_life(self, life: int) -> None:
@@ -205,6 +208,7 @@ class Runner:
             if job is not None and job.trajectory_id in trajectory_ids:
                 call.cancel()
         self._drop(trajectory_ids)
+        self._withdrawn.difference_update(trajectory_ids)
 
     def _forget(self, life: int) -> None:
         self._life = life
@@ -237,7 +241,7 @@ class Runner:
             finally:
                 self._busy -= 1
             ended = isinstance(answer, Failed | Refused) or (isinstance(answer, Stepped) and answer.done)
-            wanted = self._tasks[present] is not None and not self._closing
+            wanted = self._tasks[present] is not None and not self._closing and not self._has_left(job)
             ended = ended or not wanted or job.life != self._life
             if environment is not None and not ended:
                 self._idle[job.trajectory_id] = environment
@@ -247,7 +251,7 @@ class Runner:
             if environment is not None and ended:
                 self._ending += 1
                 try:
-                    await self._close(environment, job)
+                    await self._close(environment)
                 finally:
                     self._ending -= 1
             if self._fitness is not None:
@@ -277,7 +281,7 @@ class Runner:
     async def _within(self, seconds: float, call: Callable[[], Awaitable[T]], job: Job | None) -> T | BaseException:
         """What the call gives or raises. One that is late is cancelled; one that goes on all the same is given up."""
         code = _caught(call)
-        task = self._loop.create_task(Marked(code, self._signs, job, self._look))
+        task = self._loop.create_task(Marked(code, self._signs, job, self._look, lambda: self._has_left(job)))
         self._calls[task] = job
         task.add_done_callback(self._calls.pop)
         in_time = ended = await _ends(task, seconds)
@@ -290,8 +294,13 @@ class Runner:
             return TimeoutError(f"took longer than {seconds:g} s")
         return outcome
 
+    def _has_left(self, job: Job | None) -> bool:
+        return job is not None and job.trajectory_id in self._withdrawn
+
     def _look(self, after: bool) -> None:
         """At each turn of a call: put the loop right, and `after` it see whether the process is still fit."""
+        self.beats += 1
+        self._signs[BEATS] = self.beats
         self._shared.put_right()
         if after and self._fitness is not None:
             self._fitness.look()
@@ -348,8 +357,8 @@ class Runner:
                 return tokens
         return self._whole(text, after)
 
-    async def _close(self, environment: Environment, job: Job | None = None) -> None:
-        error = await self._within(CLOSE_SECONDS, lambda: environment.close(), job)
+    async def _close(self, environment: Environment) -> None:
+        error = await self._within(CLOSE_SECONDS, lambda: environment.close(), None)
         if isinstance(error, BaseException):  # its trajectory has been decided already
             log.warning("environment_close_failed", error=in_words(error))
 

@@ -3,6 +3,7 @@
 Keeps true: they can be read whatever blocks that process, and after whatever has ended it.
 """
 
+import asyncio
 import mmap
 import os
 from collections.abc import Callable, Coroutine, Generator, MutableSequence
@@ -34,7 +35,8 @@ def signs_in(shared: int) -> Signs:
 class Marked(Coroutine[Any, Any, T]):
     """A call into an environment, which is named in the signs of life whenever its own code runs.
 
-    `look` is called with false before that and with true after it, while it is still named.
+    `look` is called with false before that and with true after it, while it is still named. Where `has_left` is true
+    the code is cancelled instead.
     """
 
     def __init__(
@@ -43,13 +45,17 @@ class Marked(Coroutine[Any, Any, T]):
         signs: Signs,
         job: Job | None,
         look: Callable[[bool], None],
+        has_left: Callable[[], bool],
     ) -> None:
         self._code = code
         self._signs = signs
         self._look = look
+        self._has_left = has_left
         self._mark = job.ticket + 1 if job is not None and isinstance(job.ticket, int) else -1
 
     def send(self, value: Any) -> Any:
+        if self._has_left():
+            return self._run(self._code.throw, asyncio.CancelledError())
         return self._run(self._code.send, value)
 
     def throw(self, *error: Any) -> Any:
