@@ -311,3 +311,26 @@ def recovered(settings: BusSettings, home: int, meanwhile: Callable[[], None] = 
         )
     finally:
         reader.close()
+
+
+@pytest.mark.slow
+def test_workers_with_processes_of_environments_freeze_die_and_join_and_each_trajectory_ends_once(
+    executors: ScriptedExecutors, undisturbed: dict[str, Sample], model: str, broker_kind: str
+) -> None:
+    if broker_kind == EMBEDDED:
+        pytest.skip("never evicts a member: tests/conformance/test_groups.py")
+    config = {"model_folder": model, "window_groups": WINDOW, "isolation": "process"}
+    settings = executors.settings
+    with ExitStack() as running:
+        frozen, killed, _ = [running.enter_context(worker_process(settings, number, config)) for number in range(3)]
+        executors.pump_until(lambda: are_shared(settings, 3), what="three members")
+        submit_all(executors)
+        executors.pump_until(lambda: executors.asked >= 40, what="40 requests")
+        freeze(frozen)
+        kill(killed)
+        running.enter_context(worker_process(settings, 3, config))
+        finish(executors)
+        thaw(frozen)
+        executors.pump_until(lambda: are_shared(settings, 3), what="three members again")
+        assert frozen.poll() is None
+    assert once(executors) == undisturbed
