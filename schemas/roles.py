@@ -19,3 +19,6 @@ class RoleBegun(Record, frozen=True, kw_only=True):
     """How often since it last said so."""
     reason: Text = ""
     """Why it begins anew; empty where the process has just started."""
+    place: Text = ""
+    """Where the process runs: its host, and its number among the processes of its name there. One that ends and is
+    started again has the same, and namesakes that run at once have different ones; empty where it is not known."""

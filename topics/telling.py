@@ -3,10 +3,13 @@
 Keeps true
 - It is told on a thread of its own: nobody waits for it, and trouble with it is a line in the log.
 - A process that is well has no connection for it.
+- Namesakes that run at once are told apart by their places: the host, and the lowest number there that no living
+  process of the name has. The system gives a number back when its process ends, however it ends.
 """
 
+import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from threading import Event, Thread
 
 import structlog
@@ -26,23 +29,38 @@ STOP_SECONDS = 2.0
 """How long the end of a process waits for what is being told."""
 
 
+MOST_NAMESAKES = 64
+"""Processes of one name on one host that are told apart."""
+
+
 @contextmanager
 def telling(settings: BusSettings, role: str, health: Health = HEALTH) -> Iterator[None]:
     """Tell that the process of this name begins, and each beginning anew until the end of the block."""
     stop = Event()
-    thread = Thread(target=_tell, args=(settings, role, health, stop), name="telling", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        health.wake()
-        thread.join(STOP_SECONDS)
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as seat:
+        place = f"{socket.gethostname()}/{_seated(seat, settings.name(role))}"
+        thread = Thread(target=_tell, args=(settings, role, place, health, stop), name="telling", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            health.wake()
+            thread.join(STOP_SECONDS)
 
 
-def _tell(settings: BusSettings, role: str, health: Health, stop: Event) -> None:
+def _seated(seat: socket.socket, name: str) -> int:
+    """Take the lowest number that no process of this name has on this host, for as long as the socket is open."""
+    for number in range(MOST_NAMESAKES):
+        with suppress(OSError):
+            seat.bind(f"\0{name}/{number}")  # a name without a file
+            return number
+    return MOST_NAMESAKES
+
+
+def _tell(settings: BusSettings, role: str, place: str, health: Health, stop: Event) -> None:
     told = 0
-    record: RoleBegun | None = RoleBegun(role=role)
+    record: RoleBegun | None = RoleBegun(role=role, place=place)
     while record is not None:
         try:
             with closing(Writer(settings, f"{role}-tells")) as writer:
@@ -55,5 +73,5 @@ def _tell(settings: BusSettings, role: str, health: Health, stop: Event) -> None
         if not stop.is_set():
             times, reason = health.await_anew(told)
             if times > told:
-                record = RoleBegun(role=role, times=times - told, reason=reason[:TEXT_CHARACTERS])
+                record = RoleBegun(role=role, times=times - told, reason=reason[:TEXT_CHARACTERS], place=place)
                 told = times

@@ -295,5 +295,5 @@ EXAMPLES: tuple[Record, ...] = (
         part=0,
         payload=b"\x00\x00\x80\x3f",
     ),
-    RoleBegun(role="router-0", times=3, reason="the broker was away"),
+    RoleBegun(role="router-0", times=3, reason="the broker was away", place="node-1/0"),
 )

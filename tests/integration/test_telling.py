@@ -38,11 +38,34 @@ def test_each_beginning_is_on_the_log_once(broker: AnyBroker, namespace: str, mo
     settings, health = broker.settings(namespace), Health()
     create_topics(settings, PARTITIONS)
     with telling(settings, "router-0", health):
-        until(lambda: begun(settings) == [RoleBegun(role="router-0")])
+        until(lambda: [(each.role, each.times, each.reason) for each in begun(settings)] == [("router-0", 1, "")])
         for _ in range(5):
             health.begins_anew("the topic refuses it")
         until(lambda: sum(each.times for each in begun(settings)) == 6)
     assert {(each.role, each.reason) for each in begun(settings)[1:]} == {("router-0", "the topic refuses it")}
+
+
+def test_namesakes_that_run_at_once_have_places_apart_and_who_is_started_again_has_the_same(
+    broker: AnyBroker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tells, "PAUSE_SECONDS", 0.01)
+    settings = broker.settings(namespace)
+    create_topics(settings, PARTITIONS)
+
+    def places(count: int) -> list[str]:
+        until(lambda: len(begun(settings)) == count)
+        return [each.place for each in begun(settings)]
+
+    with telling(settings, "router-0", Health()):
+        places(1)
+        with telling(settings, "router-0", Health()):
+            places(2)
+        with telling(settings, "router-0", Health()):
+            places(3)
+        with telling(settings, "router-1", Health()):
+            first, second, again, other = places(4)
+    assert second == again != first
+    assert other == first, "another name is counted apart"
 
 
 def test_a_broker_without_the_topic_keeps_nobody_from_beginning_or_ending(
