@@ -105,6 +105,11 @@ def trajectory_id(group_id: str, index: int) -> str:
     return f"{group_id}:{index}"
 
 
+def group_id_of(trajectory_id: str) -> str:
+    """The id of the trajectory's group."""
+    return trajectory_id.rpartition(":")[0]
+
+
 def unpriced(sampling: Sampling | PromptSampling) -> str:
     """Why the loss cannot weigh tokens that are drawn like this; empty if it can."""
     if sampling.temperature is not None and sampling.temperature < LEAST_TEMPERATURE:

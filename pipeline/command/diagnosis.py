@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from pipeline.command.facts import ExecutorFacts, Facts
+from pipeline.command.facts import CellFacts, ExecutorFacts, Facts, HomeFacts, Patience, StillFacts
 from schemas.slack import ExecutorState
 from topics import health
 from topics.health import MANY_TIMES
@@ -129,6 +129,10 @@ def _executors(facts: Facts) -> Iterator[Finding]:
         if each.silent:
             sentence = f"{each.worker} has been silent for {each.silent_seconds:.0f} s"
             yield Finding(Severity.UNWELL, "executors", sentence)
+        elif each.held and each.ended_seconds >= max(STANDSTILL_SECONDS, facts.patience.turn_seconds):
+            turns = "1 turn" if each.held == 1 else f"{each.held} turns"
+            sentence = f"{each.worker} runs {turns}, and none has ended for {each.ended_seconds:.0f} s"
+            yield Finding(Severity.WAITS, "executors", sentence)
     refusing = [each for each in speaking if each.refused_version > each.version]
     yield from _refusals(refusing)
     waiting = [each for each in speaking if each.state is ExecutorState.STARTING and each not in refusing]
@@ -179,21 +183,37 @@ def _routers(facts: Facts) -> Iterator[Finding]:
     if facts.routers == 0 and facts.work_left:
         yield Finding(Severity.UNWELL, "router", f"no router is there{_asked(facts)}")
         return
+    for cell in facts.cells:
+        yield from _routing(cell, f" in cell {cell.cell}")
+    if not facts.cells:
+        yield from _routing(facts, "")
+
+
+def _routing(facts: Facts | CellFacts, where: str) -> Iterator[Finding]:
+    """Of the turns that one router routes."""
+    if facts.applied_seconds < SILENT_SECONDS or not facts.in_a_turn:
+        return
     held = sum(each.held for each in facts.executors)
-    if held and facts.in_a_turn and facts.applied_seconds >= SILENT_SECONDS:
-        yield Finding(Severity.WAITS, "executors", f"{held} turns are being run, none has ended")
-    elif facts.in_a_turn and not held and not facts.results_waiting and facts.applied_seconds >= SILENT_SECONDS:
-        yield from _dispatching(facts)
+    if held:
+        yield Finding(Severity.WAITS, "executors", f"{held} turns are being run{where}, none has ended")
+    elif facts.in_a_turn > facts.results_waiting:
+        yield from _dispatching(facts, where)
 
 
-def _dispatching(facts: Facts) -> Iterator[Finding]:
+def _dispatching(facts: Facts | CellFacts, where: str) -> Iterator[Finding]:
     """Of turns that are asked for while no executor runs any."""
-    ready = [each for each in facts.executors if each.ready]
+    there = [each for each in facts.executors if not each.silent and each.state is not ExecutorState.STOPPING]
+    ready = [each for each in there if each.ready]
     room = [each for each in ready if each.max_turns > each.held]
-    asking = f"{_trajectories(facts.in_a_turn)} ask for turns"
+    asking = f"{_trajectories(facts.in_a_turn)} ask for turns{where}"
     still = min(facts.dispatched_seconds, facts.applied_seconds)
     if facts.able_seconds is not None:
         still = min(still, facts.able_seconds)
+    for each in room:
+        if each.unread_seconds >= STILL_SECONDS:
+            unread = f"and has taken up nothing of what its inbox got {each.unread_seconds:.0f} s ago: see its log"
+            yield Finding(Severity.UNWELL, "executors", f"{asking}, {each.worker} could run them, {unread}")
+            return
     if room and still >= STILL_SECONDS:
         sentence = (
             f"{asking} and {_who(room)} could run them, but no turn was sent out for {still:.0f} s: "
@@ -204,6 +224,9 @@ def _dispatching(facts: Facts) -> Iterator[Finding]:
         yield Finding(Severity.WAITS, "router", f"{asking} that no router has sent out yet")
     elif ready:
         yield Finding(Severity.WAITS, "executors", f"{asking}, and no executor has room")
+    elif where and not there:
+        severity = Severity.WAITS if facts.applied_seconds < STANDSTILL_SECONDS else Severity.UNWELL
+        yield Finding(severity, "executors", f"{asking}, and no executor is in that cell")
 
 
 def _environments(facts: Facts) -> Iterator[Finding]:
@@ -213,28 +236,64 @@ def _environments(facts: Facts) -> Iterator[Finding]:
     elif workers and owned is not None and owned < facts.homes:
         sentence = f"{facts.homes - owned} of {facts.homes} homes have no environment worker"
         yield Finding(Severity.UNWELL, "environments", sentence)
-    if facts.results_waiting and facts.applied_seconds >= SILENT_SECONDS:
+    yield from _applying(facts)
+    yield from _opening(facts)
+
+
+def _applying(facts: Facts) -> Iterator[Finding]:
+    """Results that somebody could apply, and nobody does."""
+    by_home = [(each, each.results) for each in facts.home_facts if each.results is not None]
+    standing = list(_standing(by_home, facts.patience))
+    for who, homes, waits, severity in standing:
+        still = min(each.still_seconds for each in waits)
+        count = sum(each.count for each in waits)
+        sentence = f"{_waiting(count, 'result')} for {who} ({homes}), and none was applied for {still:.0f} s"
+        yield Finding(severity, "environments", sentence)
+    if not standing and facts.results_waiting and facts.applied_seconds >= SILENT_SECONDS:
         sentence = (
             f"{facts.results_waiting} results wait for an environment worker, "
             f"and none was applied for {facts.applied_seconds:.0f} s"
         )
-        slow = facts.applied_seconds < facts.patience.step_seconds
+        slow = facts.applied_seconds < facts.patience.step_seconds or bool(by_home)
         yield Finding(Severity.WAITS if slow else Severity.UNWELL, "environments", sentence)
-    yield from _opening(facts)
 
 
 def _opening(facts: Facts) -> Iterator[Finding]:
     """Prompts that somebody could open, and nobody does."""
+    by_home = [(each, each.prompts) for each in facts.home_facts if each.prompts is not None]
+    standing = list(_standing(by_home, facts.patience))
+    no_group = "and the window has room, but no group was opened for"
+    for who, homes, waits, severity in standing:
+        still = min(each.still_seconds for each in waits)
+        waiting = _waiting(sum(each.count for each in waits), "prompt")
+        sentence = f"{waiting} {no_group} {still:.0f} s: see the log of {who} ({homes})"
+        yield Finding(severity, "environments", sentence)
     still = facts.applied_seconds if facts.opened_seconds is None else facts.opened_seconds
     there = still if facts.workers_seconds is None else facts.workers_seconds
-    if not facts.can_be_opened or min(still, there) < STILL_SECONDS:
+    if standing or not facts.can_be_opened or min(still, there) < STILL_SECONDS:
         return
-    sentence = (
-        f"{_waiting_prompts(facts.can_be_opened)} and the window has room, but no group was opened for {still:.0f} s: "
-        "see the logs of the environment workers"
-    )
-    slow = still < facts.patience.step_seconds
+    waiting = _waiting(facts.can_be_opened, "prompt")
+    sentence = f"{waiting} {no_group} {still:.0f} s: see the logs of the environment workers"
+    slow = still < facts.patience.step_seconds or bool(by_home)
     yield Finding(Severity.WAITS if slow else Severity.UNWELL, "environments", sentence)
+
+
+def _standing(
+    waits: Sequence[tuple[HomeFacts, StillFacts]], patience: Patience
+) -> Iterator[tuple[str, str, list[StillFacts], Severity]]:
+    """Worker by worker, the homes that stand still: who, which, what waits in them, and how bad that is."""
+    found: dict[tuple[str, Severity], list[tuple[int, StillFacts]]] = {}
+    for home, waiting in waits:
+        if waiting.still_seconds >= STILL_SECONDS:
+            bound = patience.step_seconds
+            if home.idle_seconds < STILL_SECONDS:  # its steps may queue behind those of its other homes
+                bound = max(bound, STANDSTILL_SECONDS)
+            severity = Severity.WAITS if waiting.seconds < bound else Severity.UNWELL
+            found.setdefault((home.worker, severity), []).append((home.home, waiting))
+    for (worker, severity), homes in found.items():
+        names = [str(home) for home, _ in homes]
+        listed = f"home{'' if len(names) == 1 else 's'} {', '.join(names)}"
+        yield worker, listed, [waiting for _, waiting in homes], severity
 
 
 def _trainer(facts: Facts) -> Iterator[Finding]:
@@ -267,8 +326,8 @@ def _asked(facts: Facts) -> str:
     return f": {_trajectories(facts.in_a_turn)} ask for turns" if facts.in_a_turn else ""
 
 
-def _waiting_prompts(count: int) -> str:
-    return "1 prompt waits" if count == 1 else f"{count} prompts wait"
+def _waiting(count: int, what: str) -> str:
+    return f"1 {what} waits" if count == 1 else f"{count} {what}s wait"
 
 
 def _trajectories(count: int) -> str:

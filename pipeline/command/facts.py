@@ -3,6 +3,7 @@
 Keeps true: what is not known is None or the least that can be, and nothing is concluded from it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,8 @@ class ExecutorFacts:
     """One executor, by its newest heartbeat."""
 
     worker: str
+    slot: int = 0
+    """Of its inbox."""
     state: ExecutorState
     version: int
     refused_version: int = -1
@@ -54,6 +57,10 @@ class ExecutorFacts:
     """It was cut, and grows no more for now."""
     rivals: bool = False
     """Two run under its name."""
+    ended_seconds: float = 0.0
+    """Since a turn of its ended, or since it holds any."""
+    unread_seconds: float = 0.0
+    """Since its inbox has got more, of which it has shown no sign."""
 
     @property
     def silent(self) -> bool:
@@ -73,6 +80,50 @@ class RoleFacts:
     """Within ANEW_SECONDS."""
     reason: str = ""
     """Why it began anew at last; empty where its process was started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StillFacts:
+    """Work of one kind that waits in a home."""
+
+    count: int
+    """Prompts or results that wait."""
+    seconds: float
+    """Since any of that kind was taken in there, as far as is known."""
+    seen_seconds: float
+    """For how long it was seen that it could be."""
+
+    @property
+    def still_seconds(self) -> float:
+        """For how long it stands still, for all that was seen."""
+        return min(self.seconds, self.seen_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HomeFacts:
+    """What waits in one home for the environment worker that owns it."""
+
+    home: int
+    worker: str
+    idle_seconds: float = math.inf
+    """Since the worker took anything in, in any of its homes."""
+    prompts: StillFacts | None = None
+    """None where none waits, or the worker's window has no room."""
+    results: StillFacts | None = None
+    """None where none waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellFacts:
+    """One of several cells: what is routed there apart from all else. See Facts."""
+
+    cell: int
+    executors: Sequence[ExecutorFacts] = ()
+    in_a_turn: int = 0
+    results_waiting: int = 0
+    applied_seconds: float = 0.0
+    dispatched_seconds: float = 0.0
+    able_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +166,10 @@ class Facts:
     """Since some executor could take one more turn."""
     settled_seconds: float = 0.0
     """The same of an outcome, or of a sample that the trainer could settle."""
+    home_facts: Sequence[HomeFacts] = ()
+    """Of the homes that somebody owns and in which something waits."""
+    cells: Sequence[CellFacts] = ()
+    """Where there are several."""
     patience: Patience = PATIENCE
     letters: Mapping[str, int] = field(default_factory=dict)
     """Dead letters by topic."""

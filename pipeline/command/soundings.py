@@ -7,7 +7,7 @@ Keeps true
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -36,7 +36,7 @@ from topics.catalog import (
 )
 from topics.errors import TopicMissing
 from topics.letters import Buried
-from topics.messages import read_keyed
+from topics.messages import Keyed, read_keyed
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
@@ -45,6 +45,9 @@ CLIENT = "rose-status"
 
 ANSWER_SECONDS = 3.0
 """How long one question to the broker may take."""
+
+PREFIX = "rose-"
+"""Of the names of ROSE's clients."""
 
 EVERY_SECONDS = 2.0
 """Between two soundings."""
@@ -77,10 +80,14 @@ class Sounding:
     prompts_waiting: int = 0
     waiting_at: Mapping[int, int] = field(default_factory=dict)
     """The same by home, where any wait."""
-    waiting_since: float | None = None
-    """The broker's stamp of the prompt that waits longest, unix seconds; None where that is not known."""
-    workers_homes: Sequence[frozenset[int]] = ()
-    """Of each environment worker, the homes that it owns."""
+    waiting_stamps: Mapping[int, float] = field(default_factory=dict)
+    """By home, the broker's stamp of the prompt that waits longest, unix seconds; where that is known."""
+    results_at: Mapping[int, int] = field(default_factory=dict)
+    """By home, offsets of results that no environment worker has taken in, where there are any."""
+    results_stamps: Mapping[int, float] = field(default_factory=dict)
+    """The stamp of the oldest of them, where that is known."""
+    workers: Sequence["Member"] = ()
+    """The environment workers."""
     letters: Mapping[str, int] = field(default_factory=dict)
     """Dead letters by topic."""
 
@@ -89,13 +96,30 @@ class Sounding:
         return sum(offset for (other, _), offset in self.ends.items() if other is topic)
 
 
+class Member(NamedTuple):
+    """A member of a group."""
+
+    name: str
+    """As its client calls itself."""
+    homes: frozenset[int]
+    """That it owns."""
+
+
 class Waiting(NamedTuple):
     """Prompts that no environment worker has taken in."""
 
     at: Mapping[int, int] = MappingProxyType({})
     """How many, by home."""
-    since: float | None = None
-    """The stamp of the oldest."""
+    stamps: Mapping[int, float] = MappingProxyType({})
+    """The stamp of the oldest, by home."""
+
+
+def _oldest(found: Iterable[Keyed]) -> dict[int, float]:
+    """By partition, the earliest stamp."""
+    stamps: dict[int, float] = {}
+    for each in found:
+        stamps[each.partition] = min(each.timestamp_seconds, stamps.get(each.partition, math.inf))
+    return stamps
 
 
 class Sounder:
@@ -116,6 +140,12 @@ class Sounder:
         self._counted_at = -math.inf
         """When the prompts that wait were last counted one by one."""
         self._counted = Waiting()
+        self._looked_at = -math.inf
+        """When results that wait were last looked at."""
+        self._results_read: dict[Place, int] = {}
+        """How far each home's results were read by then."""
+        self._stamped: dict[Place, tuple[int, float]] = {}
+        """Where that has not moved, with the stamp of the result there."""
         self.trouble = ""
         """Why the last sounding failed; empty if it did not."""
 
@@ -133,19 +163,23 @@ class Sounder:
             }
             workers = self._members(client, ENVIRONMENT_GROUP)
             waiting = self._waiting(committed[ENVIRONMENT_GROUP], behind)
+            results = {home: count for (topic, home), count in behind.items() if topic is COMPLETED and count}
+            stamps = self._results_stamps(committed[ENVIRONMENT_GROUP], results)
             self.trouble = ""
             return Sounding(
                 at=monotonic(),
                 ends=ends,
                 environment_workers=len(workers),
-                homes_owned=len(frozenset().union(*workers)),
+                homes_owned=len(frozenset().union(*(each.homes for each in workers))),
                 homes=sum(topic is PROMPTS for topic, _ in self._places),
                 routers=len(self._members(client, ROUTER_GROUP)),
                 lag=lag,
                 prompts_waiting=sum(waiting.at.values()),
                 waiting_at=waiting.at,
-                waiting_since=waiting.since,
-                workers_homes=workers,
+                waiting_stamps=waiting.stamps,
+                results_at=results,
+                results_stamps=stamps,
+                workers=workers,
                 letters=self._count_letters(client),
             )
         except (KafkaException, RoseError) as error:
@@ -169,16 +203,19 @@ class Sounder:
         found = self._offsets[group].committed(places, seconds=ANSWER_SECONDS)
         return {place: offset or 0 for place, offset in found.items()}
 
-    def _members(self, client: AdminClient, group: str) -> list[frozenset[int]]:
-        """Of each member of a group, the homes that it owns."""
+    def _members(self, client: AdminClient, group: str) -> list[Member]:
+        """The members of a group, with the homes that each owns."""
         name = self._settings.name(group)
         described = client.describe_consumer_groups([name], request_timeout=ANSWER_SECONDS)[name].result()
         prompts = self._name(PROMPTS)
         return [
-            frozenset(
-                each.partition
-                for each in (member.assignment.topic_partitions if member.assignment else ())
-                if each.topic == prompts
+            Member(
+                member.client_id.removeprefix(PREFIX),
+                frozenset(
+                    each.partition
+                    for each in (member.assignment.topic_partitions if member.assignment else ())
+                    if each.topic == prompts
+                ),
             )
             for member in described.members
         ]
@@ -193,10 +230,36 @@ class Sounder:
             begins = {place: offset for place, offset in read.items() if place[0] is PROMPTS}
             with closing(read_keyed(self._settings, begins, client_id=CLIENT)) as prompts:
                 found = list(prompts if few else islice(prompts, 1))
-            since = min((each.timestamp_seconds for each in found), default=None)
-            self._counted_at, self._counted = monotonic(), Waiting(Counter(each.partition for each in found), since)
+            counted = Waiting(Counter(each.partition for each in found), _oldest(found))
+            self._counted_at, self._counted = monotonic(), counted
         counts = self._counted.at if few else lag
-        return Waiting({home: min(lag[home], counts.get(home, 0)) for home in lag}, self._counted.since)
+        waiting = {home: count for home in lag if (count := min(lag[home], counts.get(home, 0)))}
+        return Waiting(waiting, self._counted.stamps)
+
+    def _results_stamps(self, read: Mapping[Place, int], waiting: Mapping[int, int]) -> dict[int, float]:
+        """By home, the stamp of the oldest result that waits. It is looked at where no result was done for a while."""
+        if monotonic() - self._looked_at >= COUNT_SECONDS:
+            places: list[Place] = [(COMPLETED, home) for home in waiting]
+            still = {place: read[place] for place in places if self._results_read.get(place) == read[place]}
+            self._stamped = {place: known for place, known in self._stamped.items() if still.get(place) == known[0]}
+            begins = {place: offset for place, offset in still.items() if place not in self._stamped}
+            if begins:
+                self._stamped |= self._first(begins)
+            self._looked_at, self._results_read = monotonic(), {place: read[place] for place in places}
+        stamps = {home: self._stamped.get((COMPLETED, home)) for home in waiting}
+        return {home: known[1] for home, known in stamps.items() if known and known[0] == read[COMPLETED, home]}
+
+    def _first(self, begins: Mapping[Place, int]) -> dict[Place, tuple[int, float]]:
+        """Of each partition, where it is to begin, and the stamp of the first message from there on."""
+        left, found = dict(begins), {}
+        with closing(read_keyed(self._settings, begins, client_id=CLIENT)) as messages:
+            for each in islice(messages, COUNTED):
+                place = each.topic, each.partition
+                if place in left:
+                    found[place] = left.pop(place), each.timestamp_seconds
+                if not left:
+                    break
+        return found
 
     def _count_letters(self, client: AdminClient) -> dict[str, int]:
         """Read on when there is something new."""

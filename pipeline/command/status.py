@@ -116,14 +116,15 @@ def _lacks(watch: Watch, looked: float) -> str:
         return "reads the log to its end"
     if watch.sounding is None:
         return "waits for the broker to say who is a member of which group"
-    left = STILL_SECONDS + READ_SECONDS - looked
+    left = STILL_SECONDS + READ_SECONDS - min(looked, watch.asked_seconds)
     if left > 0 and _unwell(watch.facts()) != _unwell(watch.facts(later=left)):
         return f"looks on for {STILL_SECONDS:g} s in all: something that could move does not"
     return ""
 
 
-def _unwell(facts: Facts) -> int:
-    return sum(finding.severity is Severity.UNWELL for finding in diagnose(facts))
+def _unwell(facts: Facts) -> list[str]:
+    """Of whom something has to be mended."""
+    return [finding.who for finding in diagnose(facts) if finding.severity is Severity.UNWELL]
 
 
 def _print(facts: Facts, findings: list[Finding], sounding: Sounding | None, versions: int, *, title: str) -> None:

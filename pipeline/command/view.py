@@ -16,23 +16,20 @@ import math
 from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from enum import Enum
 
-from pipeline.command.diagnosis import ANEW_SECONDS, SILENT_SECONDS
+from pipeline.command.diagnosis import SILENT_SECONDS
 from pipeline.command.facts import ExecutorFacts, RoleFacts
+from pipeline.command.moments import Beginnings, BrokerClock, Moments, Stage
 from pipeline.routing.liveness import FORGET_SECONDS
 from schemas.environments import Group, GroupState
 from schemas.homes import home_of
-from schemas.prompts import trajectory_id
+from schemas.prompts import group_id_of, trajectory_id
 from schemas.record import Record
 from schemas.roles import RoleBegun
 from schemas.samples import Outcome, Sample, SampleOutcome
 from schemas.slack import ExecutorState, SlackHeartbeat
 from schemas.turns import TurnOutcome, TurnResult
 from schemas.weights import WeightManifest
-
-BEGINNINGS = 64
-"""Of one role, that are remembered."""
 
 RATE_SECONDS = 10.0
 """Over which rates are averaged."""
@@ -42,29 +39,6 @@ RECENT_SAMPLES = 512
 
 CURVE_POINTS = 400
 """Policy versions that the curve remembers."""
-
-
-@dataclass(slots=True)
-class Begun:
-    """What a role has told of one beginning, or of several."""
-
-    told: RoleBegun
-    at: float | None
-    """When it came; None where it lay there before the looking began."""
-    stamp: float | None
-
-
-class Stage(Enum):
-    """What moves in a run."""
-
-    OPENED = "opened"
-    """Groups of prompts."""
-    APPLIED = "applied"
-    """Turns."""
-    SETTLED = "settled"
-    """Outcomes of samples."""
-    SAMPLED = "sampled"
-    """Finished trajectories, which are what the trainer waits for."""
 
 
 @dataclass(slots=True)
@@ -82,6 +56,12 @@ class Heard:
     """When a start was heard again behind another of its name: both run."""
     able_at: float = math.inf
     """Since when it could have taken one more turn, without a break."""
+    held_at: float = math.inf
+    """Since when it holds turns, without a break."""
+    took_at: float = -math.inf
+    """When it was last seen to hold a turn, or to have ended one."""
+    ended_at: float = -math.inf
+    """When a turn of its was last seen to end."""
 
 
 @dataclass(slots=True)
@@ -90,6 +70,8 @@ class View:
 
     began: float
     """When the looking began; later by each absence since."""
+    homes: int = 1
+    """How many there are."""
     executors: dict[str, Heard] = field(default_factory=dict)
     ends: Counter[Outcome] = field(default_factory=Counter)
     """Settled trajectories."""
@@ -103,14 +85,6 @@ class View:
     """Policy versions on the log."""
     disbelieved: int = 0
     """Manifests on the log that are of another run, or not signed by the trusted key."""
-    applied_at: float = -1.0
-    """When a turn was last seen to be applied; before the beginning if never."""
-    settled_at: float = -1.0
-    """The same of an outcome."""
-    sampled_at: float = -1.0
-    """The same of a finished trajectory, which is what the trainer waits for."""
-    opened_at: float = -1.0
-    """The same of a group."""
     curve: deque[float] = field(default_factory=lambda: deque(maxlen=CURVE_POINTS))
     """Share of recent trajectories that were solved, at the moment of each policy version."""
     _unsettled: dict[str, set[str]] = field(default_factory=dict)
@@ -120,12 +94,11 @@ class View:
     _live: set[str] = field(default_factory=set)
     _recent: deque[tuple[bool | None, int]] = field(default_factory=lambda: deque(maxlen=RECENT_SAMPLES))
     _turn_moments: deque[float] = field(default_factory=deque)
-    _begun: dict[str, deque[Begun]] = field(default_factory=dict)
-    """By role, its newest beginnings."""
-    _stamps: dict[Stage, float] = field(default_factory=dict)
-    """By stage, the broker's stamp of its newest record."""
-    _ahead: float | None = None
-    """Our clock less the broker's, as of the newest record that came while looking."""
+    moments: Moments = field(init=False)
+
+    def __post_init__(self) -> None:
+        clock = BrokerClock()
+        self.moments = Moments(self.began, clock, Beginnings(clock))
 
     def take(
         self,
@@ -145,34 +118,27 @@ class View:
             case SlackHeartbeat():
                 off = record.sent_at - wall if wall is not None and fresh else 0.0
                 at = now if fresh else self.began
-                heard = Heard(record, at, off, able_at=at if _able(record) else math.inf)
-                self.executors[record.worker] = _following(self.executors.get(record.worker), heard)
+                self.executors[record.worker] = _following(self.executors.get(record.worker), _heard(record, at, off))
             case TurnResult():
                 self.turns[record.outcome] += 1
+                if fresh and (heard := self.executors.get(record.worker or "")) is not None:
+                    heard.took_at = heard.ended_at = now
                 if record.outcome is TurnOutcome.COMPLETED and fresh:
                     self._turn_moments.append(now)
             case Sample():
                 self.samples += 1
                 self._recent.append((record.success, len(record.turns)))
-                self._stamp(Stage.SAMPLED, stamp)
-                if fresh:
-                    self.sampled_at = now
+                self._moved(Stage.SAMPLED, record.group_id, now, stamp, fresh=fresh)
             case Group():
                 self._group(record)
-                self._stamp(Stage.OPENED, stamp)
-                if fresh:
-                    self.opened_at = now
+                self._moved(Stage.OPENED, record.group_id, now, stamp, fresh=fresh)
             case SampleOutcome():
                 self.ends[record.outcome] += 1
                 self.step = max(self.step, record.step)
                 self._settle(record)
-                self._stamp(Stage.SETTLED, stamp)
-                if fresh:
-                    self.settled_at = now
+                self._moved(Stage.SETTLED, record.group_id, now, stamp, fresh=fresh)
             case RoleBegun():
-                self._begun.setdefault(record.role, deque(maxlen=BEGINNINGS)).append(
-                    Begun(record, now if fresh else None, stamp)
-                )
+                self.moments.beginnings.take(record, now if fresh else None, stamp)
             case WeightManifest():
                 self.versions += 1
                 self._publish(record.version)
@@ -185,46 +151,49 @@ class View:
         """A trajectory has moved on: it asks for a turn, or (not `live`) has ended."""
         self._compare_clocks(now, stamp, fresh=fresh)
         (self._live.add if live else self._live.discard)(trajectory_id)
-        self._stamp(Stage.APPLIED, stamp)
-        if fresh:
-            self.applied_at = now
+        self._moved(Stage.APPLIED, group_id_of(trajectory_id), now, stamp, fresh=fresh)
 
     def absent(self, seconds: float) -> None:
         """Nobody looked for so long until now: what came meanwhile is yet to be taken in."""
         self.began += seconds
-        self.applied_at += seconds
-        self.settled_at += seconds
-        self.sampled_at += seconds
-        self.opened_at += seconds
-        for beginnings in self._begun.values():
-            for each in beginnings:
-                each.at = None if each.at is None else each.at + seconds
+        self.moments.absent(seconds)
         for heard in self.executors.values():
             heard.at += seconds
             heard.able_at += seconds
+            heard.held_at += seconds
+            heard.took_at += seconds
+            heard.ended_at += seconds
+
+    @property
+    def applied_at(self) -> float:
+        """When a turn was last seen to be applied; before the beginning if never."""
+        return self.moments.at(Stage.APPLIED)
 
     def applied_seconds(self, now: float) -> float:
         """Since a turn was applied, as far as is known."""
-        return self._seconds(now, self.applied_at, Stage.APPLIED)
+        return self.moments.seconds(now, Stage.APPLIED)
 
     def settled_seconds(self, now: float) -> float:
         """Since an outcome, or a sample that the trainer could settle; samples come with the ends of trajectories."""
-        at = max(self.settled_at, self.sampled_at)
-        return self._seconds(now, at, Stage.SETTLED, Stage.SAMPLED, Stage.APPLIED)
+        if self.moments.at(Stage.SETTLED, Stage.SAMPLED) >= self.began:
+            return self.moments.seconds(now, Stage.SETTLED, Stage.SAMPLED)
+        before = self.moments.seconds_before(now, Stage.SETTLED, Stage.SAMPLED, Stage.APPLIED)
+        return now - self.began if before is None else before
 
     def opened_seconds(self, now: float, waiting_since: float | None) -> float:
         """Since a group was opened, refused or settled, or an outcome made room; or since a prompt waits for it.
 
         `waiting_since`: the broker's stamp of the prompt that waits longest.
         """
-        since = self._seconds(now, self.opened_at, Stage.OPENED)
-        if self.settled_at >= self.began or Stage.SETTLED in self._stamps:
-            since = min(since, self._seconds(now, self.settled_at, Stage.SETTLED))
-        return since if waiting_since is None else min(since, self._since_stamp(now, waiting_since))
+        since = self.moments.seconds(now, Stage.OPENED)
+        if self.moments.known(Stage.SETTLED):
+            since = min(since, self.moments.seconds(now, Stage.SETTLED))
+        return since if waiting_since is None else min(since, self.moments.since_stamp(now, waiting_since))
 
-    def able_seconds(self, now: float) -> float:
-        """For how long some executor that is heard could have taken one more turn."""
-        heard = [each for each in self.executors.values() if now - each.at <= each.beat.ttl_seconds]
+    def able_seconds(self, now: float, workers: Collection[str] | None = None) -> float:
+        """For how long some executor that is heard, of these if any are said, could have taken one more turn."""
+        known = [each for name, each in self.executors.items() if workers is None or name in workers]
+        heard = [each for each in known if now - each.at <= each.beat.ttl_seconds]
         return max((0.0, *(now - each.able_at for each in heard)))
 
     def turns_per_second(self, now: float) -> float:
@@ -282,45 +251,28 @@ class View:
 
     def begun(self, now: float) -> list[RoleFacts]:
         """The roles that have begun of late, and how often."""
-        found = []
-        for role, beginnings in sorted(self._begun.items()):
-            late = [each.told for each in beginnings if self._begun_seconds(each, now) <= ANEW_SECONDS]
-            if late:
-                times = sum(each.times for each in late)
-                found.append(RoleFacts(role=role, times=times, reason=late[-1].reason))
+        return self.moments.beginnings.late(now)
+
+    def open_at(self) -> Counter[int]:
+        """Open groups by home."""
+        return Counter(self._home(name) for name, names in self._unsettled.items() if names)
+
+    def live_at(self) -> Counter[int]:
+        """By home, the trajectories of open groups that are under way."""
+        found: Counter[int] = Counter()
+        for name, names in self._unsettled.items():
+            found[self._home(name)] += len(names & self._live)
         return found
 
-    def _begun_seconds(self, begun: Begun, now: float) -> float:
-        if begun.at is not None:
-            return now - begun.at
-        if self._ahead is None or begun.stamp is None:
-            return math.inf
-        return max(0.0, now - self._ahead - begun.stamp)
+    def _home(self, group_id: str) -> int:
+        return home_of(group_id, self.homes)
 
-    def open_at(self, homes: Collection[int], of: int) -> int:
-        """Open groups of these homes, of so many."""
-        return sum(bool(names) and home_of(name, of) in homes for name, names in self._unsettled.items())
+    def _moved(self, stage: Stage, group_id: str, now: float, stamp: float | None, *, fresh: bool) -> None:
+        self.moments.moved(stage, self._home(group_id), now, stamp, fresh=fresh)
 
     def _compare_clocks(self, now: float, stamp: float | None, *, fresh: bool) -> None:
         if fresh and stamp is not None:
-            self._ahead = now - stamp
-
-    def _stamp(self, stage: Stage, stamp: float | None) -> None:
-        if stamp is not None:
-            self._stamps[stage] = max(stamp, self._stamps.get(stage, stamp))
-
-    def _seconds(self, now: float, at: float, *stages: Stage) -> float:
-        """Since what was seen at this moment; if before the looking began, by the stamps of these stages."""
-        stamps = [self._stamps[stage] for stage in stages if stage in self._stamps]
-        return now - at if at >= self.began else self._since_stamp(now, max(stamps)) if stamps else now - self.began
-
-    def _since_stamp(self, now: float, stamp: float) -> float:
-        """Since that stamp, or since the first process that began later."""
-        if self._ahead is None:
-            return now - self.began
-        since = max(0.0, now - self._ahead - stamp)
-        begun = (self._begun_seconds(each, now) for beginnings in self._begun.values() for each in beginnings)
-        return max((seconds for seconds in begun if seconds <= since), default=since)
+            self.moments.clock.compare(now, stamp)
 
     def _forget(self) -> None:
         """Nobody is forgotten while nobody is heard: it may be us who hear nothing."""
@@ -350,6 +302,22 @@ class View:
                 self.curve.append(self.solved)
 
 
+def _heard(beat: SlackHeartbeat, at: float, off: float) -> Heard:
+    holds = _held(beat) > 0
+    return Heard(
+        beat,
+        at,
+        off,
+        able_at=at if _able(beat) else math.inf,
+        held_at=at if holds else math.inf,
+        took_at=at if holds else -math.inf,
+    )
+
+
+def _held(beat: SlackHeartbeat) -> int:
+    return beat.rollout.running + beat.rollout.waiting
+
+
 def _following(known: Heard | None, heard: Heard) -> Heard:
     """What is heard now, with what is known of others under its name."""
     if known is None:
@@ -357,6 +325,8 @@ def _following(known: Heard | None, heard: Heard) -> Heard:
     heard.before, heard.rival_at = known.before, known.rival_at
     if _start(heard) == _start(known):
         heard.able_at = min(heard.able_at, known.able_at) if heard.able_at < math.inf else math.inf
+        heard.held_at = min(heard.held_at, known.held_at) if heard.held_at < math.inf else math.inf
+        heard.took_at, heard.ended_at = max(heard.took_at, known.took_at), known.ended_at
     else:
         heard.before = _start(known)
         if _start(heard) == known.before:
@@ -367,7 +337,7 @@ def _following(known: Heard | None, heard: Heard) -> Heard:
 def _able(beat: SlackHeartbeat) -> bool:
     """Whether it could take one more turn."""
     ready = beat.state is ExecutorState.READY and beat.policy_version >= 0
-    return ready and beat.rollout.running + beat.rollout.waiting < beat.max_turns
+    return ready and _held(beat) < beat.max_turns
 
 
 def _start(heard: Heard) -> tuple[int, int]:
@@ -384,7 +354,9 @@ def _facts(heard: Heard, now: float) -> ExecutorFacts:
         refused_reason=beat.refused_reason,
         silent_seconds=max(0.0, now - heard.at),
         ttl_seconds=beat.ttl_seconds,
-        held=beat.rollout.running + beat.rollout.waiting,
+        held=_held(beat),
+        slot=beat.slot,
+        ended_seconds=max(0.0, now - max(heard.held_at, heard.ended_at)) if _held(beat) else 0.0,
         max_turns=beat.max_turns,
         cuts=beat.cuts,
         frozen=beat.frozen,

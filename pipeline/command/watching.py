@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from confluent_kafka import OFFSET_BEGINNING
 
 from pipeline.command.facts import PATIENCE, Facts, Patience
+from pipeline.command.places import Places
 from pipeline.command.soundings import Sounding, SoundingThread
 from pipeline.command.view import View
 from schemas.environments import Group, GroupState
 from topics.asking import nothing
-from topics.catalog import BEGUN, COMPLETED, GROUPS, HEARTBEATS, MANIFESTS, OUTCOMES, PROGRESS, SAMPLES, Topic
+from topics.catalog import BEGUN, COMPLETED, GROUPS, HEARTBEATS, MANIFESTS, OUTCOMES, PROGRESS, PROMPTS, SAMPLES, Topic
 from topics.errors import BusError, TopicMissing
 from topics.log import read_back
 from topics.reader import Reader
@@ -65,9 +66,12 @@ class Watch:
         self._window_groups = window_groups
         self._max_lag_versions = max_lag_versions
         self._patience = patience
-        self.view = View(began=time.monotonic())
         self._soundings = SoundingThread(settings)
         self._reader = Reader(settings, CLIENT, ends=True, meanwhile=meanwhile)
+        self.view = View(began=time.monotonic())
+        self._places = Places(self.view, window_groups)
+        self._sounded: Sounding | None = None
+        """The newest answers that were taken in."""
         self._history: dict[Place, int] = {}
         self._behind: set[Place] = set()
         try:
@@ -88,6 +92,11 @@ class Watch:
         return self._soundings.latest
 
     @property
+    def asked_seconds(self) -> float:
+        """For how long the broker's answers are known, beside the log."""
+        return self._looked_at - self._places.began if self._sounded is not None else 0.0
+
+    @property
     def trouble(self) -> str:
         """Why the broker's last answer failed; empty if it did not."""
         return self._soundings.trouble
@@ -103,6 +112,7 @@ class Watch:
         now = time.monotonic()
         absence = max(0.0, now - self._looked_at - seconds - ABSENCE_SECONDS)
         self.view.absent(absence)
+        self._places.absent(absence)
         answered_at = max(self._answered_at, self._soundings.answered_at)
         self._answered_at = now if found else min(now, answered_at + absence)
         self._looked_at = now
@@ -111,14 +121,19 @@ class Watch:
                 self._behind.discard((item.topic, item.partition))
             elif isinstance(item, Envelope):
                 self._take(item)
+        sounding = self.sounding
+        if sounding is not None and sounding is not self._sounded and self.caught_up:
+            self._places.sounded(sounding, now if absence else min(now, sounding.at))
+            self._sounded = sounding
 
     def facts(self, *, later: float = 0.0) -> Facts:
         """What was known at the last look; as it will be `later`, in seconds, if nothing moves until then."""
         now, view, sounding = self._looked_at, self.view, self.sounding
         known = sounding or Sounding(at=now)
         workers, then, able = known.environment_workers, now + later, view.able_seconds(now)
+        executors = self._places.executors(now, later=later)
         return Facts(
-            executors=view.present(now),
+            executors=executors,
             begun=view.begun(now),
             newest_version=view.version,
             disbelieved=view.disbelieved,
@@ -133,13 +148,15 @@ class Watch:
             in_a_turn=view.in_a_turn,
             waiting_for_trainer=view.waiting_for_trainer,
             results_waiting=known.lag.get(COMPLETED, 0),
-            openable=self._openable(known),
-            opened_seconds=view.opened_seconds(then, known.waiting_since),
+            openable=self._places.openable,
+            opened_seconds=view.opened_seconds(then, min(known.waiting_stamps.values(), default=None)),
             workers_seconds=max(0.0, then - self._soundings.workers_at),
             applied_seconds=view.applied_seconds(then),
             dispatched_seconds=then - self._soundings.dispatched_at,
             able_seconds=able + later if able else 0.0,
             settled_seconds=view.settled_seconds(then),
+            home_facts=list(self._places.homes(now, later=later)),
+            cells=list(self._places.cell_facts(executors, now, later=later)),
             patience=self._patience,
             letters=known.letters,
         )
@@ -147,11 +164,6 @@ class Watch:
     def close(self) -> None:
         self._soundings.close()
         self._reader.close()
-
-    def _openable(self, known: Sounding) -> int:
-        """Prompts that wait for a worker whose window has room."""
-        able = [homes for homes in known.workers_homes if self.view.open_at(homes, known.homes) < self._window_groups]
-        return sum(known.waiting_at.get(home, 0) for homes in able for home in homes)
 
     def _take(self, envelope: Envelope) -> None:
         place = envelope.topic, envelope.partition
@@ -169,6 +181,7 @@ class Watch:
             self.view.take(record, now, fresh=fresh, wall=time.time(), stamp=stamp)
 
     def _assign(self, settings: BusSettings, meanwhile: Callable[[], None], *, whole: bool) -> None:
+        self.view.homes, self._places.cells = self._reader.partitions(PROMPTS), self._reader.partitions(HEARTBEATS)
         topics = (HEARTBEATS, MANIFESTS, GROUPS, PROGRESS, OUTCOMES, COMPLETED, SAMPLES)
         places: list[Place] = [(topic, part) for topic in topics for part in range(self._reader.partitions(topic))]
         with suppress(TopicMissing, BusError):  # a broker whose topics or rights are of 0.2.0

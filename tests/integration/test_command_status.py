@@ -4,8 +4,9 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from threading import Event, Thread
 from types import SimpleNamespace
 
@@ -255,6 +256,52 @@ def test_prompts_that_a_worker_with_room_does_not_open_are_unwell(
     assert (told["well"], told["openable"]) == (False, 1)
     [sentence] = [each["sentence"] for each in told["findings"] if each["who"] == "environments"]
     assert "1 prompt waits and the window has room, but no group was opened" in sentence
+
+
+def test_a_worker_that_stands_still_is_named_while_another_goes_on(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "STILL_SECONDS", 1.0)
+    begun: dict[str, list[int]] = {}
+
+    def assigned(name: str, places: list[Place]) -> dict[Place, int]:
+        begun[name] = sorted(home for topic, home in places if topic is PROMPTS)
+        return {}
+
+    with ExitStack() as stack:
+        members = []
+        for name in ("environment-0", "environment-1"):
+            member = Reader(log.settings, f"rose-{name}", group=ENVIRONMENT_GROUP, member=name)
+            members.append(stack.enter_context(closing(member)))
+            member.subscribe([PROMPTS, COMPLETED], assigned=partial(assigned, name), revoked=lambda _: None)
+
+        def shared() -> bool:
+            for member in members:
+                member.read(1, 0.05)
+            return sorted(home for homes in begun.values() for home in homes) == list(range(PARTITIONS.home)) and all(
+                begun.get(name) for name in ("environment-0", "environment-1")
+            )
+
+        waits.until(shared)
+        groups = {home: next(name for name in map(str, range(99)) if log.home(name) == home) for home in range(4)}
+        for name in groups.values():
+            log.group(name)
+            log.progress(f"{name}:0")
+        [standing, *_], [moving, *_] = begun["environment-1"], begun["environment-0"]
+        looking = stack.enter_context(watch(log.settings))
+        for home in (standing, moving):
+            log.result(log.request(f"{groups[home]}:0"))
+
+        def accused() -> list[str]:
+            for member in members:
+                member.read(1, 0.0)
+            log.progress(f"{groups[moving]}:0")
+            looking.read(0.05)
+            found = diagnose(looking.facts())
+            return [each.sentence for each in found if each.who == "environments" and each.severity is Severity.UNWELL]
+
+        waits.until(lambda: bool(accused()))
+        [sentence] = accused()
+        assert sentence.startswith(f"1 result waits for environment-1 (home {standing}), and none was applied for ")
+        assert looking.facts().applied_seconds < 1.0
 
 
 def test_a_router_is_not_accused_of_the_time_before_there_was_an_executor(

@@ -8,6 +8,7 @@ import lzma
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -333,6 +334,37 @@ def test_beginnings_of_late_are_counted_by_role_and_by_the_clock_of_the_broker()
     assert (router.role, router.times, router.reason) == ("router-0", 4, "away")
     assert (trainer.role, trainer.times, trainer.reason) == ("trainer", 1, "")
     assert not view.begun(200.0)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["", "node-1/0", "node-1/1", "node-2/0"]), st.integers(1, 5)), min_size=1),
+    st.booleans(),
+)
+def test_namesakes_that_begin_in_places_of_their_own_are_counted_apart(
+    beginnings: list[tuple[str, int]], fresh: bool
+) -> None:
+    view = View(began=0.0)
+    counts: Counter[str] = Counter()
+    for place, times in beginnings:
+        view.take(RoleBegun(role="router-0", times=times, place=place), 1.0, fresh=fresh, stamp=1000.0)
+        counts[place] += times
+    view.take(beat(), 2.0, stamp=1001.0)
+    [router] = view.begun(3.0)
+    assert router.times == max(counts.values())
+
+
+def test_time_in_which_nobody_looked_counts_in_no_duration_that_stamps_tell() -> None:
+    view = View(began=50.0)
+    view.progress("g:0", 50.0, live=True, fresh=False, stamp=1100.0)
+    view.take(RoleBegun(role="trainer", times=4), 50.0, fresh=False, stamp=1000.0)
+    view.take(beat(), 54.0, stamp=1110.0)
+    assert (view.applied_seconds(54.0), view.opened_seconds(54.0, 1105.0)) == (10.0, 4.0)
+    view.absent(30.0)
+    assert (view.applied_seconds(85.0), view.opened_seconds(85.0, 1105.0)) == (11.0, 5.0)
+    view.take(beat(), 86.0, stamp=1142.0)
+    assert (view.applied_seconds(86.0), view.settled_seconds(86.0)) == (12.0, 12.0)
+    assert view.opened_seconds(86.0, 1141.0) == 1.0, "what came once somebody looked again is told as ever"
+    assert view.begun(90.0), "the absence is none of the two minutes"
 
 
 def test_time_in_which_nobody_looked_is_nobodys_silence() -> None:

@@ -1,0 +1,171 @@
+"""Where work waits: what the log and the broker's answers say of each home, cell and inbox. Pure.
+
+Keeps true
+- A home stands still from when its work was there, somebody owned it who had room for it, and nothing of that kind was
+  taken in there. What held already when the looking began may have held for long: stamps tell how long at most.
+- Homes of one worker whose prompts wait compete for its window: while one of them opens groups, the others wait.
+- An inbox is unread from when it got something, until its executor holds a turn or has ended one.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from pipeline.command.facts import CellFacts, ExecutorFacts, HomeFacts, StillFacts
+from pipeline.command.moments import Held, Stage
+from pipeline.command.view import View
+from topics.catalog import DISPATCHED, of_cell
+
+if TYPE_CHECKING:
+    from pipeline.command.soundings import Member, Sounding
+
+STALE_SECONDS = 10.0
+"""Nothing is concluded of homes from answers that are older."""
+
+
+@dataclass(slots=True)
+class Places:
+    """Give it the broker's answers as they come."""
+
+    view: View
+    window_groups: int
+    """Of one worker."""
+    cells: int = 1
+    began: float = 0.0
+    """When the broker first answered."""
+    _sounding: "Sounding | None" = None
+    _asked_at: float = 0.0
+    """When it answered last."""
+    _owned: Held = field(default_factory=Held)
+    """Homes with the worker that owns them."""
+    _roomy: Held = field(default_factory=Held)
+    """Homes whose worker's window has room."""
+    _prompts: Held = field(default_factory=Held)
+    """Homes in which prompts wait."""
+    _results: Held = field(default_factory=Held)
+    """Homes in which results wait."""
+    _sent: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """By inbox, the answers between which it last got something."""
+    _unread: dict[str, float] = field(default_factory=dict)
+    """By executor, since when something lies unread in its inbox."""
+
+    def sounded(self, sounding: "Sounding", now: float) -> None:
+        """The broker has answered."""
+        before, self._sounding = self._sounding, sounding
+        if before is None:
+            self.began = self._asked_at = now
+        else:
+            got = (place for place, end in sounding.ends.items() if end > before.ends.get(place, end))
+            self._sent.update({slot: (self._asked_at, now) for topic, slot in got if topic is DISPATCHED})
+        groups = self.view.open_at()
+        able = [each for each in sounding.workers if sum(groups[home] for home in each.homes) < self.window_groups]
+        self._owned.holds([(home, each.name) for each in sounding.workers for home in each.homes], now)
+        self._roomy.holds([home for each in able for home in each.homes], now)
+        self._prompts.holds(sounding.waiting_at, now)
+        self._results.holds(sounding.results_at, now)
+        self._unread = dict(self._unread_now())
+        self._asked_at = now
+
+    def absent(self, seconds: float) -> None:
+        """Nobody looked for so long until now."""
+        for held in (self._owned, self._roomy, self._prompts, self._results):
+            held.absent(seconds)
+        self._sent = {slot: (since + seconds, at + seconds) for slot, (since, at) in self._sent.items()}
+        self._unread = {worker: at + seconds for worker, at in self._unread.items()}
+        self.began, self._asked_at = self.began + seconds, self._asked_at + seconds
+
+    @property
+    def openable(self) -> int:
+        """Prompts that wait for a worker whose window has room."""
+        waiting = self._sounding.waiting_at if self._sounding else {}
+        return sum(count for home, count in waiting.items() if self._roomy.has(home))
+
+    def homes(self, now: float, *, later: float = 0.0) -> Iterator[HomeFacts]:
+        """The homes that somebody owns and in which something waits; see `Watch.facts`."""
+        if self._sounding is None or now - self._asked_at > STALE_SECONDS:
+            return
+        live, then = self.view.live_at(), now + later
+        for owner in self._sounding.workers:
+            idle = self.view.moments.seconds(then, Stage.OPENED, Stage.APPLIED, homes=owner.homes)
+            for home in sorted(owner.homes):
+                prompts = self._prompts_of(owner, home, then)
+                results = self._results_of(owner, home, then) if live[home] else None  # else they are of no use
+                if prompts is not None or results is not None:
+                    yield HomeFacts(home=home, worker=owner.name, idle_seconds=idle, prompts=prompts, results=results)
+
+    def executors(self, now: float, *, later: float = 0.0) -> list[ExecutorFacts]:
+        """The executors, with what lies unread in their inboxes; see `Watch.facts`."""
+        unread = {worker: max(0.0, now + later - at) for worker, at in self._unread.items()}
+        return [replace(each, unread_seconds=unread.get(each.worker, 0.0)) for each in self.view.present(now)]
+
+    def cell_facts(self, executors: Sequence[ExecutorFacts], now: float, *, later: float = 0.0) -> Iterator[CellFacts]:
+        """Each cell, where there are several; see `Watch.facts`."""
+        if self.cells == 1 or self._sounding is None:
+            return
+        live, then = self.view.live_at(), now + later
+        for cell in range(self.cells):
+            homes = of_cell(cell, self.cells, self.view.homes)
+            there = [each for each in executors if each.slot % self.cells == cell]
+            sent = [at for slot, (_, at) in self._sent.items() if slot % self.cells == cell]
+            able = self.view.able_seconds(now, {each.worker for each in there})
+            yield CellFacts(
+                cell=cell,
+                executors=there,
+                in_a_turn=sum(live[home] for home in homes),
+                results_waiting=sum(self._sounding.results_at.get(home, 0) for home in homes),
+                applied_seconds=self.view.moments.seconds(then, Stage.APPLIED, homes=homes),
+                dispatched_seconds=then - max(sent, default=self.began),
+                able_seconds=able + later if able else 0.0,
+            )
+
+    def _prompts_of(self, owner: "Member", home: int, now: float) -> StillFacts | None:
+        assert self._sounding is not None
+        if home not in self._sounding.waiting_at or not self._roomy.has(home):
+            return None
+        moments, stamp = self.view.moments, self._sounding.waiting_stamps.get(home)
+        rivals = [other for other in owner.homes if other in self._sounding.waiting_at]
+        opened = moments.seconds(now, Stage.OPENED, homes=rivals)
+        made_room = moments.seconds_before(now, Stage.SETTLED, homes=owner.homes)
+        room = self._roomy.most_seconds(home, now)
+        return StillFacts(
+            count=self._sounding.waiting_at[home],
+            seconds=min(
+                opened,
+                room if made_room is None else min(room, max(made_room, self._roomy.seen_seconds(home, now))),
+                self._owned.most_seconds((home, owner.name), now),
+                self._waited(self._prompts, home, stamp, now),
+            ),
+            seen_seconds=min(self._roomy.seen_seconds(home, now), self._seen(self._prompts, owner, home, now)),
+        )
+
+    def _results_of(self, owner: "Member", home: int, now: float) -> StillFacts | None:
+        assert self._sounding is not None
+        if home not in self._sounding.results_at:
+            return None
+        return StillFacts(
+            count=self._sounding.results_at[home],
+            seconds=min(
+                self.view.moments.seconds(now, Stage.APPLIED, homes=(home,)),
+                self._owned.most_seconds((home, owner.name), now),
+                self._waited(self._results, home, self._sounding.results_stamps.get(home), now),
+            ),
+            seen_seconds=self._seen(self._results, owner, home, now),
+        )
+
+    def _waited(self, waits: Held, home: int, stamp: float | None, now: float) -> float:
+        """For how long what waits there may have, of which the oldest has this stamp."""
+        by_stamp = math.inf if stamp is None else self.view.moments.since_stamp(now, stamp)
+        return min(waits.most_seconds(home, now), max(by_stamp, waits.seen_seconds(home, now)))
+
+    def _seen(self, waits: Held, owner: "Member", home: int, now: float) -> float:
+        """For how long something was seen to wait there for this worker."""
+        return min(waits.seen_seconds(home, now), self._owned.seen_seconds((home, owner.name), now))
+
+    def _unread_now(self) -> Iterator[tuple[str, float]]:
+        slots = [heard.beat.slot for heard in self.view.executors.values()]
+        for worker, heard in self.view.executors.items():
+            since, at = self._sent.get(heard.beat.slot, (-math.inf, -math.inf))
+            alone = slots.count(heard.beat.slot) == 1  # else nobody knows for whom it is
+            if alone and heard.took_at < since and heard.able_at <= at:
+                yield worker, self._unread.get(worker, at)
