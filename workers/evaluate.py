@@ -2,27 +2,46 @@
 
 Keeps true
 - Tasks, and the seed of every turn, follow from the arguments: two policies meet the same tasks with the same luck.
-- Turns are played as over the bus: the same turn format, the same sampling, the same ends of a trajectory.
+- Turns are played as over the bus: the same runner of environments, the same turn format, the same sampling, the same
+  ends of a trajectory.
+- An environment that fails is no policy's fault: no figure is given, of the other tasks neither, which are not the same
+  tasks any more.
 """
 
-import asyncio
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
 
+from schemas.arrays import pack_tokens, unpack_tokens
+from schemas.errors import RoseError, UsageError
 from schemas.prompts import Sampling
+from workers.environments.home import Begun
 from workers.environments.protocol import Environment
 from workers.environments.registry import load_environment
+from workers.environments.runner import Advance, Answer, Failed, Job, Refused, Reset, Runner
+from workers.environments.steps import Stepped
 from workers.environments.turn_format import TurnFormat
 from workers.executor.vllm.folder import check_folder
 from workers.executor.vllm.types import EngineConfig
 
 SEED_BYTES = 7
 """Of a turn's seed: below 2**63."""
+
+REASON_CHARACTERS = 300
+"""How much is told of what an environment raised."""
+
+LOOKS = 8
+"""An environment that so many of them find in the thread, in the time that it has, blocks it."""
+
+
+class EnvironmentFailed(RoseError):
+    """An environment raised, gave what it must not give, or took too long."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,11 +65,9 @@ class _Played:
     """One task while it is played."""
 
     seed: int
-    environment: Environment
     tokens: list[int] = field(default_factory=list)
     turns: int = 0
     solved: bool = False
-    done: bool = False
 
 
 def evaluate_policy(
@@ -62,24 +79,26 @@ def evaluate_policy(
     sampling: Sampling,
     max_turns: int,
     max_context_tokens: int,
+    step_timeout_seconds: float,
 ) -> Evaluation:
     """Play the task of every seed once with the policy of `config.model_folder`.
 
-    Raises UsageError: a broken model folder, an unknown environment, arguments that it does not take.
+    Raises UsageError: a broken model folder, an unknown environment, arguments that it does not take. Raises
+    EnvironmentFailed.
     """
     check_folder(config.model_folder)
     turn_format = TurnFormat(config.model_folder)
     make = load_environment(environment)
     sampling = msgspec.structs.replace(sampling, stop_token_ids=turn_format.stop_token_ids)
-    games = [_Played(seed=seed, environment=make()) for seed in seeds]
-    with asyncio.Runner() as runner:  # an environment lives in one event loop
-        runner.run(_open(games, arguments, turn_format))
+    games = [_Played(seed=seed) for seed in seeds]
+    with closing(_Environments(environment, make, turn_format, games, step_timeout_seconds)) as environments:
+        environments.begin(arguments)
 
         import workers.executor.vllm.alone  # noqa: F401
         from workers.executor.vllm.engine import Engine
 
         engine = Engine(config)
-        table = _Table(engine, turn_format, runner, sampling, max_turns, max_context_tokens)
+        table = _Table(engine, environments, sampling, max_turns, max_context_tokens)
         try:
             began = time.perf_counter()
             table.play(games)
@@ -94,10 +113,84 @@ def evaluate_policy(
     )
 
 
-async def _open(games: Sequence[_Played], arguments: Mapping[str, Any], turn_format: TurnFormat) -> None:
-    for game in games:
-        observation = await game.environment.reset(game.seed, arguments)
-        game.tokens = turn_format.observation_tokens(observation, first=True)
+class _Environments:
+    """One for each game, run as an environment worker runs them."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Environment],
+        turn_format: TurnFormat,
+        games: Sequence[_Played],
+        timeout_seconds: float,
+    ) -> None:
+        self._name = name
+        self._games = games
+        self._timeout_seconds = timeout_seconds
+        self._answers: SimpleQueue[tuple[int, Answer]] = SimpleQueue()
+        self._runner = Runner(
+            turn_format,
+            lambda _: make(),
+            lambda job, answer: self._answers.put((int(job.trajectory_id), answer)),
+            life=0,
+            max_live=len(games),
+            timeout_seconds=timeout_seconds,
+        )
+
+    def begin(self, arguments: Mapping[str, Any]) -> None:
+        """Every game. Raises UsageError or EnvironmentFailed."""
+        games = enumerate(self._games)
+        jobs = [Reset(**self._of(number), seed=game.seed, arguments=dict(arguments)) for number, game in games]
+        for number, begun in self._do(jobs):
+            self._games[number].tokens = unpack_tokens(begun.observation)
+
+    def step(self, actions: Mapping[int, Sequence[int]]) -> list[tuple[int, Stepped]]:
+        """The games of these numbers, each by what was sampled. Raises EnvironmentFailed."""
+        jobs = [  # without a state to restore: all are held
+            Advance(**self._of(number), tokens=pack_tokens(action), state=b"") for number, action in actions.items()
+        ]
+        return [(number, stepped) for number, stepped in self._do(jobs) if isinstance(stepped, Stepped)]
+
+    def let_go(self, number: int) -> None:
+        """Of the environment of a game that has ended."""
+        self._runner.let_go([str(number)])
+
+    def close(self) -> None:
+        """Them all."""
+        self._runner.close()
+
+    def _of(self, number: int) -> dict[str, Any]:
+        return {"life": 0, "trajectory_id": str(number), "environment": self._name, "ticket": None}
+
+    def _do(self, jobs: Sequence[Job]) -> list[tuple[int, Begun | Stepped]]:
+        self._runner.start(jobs)
+        done: list[tuple[int, Begun | Stepped]] = []
+        for _ in jobs:
+            number, answer = self._answer()
+            if isinstance(answer, Refused):
+                raise UsageError(f"tasks.arguments: {' '.join(answer.reason.split())[:REASON_CHARACTERS]}")
+            if isinstance(answer, Failed):
+                reason = " ".join(answer.failure.split())[:REASON_CHARACTERS]
+                raise EnvironmentFailed(
+                    f"{reason} (task of seed {self._games[number].seed}): an environment that fails leaves no "
+                    "figure; mend it and evaluate again"
+                )
+            done.append((number, answer))
+        return done
+
+    def _answer(self) -> tuple[int, Answer]:
+        """The next. The runner answers in time for whatever does not block its thread."""
+        beats, looks = self._runner.beats, 0
+        while True:
+            try:
+                return self._answers.get(timeout=self._timeout_seconds / LOOKS)
+            except Empty:
+                beats, looks = self._runner.beats, 0 if self._runner.beats != beats else looks + 1
+            if looks > LOOKS:
+                raise EnvironmentFailed(
+                    f"environment {self._name} blocks the thread in which all of them run for longer than "
+                    f"environment.step_timeout_seconds ({self._timeout_seconds:g}): mend it and evaluate again"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +198,7 @@ class _Table:
     """Where the games are played: one engine for all."""
 
     engine: Any
-    turn_format: TurnFormat
-    runner: asyncio.Runner
+    environments: _Environments
     sampling: Sampling
     max_turns: int
     max_context_tokens: int
@@ -116,13 +208,11 @@ class _Table:
         for number, game in enumerate(games):
             self._ask(number, game)
         while len(self.engine):
-            for finished in self.engine.step().finished:
-                number = int(finished.key)
-                game = games[number]
-                game.tokens += finished.tokens
-                self.runner.run(self._step(game, finished.tokens))
-                if not game.done:
-                    self._ask(number, game)
+            actions = {int(turn.key): turn.tokens for turn in self.engine.step().finished}
+            for number, action in actions.items():
+                games[number].tokens += action
+            for number, stepped in self.environments.step(actions):
+                self._apply(number, games[number], stepped)
 
     def _ask(self, number: int, game: _Played) -> None:
         room = self.max_context_tokens - len(game.tokens)
@@ -131,17 +221,16 @@ class _Table:
         )
         self.engine.add(str(number), game.tokens, turn, policy_version=self.engine.version)
 
-    async def _step(self, game: _Played, action: Sequence[int]) -> None:
-        step = await game.environment.step(self.turn_format.action_text(action))
+    def _apply(self, number: int, game: _Played, stepped: Stepped) -> None:
         game.turns += 1
-        game.solved = bool(step.success)
-        observation = self.turn_format.observation_tokens(step.observation, first=False, after=action)
+        game.solved = bool(stepped.success)
+        observation = unpack_tokens(stepped.observation)
         no_room = len(game.tokens) + len(observation) >= self.max_context_tokens
-        game.done = step.done or game.turns >= self.max_turns or no_room
-        if game.done:
-            await game.environment.close()
-        else:
-            game.tokens += observation
+        if stepped.done or game.turns >= self.max_turns or no_room:
+            self.environments.let_go(number)
+            return
+        game.tokens += observation
+        self._ask(number, game)
 
 
 def _turn_seed(task_seed: int, turn: int) -> int:

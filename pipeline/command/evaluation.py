@@ -14,7 +14,10 @@ from workers.executor.vllm.types import EngineConfig
 
 
 def evaluate_folder(common: Common, model: Path | None, output: Path | None) -> None:
-    """Print the success on the held-out tasks, and write it to `output` if given. Raises UsageError, NotWritten."""
+    """Print the success on the held-out tasks, and write it to `output` if given.
+
+    Raises UsageError, EnvironmentFailed or NotWritten.
+    """
     if output is not None and not can_be_written(output):
         raise UsageError(
             f"--json {output} cannot be written: name a file, in a folder that is there and may be written"
@@ -53,6 +56,7 @@ def held_out(config: Config, model_folder: Path) -> Evaluation:
         sampling=Sampling(temperature=1.0, max_tokens=environment.max_turn_tokens),
         max_turns=tasks.max_turns,
         max_context_tokens=environment.max_context_tokens,
+        step_timeout_seconds=environment.step_timeout_seconds,
     )
 
 

@@ -1,0 +1,120 @@
+"""`rose evaluate` and environments that fail: one sentence, no figure. Nothing here comes to make an engine."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.errors import UsageError
+from schemas.prompts import Sampling
+from workers.environments.protocol import Environment, EnvironmentArgumentError
+from workers.evaluate import EnvironmentFailed, evaluate_policy
+from workers.executor.vllm.types import EngineConfig
+
+SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
+
+
+class Failing:
+    """In its reset."""
+
+    async def reset(self, seed: int, arguments: Mapping[str, Any]) -> Any:
+        if seed == 3:
+            return await self.fail()
+        return "0+1"
+
+    async def fail(self) -> Any:
+        raise NotImplementedError
+
+    async def step(self, action: str) -> Any:
+        raise AssertionError("no engine was made")
+
+    async def snapshot(self) -> bytes:
+        return b""
+
+    async def restore(self, state: bytes) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Raises(Failing):
+    async def fail(self) -> str:
+        raise RuntimeError("no sandbox\nis free")
+
+
+class GivesNone(Failing):
+    async def fail(self) -> None:
+        return None
+
+
+class Waits(Failing):
+    async def fail(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Blocks(Failing):
+    blocked = threading.Event()
+
+    async def fail(self) -> None:
+        self.blocked.wait()
+
+
+class Exits(Failing):
+    async def fail(self) -> None:
+        raise SystemExit(7)
+
+
+class Refuses(Failing):
+    async def fail(self) -> None:
+        raise EnvironmentArgumentError("there is no such size")
+
+
+def cannot_be_made() -> Environment:
+    raise OSError("no licence")
+
+
+def evaluated(environment: Callable[..., object]) -> None:
+    evaluate_policy(
+        EngineConfig(model_folder=SHIPPED, max_model_len=128),
+        environment=f"{__name__}:{environment.__name__}",
+        arguments={},
+        seeds=range(5),
+        sampling=Sampling(max_tokens=8),
+        max_turns=2,
+        max_context_tokens=128,
+        step_timeout_seconds=0.4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        (Raises, r"Raises: RuntimeError: no sandbox is free \(task of seed 3\)"),
+        (GivesNone, r"GivesNone: TypeError: .*NoneType"),
+        (Waits, r"Waits: TimeoutError: took longer than 0\.4 s"),
+        (Exits, r"Exits: SystemExit: 7"),
+        (cannot_be_made, r"cannot_be_made: OSError: no licence \(task of seed"),
+    ],
+)
+def test_an_environment_that_fails_ends_the_evaluation_in_one_sentence(
+    environment: Callable[..., object], reason: str
+) -> None:
+    with pytest.raises(EnvironmentFailed, match=reason) as caught:
+        evaluated(environment)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_that_blocks_all_of_them_does_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.environments.runner.CLOSE_SECONDS", 0.1)
+    try:
+        with pytest.raises(EnvironmentFailed, match=r"Blocks blocks the thread .*step_timeout_seconds \(0\.4\)"):
+            evaluated(Blocks)
+    finally:
+        Blocks.blocked.set()
+
+
+def test_arguments_that_it_does_not_take_are_the_users_to_mend() -> None:
+    with pytest.raises(UsageError, match=r"^tasks\.arguments: there is no such size$"):
+        evaluated(Refuses)
