@@ -62,8 +62,10 @@ def fetch(folder: Path) -> Path:
         temporary = Path(name)
         gguf = _download(temporary)
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(temporary, gguf_file=gguf, dtype=torch.float32).bfloat16()
-            tokenizer = AutoTokenizer.from_pretrained(temporary, gguf_file=gguf)
+            loaded = AutoModelForCausalLM.from_pretrained(
+                temporary, gguf_file=gguf, dtype=torch.float32, trust_remote_code=False
+            ).bfloat16()
+            tokenizer = AutoTokenizer.from_pretrained(temporary, gguf_file=gguf, trust_remote_code=False)
         except (ImportError, ValueError) as error:  # it asks for `accelerate` with a ValueError
             raise RoseError(f"transformers cannot read a GGUF ({error}); install the extra `bench`") from None
         loaded.hf_quantizer = None  # the weights are dequantised: what is saved is no GGUF any more
@@ -101,8 +103,8 @@ def updates(folder: Path, *, learning_rate: float, steps: int, seed: int = 0) ->
 
     path = fetch(folder)
     torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     old = words_of(model)
     for step in range(steps):

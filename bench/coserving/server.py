@@ -108,7 +108,7 @@ def make_model(folder: Path, sizes: Mapping[str, int]) -> Path:
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     with as_file(files("workers") / "models" / "calculator") as calculator:
-        AutoTokenizer.from_pretrained(calculator).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(calculator, trust_remote_code=False).save_pretrained(folder)
     return folder
 
 

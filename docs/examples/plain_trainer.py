@@ -46,7 +46,7 @@ def train(
     stop: Event | None = None,
 ) -> Any:
     """Until `total_groups` have ended (0 is never) or `stop`; returns the model."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, trust_remote_code=False)
     tensors = FolderTensors(model, model_folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     config = model.config

@@ -142,7 +142,7 @@ def train(
     stop: Event | None = None,
 ) -> Any:
     """So many steps; returns the model."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, trust_remote_code=False)
     config = GRPOConfig(
         output_dir=str(output),
         max_steps=steps,
@@ -168,7 +168,7 @@ def train(
         "model": model,
         "args": config,
         "train_dataset": Dataset.from_dict({"prompt": [""] * groups_per_step}),  # the bus has the prompts
-        "processing_class": AutoTokenizer.from_pretrained(model_folder),
+        "processing_class": AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False),
     }
     if config.process_index:
         BusGRPOTrainer(feed=None, **arguments).train()

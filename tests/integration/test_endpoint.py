@@ -313,6 +313,7 @@ def test_turns_on_time_are_asked_for_in_growing_number(router: Router, endpoint:
         ({"changed": {"logprobs_mode": "raw_logprobs"}}, "--logprobs-mode processed_logprobs"),
         ({"changed": {"dtype": "torch.float16"}}, "computes in float16"),
         ({"changed": {"max_model_len": MOST_TOKENS - 1}}, "longest turn"),
+        ({"changed": {"max_model_len": 1025}}, "start it with --max-model-len 1024, of which"),
         ({"changed": {"model": "/nowhere"}}, "cannot be read from here"),
         ({"folder": Path(__file__).parents[2] / "workers/models/calculator"}, "are not the policy's"),
     ],

@@ -22,14 +22,19 @@ from workers.executor.link import EngineLink
 from workers.executor.vllm.folder import check_folder
 from workers.executor.wires import Wires
 from workers.executor.words import Failed, Outbox
+from workers.model_config import refuse_too_long
 
 
 class EngineProcess:
     """An engine that is being made, then runs turns: a context manager that ends it."""
 
     def __init__(self, config: ExecutorConfig) -> None:
-        """Returns at once; call it before this process has a client of a broker. Raises ModelFolderError."""
+        """Returns at once; call it before this process has a client of a broker.
+
+        Raises ModelFolderError or ConfigRefused.
+        """
         self.shapes, _ = check_folder(config.model_folder)
+        refuse_too_long(config.model_folder, config.max_model_len)
         wires, parent = Wires.new(), os.getpid()
         end = end_with(parent, signal.SIGKILL)
         sys.stdout.flush()

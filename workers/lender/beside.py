@@ -41,6 +41,7 @@ from workers.lender.observed import observe
 from workers.lender.pulse import Pulse
 from workers.lender.shared_folder import make_folder
 from workers.lender.vllm import SETTING
+from workers.model_config import refuse_too_long
 from workers.weights.config import WeightsConfig
 from workers.weights.trust import run_id
 
@@ -71,7 +72,10 @@ def lend(plan: Plan, serving: Path, flags: Sequence[str]) -> NoReturn:
     Call it before this process has a client of a broker: librdkafka's threads are not forked. Metrics and traces are
     those of the process beside the server. Raises ModelFolderError for a policy that no guest can be made from.
     """
-    shapes = check_folder(plan.executor.model_folder)[0] if plan.settings is not None else {}
+    shapes: Mapping[str, tuple[int, ...]] = {}
+    if plan.settings is not None:
+        shapes, _ = check_folder(plan.executor.model_folder)
+        refuse_too_long(plan.executor.model_folder, plan.executor.max_model_len)
     folder = make_folder()
     file, pulse = folder / "lend.json", Pulse.made(folder / "pulse")
     file.write_bytes(msgspec.json.encode(_of(plan, folder)))

@@ -35,6 +35,7 @@ from schemas.wire import decode, encode
 from topics.errors import BusError
 from topics.health import HEALTH
 from topics.settings import TRANSACTION_MILLISECONDS, BusSettings
+from workers.model_config import most_tokens
 from workers.trainer import metrics
 from workers.trainer.checkpoint import CheckpointRefused, Checkpoints, Identity, Progress
 from workers.trainer.config import TrainerConfig
@@ -107,7 +108,7 @@ class Trainer:
         self._rules = Rules(
             max_staleness=config.max_staleness,
             vocabulary=self._model.get_input_embeddings().num_embeddings,
-            context_tokens=getattr(self._model.config, "max_position_embeddings", None) or CONTEXT_TOKENS,
+            context_tokens=most_tokens(self._model.config.to_dict()) or CONTEXT_TOKENS,
             leave_out_truncated=config.truncated == "leave_out",
         )
         self._identity = Identity(

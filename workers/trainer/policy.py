@@ -5,8 +5,10 @@ Keeps true
 - A token's logprob is that of the distribution it was drawn from: of the logits over the temperature of its turn.
 - The model is in evaluation mode, also while gradients flow: no engine samples with dropout, layers left out or noise
   in a router, so a policy that computes with them is another one than that which sampled.
-- A folder that does not load gives one sentence, never a half-loaded model.
-- Padding is on the right and attention is causal, so a token's logprob does not depend on its batch.
+- Attention has all that the configuration asks for, as engines have it: kernels that leave some of it out are not used.
+- A folder that does not load gives one sentence, never a half-loaded model. Code that a folder brings is never run.
+- Padding is on the right, attention is causal and angles do not follow the longest row of a pass, so a token's logprob
+  does not depend on its batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from schemas.errors import UsageError
+from workers.model_config import CONFIG, SHORT_AND_LONG, ConfigRefused, compute_as_engines, refuse_unlike
 from workers.weights.model_folder import INDEX, FolderError, read_config, weight_files
 
 REASON_CHARACTERS = 300
@@ -31,12 +34,13 @@ def load_policy(folder: Path) -> Any:
     """The folder's model in float32, in evaluation mode; a `transformers.PreTrainedModel`. Raises ModelFolderError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG).is_file():
         raise ModelFolderError(f"{folder} is not a model folder: it has no config.json")
     try:
-        read_config(folder)
+        refuse_unlike(folder, read_config(folder))
         weight_files(folder)
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        compute_as_engines(config)
         if (folder / INDEX).is_file():  # where there is a model.safetensors as well, transformers would take that
             config.transformers_weights = INDEX
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -45,8 +49,11 @@ def load_policy(folder: Path) -> Any:
             dtype=torch.float32,
             local_files_only=True,
             use_safetensors=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
+    except ConfigRefused:
+        raise
     except FolderError as error:
         raise ModelFolderError(f"{folder} does not load as a causal language model: {error}") from None
     except Exception as error:  # transformers, safetensors and json raise a dozen unrelated types for broken files
@@ -56,6 +63,8 @@ def load_policy(folder: Path) -> Any:
         names = ", ".join(sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])[:3])
         raise ModelFolderError(f"{folder}: the weights do not fit config.json, beginning with {names}")
     _refuse_untied(model, folder)
+    _refuse_whole_heads(model, folder)
+    _keep_short_angles(model)
     return model.eval()
 
 
@@ -66,6 +75,30 @@ def _refuse_untied(model: Any, folder: Path) -> None:
             raise ModelFolderError(
                 f"{folder}: config.json says that {name} is {other}, but they differ: set tie_word_embeddings to false"
             )
+
+
+def _refuse_whole_heads(model: Any, folder: Path) -> None:
+    """Some models of transformers turn whole heads whatever part config.json says; vLLM turns the part."""
+    for module in model.modules():
+        config, turned = getattr(module, "config", None), getattr(module, "inv_freq", None)
+        angles = getattr(config, "rope_parameters", None)
+        if config is None or turned is None or not angles or angles.get("rope_type") == "proportional":
+            continue
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if (part := angles.get("partial_rotary_factor") or 1) != 1 and 2 * len(turned) != int(head * part):
+            raise ModelFolderError(
+                f"{folder}/{CONFIG} has a partial_rotary_factor, which vLLM keeps to and transformers, for a "
+                f"{config.model_type}, does not: begin with another model"
+            )
+
+
+def _keep_short_angles(model: Any) -> None:
+    """Of models that have others for long contexts: transformers would take those for all rows of a pass with a long
+    one, and vLLM for all turns of an engine that may have one. No context is that long (`model_config.most_tokens`).
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) in SHORT_AND_LONG:
+            module.rope_type = "default"  # else the angles are chosen anew in each pass
 
 
 def token_logprobs(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> Tensor:

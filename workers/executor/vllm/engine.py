@@ -47,6 +47,7 @@ from workers.executor.vllm.types import (
     SwapRefused,
     first_line,
 )
+from workers.model_config import refuse_too_long
 
 __all__ = [
     "Engine",
@@ -111,10 +112,12 @@ class Engine:
 
     def __init__(self, config: EngineConfig, place: Place | None = None) -> None:
         """Takes seconds. `place` is this process unless given. The folder's tokenizer is of no use to it, and is left
-        unread: `check_folder` is for whoever has no users to wait for it. Raises ModelFolderError or EngineStartError.
+        unread: `check_folder` is for whoever has no users to wait for it. Raises ModelFolderError, ConfigRefused or
+        EngineStartError.
         """
         self._folder = config.model_folder
         self.shapes, self.vocabulary = read_folder(config.model_folder)
+        refuse_too_long(config.model_folder, config.max_model_len)
         self.version = config.policy_version
         self.longest_tokens = config.max_model_len
         """Of a turn, context and output together."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from workers.executor.vllm.types import ModelFolderError
+from workers.model_config import refuse_unlike
 from workers.tokenizer import TOKENIZER_FILE, TokenizerError, check_vocabulary, load_tokenizer
 from workers.weights.model_folder import FolderError, folder_shapes, read_config
 
@@ -15,7 +16,7 @@ VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 
 
 def check_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
-    """What `read_folder` gives, once the tokenizer is known to be the model's. Raises ModelFolderError.
+    """What `read_folder` gives and raises, once the tokenizer is known to be the model's.
 
     Reading a tokenizer holds Python's one lock for as long as it takes, of large ones half a second.
     """
@@ -30,11 +31,12 @@ def check_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, tuple[int, ...]], int]:
-    """The shape of every tensor of the folder, and the vocabulary's size. Raises ModelFolderError."""
+    """The shape of every tensor of the folder, and the vocabulary's size. Raises ModelFolderError or ConfigRefused."""
     try:
         config, shapes = read_config(folder), folder_shapes(folder)
     except FolderError as error:
         raise ModelFolderError(str(error)) from None
+    refuse_unlike(folder, config)
     vocabulary: int = config["vocab_size"]
     _check_vocabulary(folder, shapes, vocabulary)
     return shapes, vocabulary

@@ -1,8 +1,8 @@
 """Starting vLLM's engine core.
 
 Keeps true
-- The core has no tokenizer, reads no pickle, and never runs ahead of the weights it reports: a step computes and
-  samples before it returns.
+- The core has no tokenizer, reads no pickle, runs no code of a model folder, and never runs ahead of the weights it
+  reports: a step computes and samples before it returns.
 - It runs in this process, whatever the environment says to vLLM; its model where `place` says.
 """
 
@@ -136,4 +136,5 @@ def _arguments(config: EngineConfig, place: Place) -> dict[str, Any]:
         "disable_log_stats": True,
         **place.arguments,
         **config.vllm_arguments,
+        "trust_remote_code": False,
     }

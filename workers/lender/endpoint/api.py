@@ -19,6 +19,7 @@ from workers.executor.vllm.folder import check_folder
 from workers.executor.vllm.types import EngineBroken, EngineRefusal, EngineStartError, SwapRefused
 from workers.lender.endpoint.proof import ANSWER_TOKENS, TOLERANCES, Probed
 from workers.lender.endpoint.turn import NOT_NOW, BrokenOff, Choice, Piece, TurnLost, trouble
+from workers.model_config import most_tokens_of
 
 VERSION = "0.32."
 """Of vLLM: what is asked of it is not promised to stay."""
@@ -350,6 +351,12 @@ def unusable(config: VllmConfig, shapes: Mapping[str, Sequence[int]], max_model_
         return f"its logprobs are {model.logprobs_mode}: start it with --logprobs-mode processed_logprobs"
     if model.max_model_len < max_model_len:
         return f"its longest turn is {model.max_model_len} tokens, executor.max_model_len is {max_model_len}"
+    most = most_tokens_of(Path(model.model))
+    if most is not None and model.max_model_len > most:
+        return (
+            f"its longest turn is {model.max_model_len} tokens: start it with --max-model-len {most}, of which "
+            "trainer and engine compute the same"
+        )
     return _other_model(Path(model.model), shapes, on_cpu=config.device_config.device == "cpu")
 
 

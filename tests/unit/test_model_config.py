@@ -1,0 +1,130 @@
+"""What config.json says and trainer and engine read in different ways: refused at a start, or kept out of reach."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from schemas.errors import UsageError
+from workers.executor.config import ExecutorConfig
+from workers.executor.engine_process import EngineProcess
+from workers.executor.vllm.folder import check_folder
+from workers.model_config import most_tokens, refuse_too_long, refuse_unlike
+from workers.trainer.policy import load_policy
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+
+
+def folder_of(place: Path, **said: Any) -> Path:
+    """One whose config.json is read, and no more."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 12}
+    (place / "config.json").write_text(json.dumps(config | said))
+    save_file({"model.norm.weight": np.zeros(4, np.float32)}, place / "model.safetensors")
+    return place
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "alpha": 9.0}}, "rope_type dynamic"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, "rope_type dynamic"),
+        ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "take the factor out"),
+        ({"max_position_embeddings": 64, "rope_scaling": LONGROPE | {"short_mscale": 1.2}}, "short_mscale"),
+        (
+            {
+                "max_position_embeddings": 64,
+                "original_max_position_embeddings": 32,
+                "rope_scaling": LONGROPE | {"factor": 4.0},
+            },
+            "rope_type longrope",
+        ),
+        ({"is_causal": False}, "comes after it"),
+        ({"use_bidirectional_attention": True}, "comes after it"),
+        ({"scale_attn_weights": False}, "scale_attn_weights"),
+    ],
+)
+def test_what_trainer_and_engine_compute_differently_is_refused_by_both_in_one_sentence(
+    said: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path, **said)
+    sentences = set()
+    for start in (check_folder, load_policy):
+        with pytest.raises(UsageError, match=reason) as caught:
+            start(folder)
+        sentences.add(str(caught.value))
+    assert len(sentences) == 1 and "\n" not in sentences.pop()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_scaling": None, "is_causal": True, "use_bidirectional_attention": False, "scale_attn_weights": True},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}},
+        {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.25}},
+        {"max_position_embeddings": 64, "original_max_position_embeddings": 32, "rope_scaling": LONGROPE},
+        {"max_position_embeddings": 64, "rope_scaling": LONGROPE | {"type": "su"}},
+        {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
+    ],
+)
+def test_what_both_compute_alike_is_taken(said: Mapping[str, Any], tmp_path: Path) -> None:
+    refuse_unlike(tmp_path, said)
+
+
+@pytest.mark.parametrize(
+    ("said", "most"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 64}, 64),
+        ({"n_positions": 64}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 4.0}}, 256),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "default", "factor": 4.0}}, 64),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 64),
+        (
+            {
+                "max_position_embeddings": 256,
+                "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+            },
+            128,
+        ),
+        ({"max_position_embeddings": 64, "original_max_position_embeddings": 32, "rope_scaling": LONGROPE}, 32),
+        (
+            {
+                "max_position_embeddings": 64,
+                "rope_parameters": {"full": {"rope_type": "linear", "factor": 4.0}, "window": {"rope_type": "default"}},
+            },
+            64,
+        ),
+        (
+            {
+                "max_position_embeddings": 256,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                    "llama_4_scaling_beta": 0.1,
+                },
+            },
+            64,
+        ),
+        ({"model_type": "cohere", "max_position_embeddings": 64, "model_max_length": 256}, 256),
+        ({"model_type": "cohere2", "max_position_embeddings": 256, "sliding_window": 64}, 64),
+        ({"model_type": "mistral", "max_position_embeddings": 256, "sliding_window": 64}, 256),
+    ],
+)
+def test_a_context_is_as_long_as_both_compute_it_alike(said: Mapping[str, Any], most: int | None) -> None:
+    assert most_tokens(said) == most
+
+
+def test_an_executor_whose_turns_could_be_longer_is_refused_before_its_engine_is_made(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, max_position_embeddings=64, original_max_position_embeddings=32, rope_scaling=LONGROPE)
+    refuse_too_long(folder, 32)
+    config = ExecutorConfig(model_folder=folder, name="executor", max_model_len=33)
+    with pytest.raises(UsageError, match=r"executor\.max_model_len \(33\) is more than the 32 tokens .* at most 32$"):
+        EngineProcess(config)

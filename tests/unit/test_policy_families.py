@@ -1,0 +1,125 @@
+"""Policies whose configuration says how attention, angles and answers are: computed as an engine does, or refused."""
+
+import json
+import os
+import pty
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from workers.lender.endpoint.proof import Expected, Probed
+from workers.model_config import most_tokens
+from workers.trainer.policy import ModelFolderError, load_policy, token_logprobs
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1),
+}
+CAPPED = {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 1.0, "initializer_range": 0.5}
+ANGLES = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+
+
+def made(folder: Path, kind: str, **fields: Any) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | fields)).save_pretrained(folder)
+    return folder
+
+
+def rewrite(folder: Path, **said: object) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    return folder
+
+
+def logprobs_of(model: Any, *rows: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return token_logprobs(model, torch.tensor(rows))
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "vaultgemma"])
+def test_attention_with_a_cap_on_its_logits_is_computed_with_it(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, row = made(tmp_path, kind, **CAPPED), [*range(2, 40)]
+    own, without = (AutoModelForCausalLM.from_pretrained(folder, attn_implementation=one) for one in ("eager", "sdpa"))
+    found = logprobs_of(load_policy(folder), row)
+    torch.testing.assert_close(found, logprobs_of(own.eval(), row), atol=1e-6, rtol=0)
+    assert (found - logprobs_of(without.eval(), row)).abs().max() > 1e-2, "the cap changes nothing here"
+
+
+def test_a_version_is_proven_by_attention_with_its_cap(tmp_path: Path) -> None:
+    folder, row = made(tmp_path, "gemma2", **CAPPED), [*range(2, 40)]
+    model = load_policy(folder)
+    probed = Probed(row[:1], row[1:], [{token: 0.0} for token in row[1:]])
+    proven = Expected(folder).logprobs(dict(model.state_dict()), probed)
+    assert proven == pytest.approx(logprobs_of(model, row)[0, 1:].numpy(), abs=1e-5)
+
+
+def test_attention_that_the_folder_names_is_not_what_decides(tmp_path: Path) -> None:
+    folder = made(tmp_path, "gpt_oss", head_dim=16, num_local_experts=2, num_experts_per_tok=1)
+    for named in ("sdpa", "flash_attention_2", "flex_attention"):
+        model = load_policy(rewrite(folder, attn_implementation=named))
+        assert model.config._attn_implementation == "eager", "no other has sinks"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"return_dict": False}, {"torchscript": True}, {"output_attentions": True, "output_hidden_states": True}],
+)
+def test_how_a_folder_wants_its_answers_is_not_what_decides(said: dict[str, bool], tmp_path: Path) -> None:
+    folder, row = made(tmp_path, "llama"), [*range(2, 20)]
+    expected = logprobs_of(load_policy(folder), row)
+    assert torch.equal(logprobs_of(load_policy(rewrite(folder, **said)), row), expected)
+
+
+def test_angles_for_long_contexts_are_not_chosen_by_what_comes_beside_a_row(tmp_path: Path) -> None:
+    folder = made(tmp_path, "phi3", original_max_position_embeddings=16, rope_parameters=ANGLES)
+    model = load_policy(folder)
+    assert most_tokens(model.config.to_dict()) == 16
+    short, long = [*range(2, 18)], [*range(2, 50)]
+    alone, beside = logprobs_of(model, short)[0], logprobs_of(model, short + [0] * 32, long)[0, :16]
+    torch.testing.assert_close(beside, alone, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logprobs_of(model, short)[0], alone, atol=0, rtol=0)
+
+
+def test_a_part_of_a_head_that_transformers_does_not_keep_to_is_refused(tmp_path: Path) -> None:
+    angles = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    load_policy(made(tmp_path / "stablelm", "stablelm", rope_parameters=angles))
+    with pytest.raises(ModelFolderError, match="has a partial_rotary_factor"):
+        load_policy(made(tmp_path / "llama", "llama", rope_parameters=angles))
+
+
+def test_code_that_a_folder_brings_is_neither_run_nor_asked_about_in_a_terminal(tmp_path: Path) -> None:
+    folder, ran = made(tmp_path / "model", "llama"), tmp_path / "ran"
+    (folder / "modeling_own.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own_policy'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    names = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    rewrite(folder, model_type="own_policy", auto_map=names)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        try:
+            load_policy(folder)
+        except ModelFolderError:
+            os._exit(0)
+        finally:
+            sys.stderr.flush()
+            os._exit(1)
+    os.write(terminal, b"y\n")
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 0 and not ran.exists()
