@@ -139,6 +139,21 @@ def test_a_step_that_leaves_a_policy_that_is_not_finite_is_as_if_it_had_not_been
     assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "run/model/model.safetensors").values())
 
 
+def test_a_step_that_leaves_finite_weights_and_no_finite_logprob_is_as_if_it_had_not_been(
+    settings: BusSettings, model_folder: Path, tmp_path: Path
+) -> None:
+    trainer = trainer_of(settings, model_folder, tmp_path / "run")
+    trainer._optimizer.register_step_post_hook(lambda *_: trainer._model.model.norm.weight.data.fill_(3e38))
+    with pytest.raises(
+        PolicyRefused, match=r"^version 1 is neither kept nor published: its logprobs .* lower trainer\.learning_rate"
+    ):
+        trainer.run()
+    assert result_of(settings).outcomes == [] and list(result_of(settings).digests) == [0]
+    assert not (tmp_path / "run" / NAME).exists() and not (tmp_path / "run" / "model").exists()
+    run_trainer(settings, config_of(model_folder, tmp_path / "run"), Event())
+    assert result_of(settings).counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1
+
+
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_a_policy_to_begin_with_that_is_not_finite_begins_no_run(
     settings: BusSettings, tmp_path: Path, value: float

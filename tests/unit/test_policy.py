@@ -21,7 +21,7 @@ from workers.environments.turn_format import TurnFormat
 from workers.trainer.config import TrainerConfig
 from workers.trainer.loop import step_settings
 from workers.trainer.policy import ModelFolderError, load_policy, microbatches, padded, token_logprobs
-from workers.trainer.step import StepSettings, TrainingSample, make_optimizer, train_step, try_group
+from workers.trainer.step import StepSettings, TrainingSample, make_optimizer, train_step, try_group, try_policy
 
 SHIPPED = Path(__file__).parents[2] / "workers" / "models" / "calculator"
 STANDARD = step_settings(TrainerConfig(model_folder=SHIPPED, run_folder=Path("run")))
@@ -182,6 +182,15 @@ def test_to_try_a_group_raises_what_a_step_would_and_changes_no_weight(
     with pytest.raises(IndexError):
         try_group(model, [replace(groups[0][0], tokens=[10**6] * len(groups[0][0].tokens))], settings=STANDARD)
     assert torch.equal(parameters_of(model), parameters_of(policy))
+
+
+def test_a_policy_of_finite_weights_that_computes_no_numbers_is_told(
+    policy: Any, groups: list[list[TrainingSample]]
+) -> None:
+    model = copy.deepcopy(policy)
+    assert try_policy(model, groups, settings=STANDARD) and try_policy(model, [], settings=STANDARD)
+    model.model.norm.weight.data.fill_(3e38)
+    assert not try_policy(model, groups, settings=STANDARD)
 
 
 def test_a_step_repeats_to_the_bit(policy: Any, groups: list[list[TrainingSample]]) -> None:

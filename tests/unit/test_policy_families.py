@@ -100,6 +100,17 @@ def test_a_part_of_a_head_that_transformers_does_not_keep_to_is_refused(tmp_path
         load_policy(made(tmp_path / "llama", "llama", rope_parameters=angles))
 
 
+def test_weights_that_are_finite_and_whose_logprobs_are_not_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = made(tmp_path, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"].fill_(3e38)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelFolderError, match="computes logprobs that are no numbers"):
+        load_policy(folder)
+
+
 def test_code_that_a_folder_brings_is_neither_run_nor_asked_about_in_a_terminal(tmp_path: Path) -> None:
     folder, ran = made(tmp_path / "model", "llama"), tmp_path / "ran"
     (folder / "modeling_own.py").write_text(

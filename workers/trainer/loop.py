@@ -14,7 +14,8 @@ Keeps true
 - A version is published while the next is trained, one at a time: no checkpoint is two versions ahead of the log.
 - A group that no step can compute is settled with the reason, and the trainer goes on. So are those of a minibatch
   whose gradient is not finite. Where steps on end have no other minibatches, the trainer ends.
-- A policy that is not finite is neither kept in a checkpoint nor published nor exported: the trainer ends.
+- A policy that is not finite, or whose logprobs of its own samples are not, is neither kept in a checkpoint nor
+  published nor exported: the trainer ends.
 """
 
 import time
@@ -50,6 +51,7 @@ from workers.trainer.step import (
     make_optimizer,
     train_step,
     try_group,
+    try_policy,
 )
 from workers.trainer.step_log import StepLine, StepLog, decoded, encoded
 from workers.trainer.stream import SampleStream, Settlement
@@ -230,6 +232,7 @@ class Trainer:
         trained, now = perf_counter(), time.time()
         self._publisher.settle(HEALTH.turned_over)  # no checkpoint is two versions ahead of the log
         before, self._version = self._version, self._publisher.next_version
+        self._refuse_numberless(judged)
         line = StepLine.of(judged, done, before=before, version=self._version, abandoned=self._abandoned)
         line.waiting_seconds, line.training_seconds, line.ended_at = waited, trained - began, now
         outcomes = outcomes_of(judged, step=self._version, policy_version=before, now=now)
@@ -256,8 +259,15 @@ class Trainer:
         return judged, self._train_on(judged)
 
     def _train_on(self, groups: Sequence[JudgedGroup]) -> StepMetrics:
-        trained = [[TrainingSample.of(sample) for sample in group.trained] for group in groups if group.trained]
-        return train_step(self._model, self._optimizer, trained, settings=self._step_settings)
+        return train_step(self._model, self._optimizer, _trained(groups), settings=self._step_settings)
+
+    def _refuse_numberless(self, groups: Sequence[JudgedGroup]) -> None:
+        """The present version that the step made, if it computes none. Raises PolicyRefused."""
+        if not try_policy(self._model, _trained(groups), settings=self._step_settings):
+            raise PolicyRefused(
+                f"version {self._version} is neither kept nor published: its logprobs of the samples that it learned "
+                "from are no numbers; start again with a lower trainer.learning_rate"
+            )
 
     def _without_skipped(self, groups: list[JudgedGroup], done: StepMetrics) -> list[JudgedGroup]:
         """Those of minibatches that were not applied are judged anew, as failed. Raises StepsInVain."""
@@ -348,6 +358,10 @@ def step_settings(config: TrainerConfig) -> StepSettings:
         gradient_norm=config.gradient_norm,
         microbatch_tokens=config.microbatch_tokens,
     )
+
+
+def _trained(groups: Sequence[JudgedGroup]) -> list[list[TrainingSample]]:
+    return [[TrainingSample.of(sample) for sample in group.trained] for group in groups if group.trained]
 
 
 def _may_be_of(progress: Progress, newest: WeightManifest | None) -> bool:

@@ -25,6 +25,9 @@ from workers.weights.model_folder import INDEX, FolderError, read_config, weight
 REASON_CHARACTERS = 300
 """How much of a library's message is told on; some of them run to pages."""
 
+PROBED = 8
+"""Tokens on which a policy that was loaded is tried."""
+
 
 class ModelFolderError(UsageError):
     """A folder that holds no usable causal language model."""
@@ -65,7 +68,11 @@ def load_policy(folder: Path) -> Any:
     _refuse_untied(model, folder)
     _refuse_whole_heads(model, folder)
     _keep_short_angles(model)
-    return model.eval()
+    model.eval()
+    probe = torch.arange(min(PROBED, model.get_input_embeddings().num_embeddings))[None]
+    if overflows(model, probe):
+        raise ModelFolderError(f"{folder}: the policy computes logprobs that are no numbers, of whatever it is given")
+    return model
 
 
 def _refuse_untied(model: Any, folder: Path) -> None:
@@ -111,6 +118,15 @@ def token_logprobs(model: Any, tokens: Tensor, temperatures: Tensor | None = Non
         logits = logits / temperatures[:, 1:, None]
     picked = torch.log_softmax(logits, dim=-1).gather(2, tokens[:, 1:, None]).squeeze(2)
     return torch.nn.functional.pad(picked, (1, 0))
+
+
+def overflows(model: Any, tokens: Tensor, temperatures: Tensor | None = None) -> bool:
+    """Whether logprobs of these tokens are no numbers though the weights are. A weight that is none is told by name
+    when it is to be published.
+    """
+    with torch.no_grad():
+        well = token_logprobs(model, tokens, temperatures).isfinite().all()
+        return not well and all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def microbatches(lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:

@@ -21,7 +21,7 @@ from schemas.arrays import unpack_logprobs, unpack_tokens
 from schemas.samples import Sample
 from topics.health import HEALTH
 from workers.trainer.loss import LossBounds, beyond_clip, group_advantages, grpo_loss
-from workers.trainer.policy import microbatches, padded, token_logprobs
+from workers.trainer.policy import microbatches, overflows, padded, token_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +171,21 @@ def try_group(model: Any, group: Sequence[TrainingSample], *, settings: StepSett
     model.zero_grad(set_to_none=True)
 
 
+def try_policy(model: Any, groups: Sequence[Sequence[TrainingSample]], *, settings: StepSettings) -> bool:
+    """Whether a policy of finite weights computes numbers, tried on the longest samples of these groups: as many as one
+    pass takes, since what overflows does so everywhere.
+    """
+    samples = [sample for group in groups for sample in group if any(sample.loss_mask)]
+    longest = next(microbatches([len(sample.tokens) for sample in samples], tokens=settings.microbatch_tokens), [])
+    return not (longest and overflows(model, *_inputs([samples[index] for index in longest])))
+
+
+def _inputs(samples: Sequence[TrainingSample]) -> tuple[Tensor, Tensor]:
+    """Tokens and temperatures of one pass."""
+    tokens = padded([sample.tokens for sample in samples], dtype=torch.long)
+    return tokens, padded([sample.temperatures for sample in samples], dtype=torch.float32, filling=1.0)
+
+
 def _gradients(model: Any, rows: Sequence[_Row], settings: StepSettings) -> _Sums:
     """Add to the parameters' gradients that of the rows' loss, a mean over their sampled tokens."""
     sums = _Sums(tokens=sum(sum(row.sample.loss_mask) for row in rows))
@@ -179,10 +194,7 @@ def _gradients(model: Any, rows: Sequence[_Row], settings: StepSettings) -> _Sum
         mask = padded([row.sample.loss_mask for row in part], dtype=torch.float32)
         behaviour = padded([row.sample.behaviour_logprobs for row in part], dtype=torch.float32)
         advantages = torch.tensor([[row.advantage] for row in part])
-        temperatures = padded([row.sample.temperatures for row in part], dtype=torch.float32, filling=1.0)
-        logprobs = token_logprobs(
-            model, padded([row.sample.tokens for row in part], dtype=torch.long), temperatures=temperatures
-        )
+        logprobs = token_logprobs(model, *_inputs([row.sample for row in part]))
         summed = grpo_loss(
             logprobs, behaviour_logprobs=behaviour, advantages=advantages, loss_mask=mask, bounds=settings.bounds
         )
