@@ -111,6 +111,13 @@ def test_weights_that_are_finite_and_whose_logprobs_are_not_are_refused(tmp_path
         load_policy(folder)
 
 
+def test_a_model_that_raises_when_it_computes_is_refused(tmp_path: Path) -> None:
+    folder = made(tmp_path, "dbrx", d_model=32, n_heads=2, n_layers=1, attn_config={"kv_n_heads": 2, "rope_theta": 1e4})
+    with pytest.raises(ModelFolderError, match="loads, and transformers cannot compute it: ") as caught:
+        load_policy(folder)
+    assert "\n" not in str(caught.value)
+
+
 def test_code_that_a_folder_brings_is_neither_run_nor_asked_about_in_a_terminal(tmp_path: Path) -> None:
     folder, ran = made(tmp_path / "model", "llama"), tmp_path / "ran"
     (folder / "modeling_own.py").write_text(

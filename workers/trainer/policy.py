@@ -60,8 +60,7 @@ def load_policy(folder: Path) -> Any:
     except FolderError as error:
         raise ModelFolderError(f"{folder} does not load as a causal language model: {error}") from None
     except Exception as error:  # transformers, safetensors and json raise a dozen unrelated types for broken files
-        reason = " ".join(str(error).split())[:REASON_CHARACTERS]
-        raise ModelFolderError(f"{folder} does not load as a causal language model: {reason}") from error
+        raise ModelFolderError(f"{folder} does not load as a causal language model: {_told(error)}") from error
     if report["missing_keys"] or report["mismatched_keys"]:
         names = ", ".join(sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])[:3])
         raise ModelFolderError(f"{folder}: the weights do not fit config.json, beginning with {names}")
@@ -69,9 +68,7 @@ def load_policy(folder: Path) -> Any:
     _refuse_whole_heads(model, folder)
     _keep_short_angles(model)
     model.eval()
-    probe = torch.arange(min(PROBED, model.get_input_embeddings().num_embeddings))[None]
-    if overflows(model, probe):
-        raise ModelFolderError(f"{folder}: the policy computes logprobs that are no numbers, of whatever it is given")
+    _try(model, folder)
     return model
 
 
@@ -82,6 +79,21 @@ def _refuse_untied(model: Any, folder: Path) -> None:
             raise ModelFolderError(
                 f"{folder}: config.json says that {name} is {other}, but they differ: set tie_word_embeddings to false"
             )
+
+
+def _try(model: Any, folder: Path) -> None:
+    """What a model cannot compute it raises only when it computes. Raises ModelFolderError."""
+    tokens = torch.arange(min(PROBED, model.get_input_embeddings().num_embeddings))[None]
+    try:
+        numberless = overflows(model, tokens)
+    except Exception as error:  # as above
+        raise ModelFolderError(f"{folder} loads, and transformers cannot compute it: {_told(error)}") from error
+    if numberless:
+        raise ModelFolderError(f"{folder}: the policy computes logprobs that are no numbers, of whatever it is given")
+
+
+def _told(error: Exception) -> str:
+    return " ".join(str(error).split())[:REASON_CHARACTERS]
 
 
 def _refuse_whole_heads(model: Any, folder: Path) -> None:
