@@ -22,9 +22,10 @@ from schemas.arrays import pack_tokens, unpack_tokens
 from schemas.errors import RoseError, UsageError
 from schemas.prompts import Sampling
 from workers.environments.home import Begun
+from workers.environments.jobs import Advance, Answer, Failed, Job, Limits, Refused, Reset
 from workers.environments.protocol import Environment
 from workers.environments.registry import load_environment
-from workers.environments.runner import Advance, Answer, Failed, Job, Refused, Reset, Runner
+from workers.environments.runner import Runner
 from workers.environments.steps import Stepped
 from workers.environments.turn_format import TurnFormat
 from workers.executor.vllm.folder import check_folder
@@ -91,7 +92,8 @@ def evaluate_policy(
     make = load_environment(environment)
     sampling = msgspec.structs.replace(sampling, stop_token_ids=turn_format.stop_token_ids)
     games = [_Played(seed=seed) for seed in seeds]
-    with closing(_Environments(environment, make, turn_format, games, step_timeout_seconds)) as environments:
+    limits = Limits(max_live=len(games), timeout_seconds=step_timeout_seconds, max_context_tokens=max_context_tokens)
+    with closing(_Environments(environment, make, turn_format, games, limits)) as environments:
         environments.begin(arguments)
 
         import workers.executor.vllm.alone  # noqa: F401
@@ -122,19 +124,18 @@ class _Environments:
         make: Callable[[], Environment],
         turn_format: TurnFormat,
         games: Sequence[_Played],
-        timeout_seconds: float,
+        limits: Limits,
     ) -> None:
         self._name = name
         self._games = games
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = limits.timeout_seconds
         self._answers: SimpleQueue[tuple[int, Answer]] = SimpleQueue()
         self._runner = Runner(
             turn_format,
             lambda _: make(),
             lambda job, answer: self._answers.put((int(job.trajectory_id), answer)),
+            limits,
             life=0,
-            max_live=len(games),
-            timeout_seconds=timeout_seconds,
         )
 
     def begin(self, arguments: Mapping[str, Any]) -> None:
