@@ -1,5 +1,6 @@
 """The exported folder is whole, and its owner's to write, however the folder which the run began with is kept."""
 
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,3 +72,22 @@ def test_what_an_export_that_was_cut_short_has_left_is_replaced(tensors: FolderT
     (tmp_path / "exported.partial" / "half").touch()
     export_policy(tensors, target)
     assert not (target / "half").exists()
+
+
+def test_what_is_no_part_of_a_model_fails_no_export_and_leads_nowhere_else(tmp_path: Path) -> None:
+    folder, elsewhere, target = tmp_path / "model", tmp_path / "elsewhere", tmp_path / "exported"
+    tiny_policy("qwen3", folder)
+    tensors = FolderTensors(load_policy(folder), folder)
+    elsewhere.mkdir()
+    for file in (elsewhere / "blob", elsewhere / "other"):
+        file.write_text(file.name)
+    (folder / ".git" / "objects").mkdir(parents=True)
+    (folder / ".git" / "objects" / "weights").touch()
+    os.mkfifo(folder / "pipe")
+    links = {"tokenizer.json": elsewhere / "blob", "loop": folder, "aside": elsewhere, "device": Path("/dev/zero")}
+    for name, to in {**links, "gone": tmp_path / "nothing", ".#config.json": Path("user@host.1")}.items():
+        (folder / name).symlink_to(to)
+    export_policy(tensors, target)
+    found = {str(path.relative_to(target)) for path in target.rglob("*")}
+    assert found == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert (target / "tokenizer.json").read_text() == "blob" and not (target / "tokenizer.json").is_symlink()

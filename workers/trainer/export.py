@@ -1,8 +1,10 @@
 """The final policy as a Hugging Face folder.
 
 Keeps true
-- The folder is whole or not there, and it has everything that the folder which the run began with has.
+- The folder is whole or not there, and it has every file of the folder which the run began with.
 - What training does not change is copied as it is. Weights are in files and under names as they were there.
+- What is no part of a model fails no export and leads to no other place: a directory that is a link, a link to nothing,
+  a pipe or a device are left out, as is what is hidden, such as the history and the caches of a download.
 """
 
 import json
@@ -21,9 +23,11 @@ WEIGHTS = (
 )
 """Files of the model that the run began with which are not taken over."""
 
+HIDDEN = ".*"
+
 
 def export_policy(tensors: FolderTensors, target: Path) -> None:
-    """Write the weights, and beside them all else that the policy's folder has; replaces `target`. Raises OSError."""
+    """Write the weights, and beside them all other files of the policy's folder; replaces `target`. Raises OSError."""
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     _copy(tensors.folder.resolve(), partial.resolve())
@@ -59,12 +63,13 @@ def _apart(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 def _copy(folder: Path, target: Path) -> None:
     """With the modes of files that are new: a model may be kept where nobody may write."""
     target.mkdir()
-    left_out = shutil.ignore_patterns(*WEIGHTS)
+    left_out = shutil.ignore_patterns(*WEIGHTS, HIDDEN)
     names = [path.name for path in folder.iterdir()]
     for name in set(names) - left_out(str(folder), names):
         if target.is_relative_to(folder / name):  # the run's own folder lies in that of its model
             continue
         if (folder / name).is_dir():
-            _copy(folder / name, target / name)
-        else:
+            if not (folder / name).is_symlink():
+                _copy(folder / name, target / name)
+        elif (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
