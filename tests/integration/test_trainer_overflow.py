@@ -108,6 +108,11 @@ def test_steps_on_end_without_a_finite_gradient_end_the_trainer_and_nothing_of_t
     assert result.counts.keys() <= {Outcome.INFRA_FAILED, Outcome.FILTERED}
     assert len(result.outcomes) == GROUPS_PER_STEP * GROUP_SIZE, "the first step alone is settled"
     assert result.digests[0] == result.digests[1] and not (tmp_path / "run" / "model").exists()
+    again = trainer_of(settings, model_folder, tmp_path / "run")
+    overflow_on(again, [group_name(number) for number in range(GROUPS)])
+    with pytest.raises(StepsInVain, match="in 2 steps on end no gradient was finite"):
+        again.run()
+    assert len(result_of(settings).outcomes) == len(result.outcomes), "starting again settles no more of them"
     run_trainer(settings, config_of(model_folder, tmp_path / "run"), Event())
     assert result_of(settings).counts[Outcome.TRAINED] >= (GROUPS - 2 - GROUPS_PER_STEP) * GROUP_SIZE
     assert audit_log(settings).clean

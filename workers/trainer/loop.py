@@ -13,7 +13,8 @@ Keeps true
 - One trainer a model: a newer one fences the older, which then cannot settle or publish anything.
 - A version is published while the next is trained, one at a time: no checkpoint is two versions ahead of the log.
 - A group that no step can compute is settled with the reason, and the trainer goes on. So are those of a minibatch
-  whose gradient is not finite. Where steps on end have no other minibatches, the trainer ends.
+  whose gradient is not finite. Where steps on end have no other minibatches, the trainer ends, and however often it
+  is started again, no more groups are settled for that.
 - A policy that is not finite, or whose logprobs of its own samples are not, is neither kept in a checkpoint nor
   published nor exported: the trainer ends.
 """
@@ -220,7 +221,9 @@ class Trainer:
             log.warning(f"{why}: a new epoch begins", policy_of=progress.version, now=self._version)
             self._save_and_publish(settlement, line=None)
         if progress.step_line:
-            self._step_log.append(decoded(progress.step_line))
+            line = decoded(progress.step_line)
+            self._step_log.append(line)
+            self._in_vain = int(line.skipped_minibatches > 0 and not line.tokens)
 
     def _step(self, groups: Sequence[CompleteGroup]) -> None:
         HEALTH.says("learns", lasts_seconds=self._config.hung_seconds)
