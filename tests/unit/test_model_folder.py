@@ -52,7 +52,9 @@ def rewrite_config(folder: Path, **changes: object) -> None:
     [
         (lambda f: (f / "config.json").unlink(), "no readable config.json"),
         (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
+        (lambda f: (f / "config.json").write_text("[" * 100_000), "is not JSON"),
         (lambda f: (f / "config.json").write_text("[]"), "is not a JSON object"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("[" * 100_000), "does not say in which file"),
         (lambda f: rewrite_config(f, architectures=[]), "names no architectures"),
         (lambda f: rewrite_config(f, vocab_size="12"), "names no architectures or vocab_size"),
         (lambda f: (f / "model.safetensors").unlink(), "holds no"),

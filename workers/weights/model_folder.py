@@ -54,7 +54,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         config = json.loads((folder / CONFIG).read_bytes())
     except OSError:
         raise FolderError(f"{folder} is not a model folder: it has no readable config.json") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FolderError(f"{folder}/config.json is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise FolderError(f"{folder}/config.json is not a JSON object")
@@ -86,7 +86,7 @@ def weight_files(folder: Path) -> list[str]:
 def _indexed(folder: Path, held: list[str]) -> list[str]:
     try:
         named = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise FolderError(f"{folder}/{INDEX} does not say in which file each tensor is") from None
     if not named:
         raise FolderError(f"{folder}/{INDEX} names no file")
