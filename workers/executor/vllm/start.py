@@ -26,8 +26,12 @@ from workers.executor.vllm.place import Place
 from workers.executor.vllm.types import EngineConfig, EngineStartError, first_line
 from workers.executor.vllm.weights import plain_weights_kept
 
-UNLIKE = frozenset({"Gemma3nForCausalLM", "HrmTextForCausalLM", "Lfm2ForCausalLM"})
+UNLIKE = frozenset({"Gemma3nForCausalLM", "Lfm2ForCausalLM"})
 """Architectures of which transformers and vLLM on a CPU are off by hundredths of a nat or more."""
+
+BOTH_WAYS = frozenset({"HrmTextForCausalLM"})
+"""Architectures of which vLLM, on any device, lets the tokens that it computes in one step see each other both ways
+(`PrefillPrefixLMAttention`). What is sampled after them depends on what a step and the prefix cache left for it."""
 
 
 class StepScheduler(Scheduler):  # type: ignore[misc]
@@ -78,6 +82,7 @@ def start_core(config: EngineConfig, place: Place) -> EngineCore:
     try:
         with plain_weights_kept(), llvmlite_unseen():
             vllm_config = EngineArgs(**_arguments(config, place)).create_engine_config()
+            _refuse_both_ways(vllm_config)
             if current_platform.is_cpu():
                 _refuse_unlike(vllm_config)
                 _refuse_heads(vllm_config)
@@ -88,6 +93,13 @@ def start_core(config: EngineConfig, place: Place) -> EngineCore:
     except Exception as error:  # vLLM answers a model or a setting that it cannot take with any exception at all
         place.release()
         raise EngineStartError(f"vLLM does not start with {config.model_folder}: {_said(error)}") from error
+
+
+def _refuse_both_ways(config: VllmConfig) -> None:
+    model = config.model_config
+    if found := BOTH_WAYS.intersection(model.architectures):
+        what = f"vLLM lets tokens of a context see later ones for {min(found)}, and a trainer does not"
+        raise EngineStartError(f"{model.model} cannot be trained on what vLLM samples: {what}")
 
 
 def _refuse_unlike(config: VllmConfig) -> None:
