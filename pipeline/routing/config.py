@@ -35,6 +35,6 @@ class RouterConfig:
                 "max_lag_versions": (0, MANY),
                 "max_waiting_turns": (1, MANY),
                 "remembered_trajectories": (1, MANY),
-                "low_water_seconds": (0.01, HOUR_SECONDS),
+                "low_water_seconds": (0, HOUR_SECONDS),
             },
         )

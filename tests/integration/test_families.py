@@ -107,7 +107,7 @@ def off(model: Any, turn: Turn) -> float:
 def test_a_family_is_trained_published_served_exported_and_begun_anew(kind: str, tmp_path: Path) -> None:
     folder, exported = tmp_path / "model", tmp_path / "exported"
     tiny_policy(kind, folder)
-    before, after = (load_policy(folder).eval() for _ in range(2))
+    before, after = (load_policy(folder) for _ in range(2))
     first, later = (FolderTensors(model, folder) for model in (before, after))
     first.check_values()
     train(after)
@@ -118,7 +118,7 @@ def test_a_family_is_trained_published_served_exported_and_begun_anew(kind: str,
     assert off(before, new) > 100 * tolerance, "the two policies are not alike"
     assert torch.equal(logprobs_of(after, new), logprobs_of(after, new)), "on policy the ratio is 1"
     export_policy(later, exported)
-    again = load_policy(exported).eval()
+    again = load_policy(exported)
     assert torch.equal(logprobs_of(again, new), logprobs_of(after, new))
     FolderTensors(again, exported).check_values()
     check_folder(exported)
