@@ -348,7 +348,7 @@ def test_a_guest_whose_building_fails_at_its_end_leaves_no_model_behind(
     scheduler = SimpleNamespace(
         block_size=16,
         kv_cache_config=SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=64)], num_blocks=4),
-        kv_cache_manager=SimpleNamespace(block_pool=None),
+        kv_cache_manager=SimpleNamespace(block_pool=None, coordinator=SimpleNamespace(single_type_managers=())),
         shutdown=lambda: None,
     )
     core = SimpleNamespace(scheduler=scheduler, structured_output_manager=SimpleNamespace(clear_backend=lambda: None))
