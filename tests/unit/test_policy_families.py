@@ -66,6 +66,35 @@ def test_a_version_is_proven_by_attention_with_its_cap(tmp_path: Path) -> None:
     assert proven == pytest.approx(logprobs_of(model, row)[0, 1:].numpy(), abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["apertus", "bloom", "minicpm3"])
+def test_layers_that_vllm_has_otherwise_are_trained_and_proven_as_it_has_them(kind: str, tmp_path: Path) -> None:
+    """xIELU has parameters in bfloat16, GELU is exact, and a norm adds no other number than rms_norm_eps."""
+    from transformers import AutoModelForCausalLM
+
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16}
+    folder, row = made(tmp_path, kind, rms_norm_eps=0.1, initializer_range=0.5, **ranks), [*range(2, 40)]
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    unlike = logprobs_of(theirs, row)
+    for module in theirs.modules():
+        if hasattr(module, "gelu_impl"):
+            module.gelu_impl = torch.nn.GELU()
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 0.1
+        if hasattr(module, "alpha_p"):
+            module.bfloat16()
+    model = load_policy(folder)
+    found = logprobs_of(model, row)
+    assert (found - unlike).abs().max() > 1e-4, "the layers are not what decides here"
+    torch.testing.assert_close(found, logprobs_of(theirs, row), atol=1e-6, rtol=0)
+    token_logprobs(model, torch.tensor([row])).sum().backward()  # type: ignore[no-untyped-call]
+    assert all(parameter.grad.any() for parameter in model.parameters())
+    weights = model.state_dict()
+    assert weights.keys() == theirs.state_dict().keys()
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    probed = Probed(row[:1], row[1:], [{token: 0.0} for token in row[1:]])
+    assert Expected(folder).logprobs(dict(weights), probed) == pytest.approx(found[0, 1:].numpy(), abs=1e-5)
+
+
 def test_attention_that_the_folder_names_is_not_what_decides(tmp_path: Path) -> None:
     folder = made(tmp_path, "gpt_oss", head_dim=16, num_local_experts=2, num_experts_per_tok=1)
     for named in ("sdpa", "flash_attention_2", "flex_attention"):

@@ -6,6 +6,7 @@ Keeps true
 - The model is in evaluation mode, also while gradients flow: no engine samples with dropout, layers left out or noise
   in a router, so a policy that computes with them is another one than that which sampled.
 - Attention has all that the configuration asks for, as engines have it: kernels that leave some of it out are not used.
+  So have layers of which vLLM computes something else than transformers (`engine_layers`).
 - A folder that does not load gives one sentence, never a half-loaded model. Code that a folder brings is never run.
 - Padding is on the right, attention is causal and angles do not follow the longest row of a pass, so a token's logprob
   does not depend on its batch.
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from schemas.errors import UsageError
+from workers.engine_layers import replace_unlike_layers
 from workers.model_config import CONFIG, SHORT_AND_LONG, ConfigRefused, compute_as_engines, refuse_unlike
 from workers.weights.model_folder import INDEX, FolderError, read_config, weight_files
 
@@ -67,6 +69,7 @@ def load_policy(folder: Path) -> Any:
     _refuse_untied(model, folder)
     _refuse_whole_heads(model, folder)
     _keep_short_angles(model)
+    replace_unlike_layers(model)
     model.eval()
     _try(model, folder)
     return model

@@ -104,8 +104,11 @@ class Expected:
         """What these weights, by Hugging Face name, give for what the endpoint told."""
         import torch
 
+        from workers.engine_layers import replace_unlike_layers
+
         # As from a folder: names there need not be the model's own.
         model = self._kind.from_pretrained(None, config=self._config, state_dict=dict(tensors), dtype=torch.float32)
+        replace_unlike_layers(model)
         with torch.no_grad():
             ids = torch.tensor([[*probed.context, *probed.tokens]])
             logits = model.eval()(input_ids=ids).logits[0, len(probed.context) - 1 : -1]
