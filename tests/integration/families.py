@@ -37,17 +37,27 @@ TINY = {
     ("num_experts_per_tok",): 2,
     ("moe_intermediate_size", "shared_expert_intermediate_size"): 64,
     ("bos_token_id", "eos_token_id", "pad_token_id"): 1,
+    ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"): 1e-3,
 }
-"""What makes a configuration small, under the names that configurations have for it."""
+"""What makes a configuration small, under the names that configurations have for it. What norms add is large: one that
+adds another number than config.json says is seen in the logprobs.
+"""
+
+LATENT = {"qk_rope_head_dim": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+"""Latent attention whose turned part is `head_dim` long, and experts in one group after one layer without."""
 
 OWN: dict[str, dict[str, Any]] = {
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True, "ffn_hidden_size": 256},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 16},
     "mamba2": {"num_heads": 4, "state_size": 16, "n_groups": 1},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
+    "axk1": LATENT,
+    "deepseek_v3": LATENT | {"topk_method": "noaux_tc"},
+    "longcat_flash": {"qk_rope_head_dim": 32},
+    "mimo_v2_flash": {"num_key_value_heads": 1},  # layers with a window have twice as many
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
     "lfm2": {"block_dim": 64, "block_ff_dim": 128, "block_multiple_of": 32, "conv_dim": 64, "conv_bias": False},
     "glm4_moe": {"head_dim": 32},
     "gemma3n_text": {"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0},
