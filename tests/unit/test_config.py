@@ -421,6 +421,27 @@ def test_what_is_refused_is_not_shown_if_it_may_be_a_password(tmp_path: Path) ->
         assert "no key=value" in refusal(said) and "hidden" not in refusal(said)
 
 
+LONG = "a" * 300
+"""Longer than a file's name, a label of a host's or what a record has room for."""
+
+
+@pytest.mark.parametrize("many", [1, 17])
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (f"run.name={LONG}", "together they may have 127 characters"),
+        (f"broker.namespace={LONG}", "it may have 100 characters"),
+        (f"model.id={LONG}", "model.id"),
+        (f"tasks.environment={LONG}:Own", "tasks.environment: the name of an environment has 1 to 256 characters"),
+        (f'environment.environments=["{LONG}:Own"]', "environment.environments: the name of an environment has 1 to"),
+        (f"endpoint.url=http://{LONG}", "endpoint.url"),
+        (f"tracing.endpoint=http://{LONG}:4318", "tracing.endpoint"),
+    ],
+)
+def test_a_name_that_is_too_long_is_refused_with_the_limit(setting: str, words: str, many: int) -> None:
+    assert words in refusal(Common(settings=[setting.replace(LONG, LONG * many)]))
+
+
 @pytest.mark.parametrize("url", ["http://h:1\t", "http://h\nh", "http://h h", " http://h"])
 def test_an_address_with_blanks_in_it_is_refused(url: str) -> None:
     assert "tracing.endpoint" in refusal(Common(settings=[f"tracing.endpoint={url}"]))
