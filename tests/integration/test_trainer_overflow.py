@@ -164,7 +164,7 @@ def test_a_policy_to_begin_with_that_is_not_finite_begins_no_run(
     settings: BusSettings, tmp_path: Path, value: float
 ) -> None:
     folder, before = spoiled_folder(tmp_path / "model", value), on_log(settings)
-    with pytest.raises(UsageError, match=r"version 0 .* model\.norm\.weight holds a value that is not finite"):
+    with pytest.raises(UsageError, match=r"model: model\.norm\.weight holds a value that is not finite: begin with"):
         run_trainer(settings, config_of(folder, tmp_path / "run"), Event())
     assert on_log(settings) == before
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "model").exists()
