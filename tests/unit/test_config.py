@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_type_hints
 
@@ -12,12 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.command.broker import DATA, RunBroker, log_of, run_broker
+from pipeline.command.client import watch_run
 from pipeline.command.config import SHARED, Config, load, section_types, without_settings
 from pipeline.command.documentation import field_sentences
 from pipeline.command.options import Common
 from pipeline.command.resolved import resolved_toml, without_secrets
 from pipeline.command.session import write_configuration
+from pipeline.command.telling import tell_why
 from schemas.errors import UsageError
+from topics.errors import BrokerUnreachable
 from topics.settings import BusSettings
 
 
@@ -86,6 +89,34 @@ def test_a_run_s_folder_that_was_moved_is_told_where_its_broker_would_be_looked_
     for reach in (log_of, run_broker):
         with pytest.raises(UsageError, match=r"runs/old was in runs/demo.*move the folder back"), reach(moved):
             pass
+
+
+@pytest.mark.parametrize(
+    ("look", "own", "says"),
+    [
+        (watch_run, True, "the run has ended: `rose status` starts its broker to look at it, and `rose up`"),
+        (
+            watch_run,
+            False,
+            "runs/demo/config.toml has it there: start it, or say where it is now by",
+        ),
+        (
+            lambda common: tell_why(common, "a:0"),
+            False,
+            "one that `rose up` started had its log in runs/demo/broker, which is not there",
+        ),
+    ],
+)
+def test_a_run_whose_broker_does_not_answer_is_told_who_named_that_and_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[[Common], None], own: bool, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_configuration(load(Common()), RunBroker(BusSettings("127.0.0.1:1"), "own", None))
+    if own:
+        (tmp_path / "runs" / "demo" / DATA).mkdir()
+    with pytest.raises(BrokerUnreachable, match=r"no Kafka broker answers at 127\.0\.0\.1:1") as unreachable:
+        look(Common(run="demo"))
+    assert says in str(unreachable.value)
 
 
 @pytest.mark.parametrize(
