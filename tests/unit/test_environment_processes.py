@@ -233,15 +233,16 @@ def test_jobs_of_a_process_that_cannot_begin_any_more_fail_in_time_and_others_go
     (tmp_path / "away.py").write_text(AWAY)
     monkeypatch.syspath_prepend(tmp_path)
     kind = "away:Wild"
-    with processes(folder, timeout_seconds=2.0) as stage:
+    with processes(folder, timeout_seconds=5.0) as stage:
         answers(stage, [step("first", "go", kind=kind), step("second", "go")])
-        monkeypatch.setattr(lanes, "BEGIN_SECONDS", 0.5)
+        if way == "hangs":
+            monkeypatch.setattr(lanes, "BEGIN_SECONDS", 0.5)
         (tmp_path / way).touch()
         found = answers(stage, [step("bad", "end", kind=kind), step("beside", "wait", kind=kind), step("other", "go")])
         assert stepped(found["other"]) == b"1"
         for name in ("bad", "beside"):
             failed = found[name]
-            assert isinstance(failed, Failed) and "could begin within 2 s" in failed.failure and says in failed.failure
+            assert isinstance(failed, Failed) and "could begin within 5 s" in failed.failure and says in failed.failure
 
 
 def test_a_process_that_still_imports_is_not_waited_for_at_the_end(
