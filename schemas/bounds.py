@@ -27,8 +27,9 @@ def is_server(url: str) -> bool:
         return False
     try:
         place = urlsplit(url)
+        (place.hostname or "").encode("idna")  # as whoever looks it up does: a label has 63 characters at most
         return (
             place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0 and "@" not in place.netloc
         )
-    except ValueError:  # a port that is none
+    except ValueError:  # a port or host that is none
         return False

@@ -63,7 +63,10 @@ class PromptSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return cls(**{name: getattr(sampling, name) for name in cls.__struct_fields__})
 
 
-Environment = Annotated[str, Meta(min_length=1, max_length=256)]
+ENVIRONMENT_CHARACTERS = 256
+"""Of an environment's name."""
+
+Environment = Annotated[str, Meta(min_length=1, max_length=ENVIRONMENT_CHARACTERS)]
 
 
 class Prompt(Record, frozen=True, kw_only=True, omit_defaults=True):

@@ -10,11 +10,10 @@ from schemas.errors import RoseError
 class BrokerUnreachable(RoseError):
     """No broker answers at the address given."""
 
-    def __init__(self, bootstrap: str, detail: str = "") -> None:
-        super().__init__(
-            f"no Kafka broker answers at {bootstrap}{f' ({detail})' if detail else ''}: "
-            "start it or correct --bootstrap-server"
-        )
+    def __init__(
+        self, bootstrap: str, detail: str = "", *, advice: str = "start it or correct --bootstrap-server"
+    ) -> None:
+        super().__init__(f"no Kafka broker answers at {bootstrap}{f' ({detail})' if detail else ''}: {advice}")
 
 
 class NotLetIn(RoseError):

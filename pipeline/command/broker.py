@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.command.config import RESOLVED, Config
 from schemas.errors import UsageError
+from topics.errors import BrokerUnreachable
 from topics.settings import BusSettings
 
 if TYPE_CHECKING:
@@ -68,8 +69,30 @@ def log_of(config: Config) -> Iterator[BusSettings]:
         with start_broker(config.run_folder / DATA, kafka_home=home, port=_port(named)) as broker:
             yield _settings(config, broker)
     else:
-        _refuse_moved(config)
+        with live_bus(config) as settings:
+            yield settings
+
+
+@contextmanager
+def live_bus(config: Config) -> Iterator[BusSettings]:
+    """A broker that runs. Where none answers, the sentence says who named it and how to go on. Raises UsageError."""
+    _refuse_moved(config)
+    try:
         yield config.bus()
+    except BrokerUnreachable as error:
+        file = Path(config.origins.get("broker.bootstrap_server", ""))
+        if not file.is_file():  # a flag or a variable
+            raise
+        raise BrokerUnreachable(config.settings.broker.bootstrap_server, advice=_advice(config, file)) from error
+
+
+def _advice(config: Config, file: Path) -> str:
+    """About a broker that does not answer and was named by this file."""
+    data = config.run_folder / DATA
+    if _is_own(config):
+        return "the run has ended: `rose status` starts its broker to look at it, and `rose up` to go on with it"
+    lost = f"; one that `rose up` started had its log in {data}, which is not there" if file.name == RESOLVED else ""
+    return f"{file} has it there: start it, or say where it is now by --bootstrap-server{'' if data.is_dir() else lost}"
 
 
 def kafka_home(config: Config) -> Path | None:

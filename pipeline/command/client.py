@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from pipeline.clock import told as moment
-from pipeline.command.broker import log_of
+from pipeline.command.broker import live_bus, log_of
 from pipeline.command.config import load
 from pipeline.command.options import Common
 from pipeline.command.saying import say
@@ -105,15 +105,14 @@ def watch_run(common: Common) -> None:
     from pipeline.command.screen import Screen
     from pipeline.command.watching import watch_of
 
-    config = load(common)
-    settings = config.bus()
-    reach_as(settings, VIEW)
-    stop = stop_on_signals()
-    watch = watch_of(config, settings, whole=False)
-    try:
-        Screen(watch, Console(), title=f"ROSE on {settings.bootstrap}").run(lambda: not stop.is_set())
-    finally:
-        watch.close()
+    with live_bus(config := load(common)) as settings:
+        reach_as(settings, VIEW)
+        stop = stop_on_signals()
+        watch = watch_of(config, settings, whole=False)
+        try:
+            Screen(watch, Console(), title=f"ROSE on {settings.bootstrap}").run(lambda: not stop.is_set())
+        finally:
+            watch.close()
 
 
 def audit_run(common: Common) -> None:

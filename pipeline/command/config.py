@@ -37,13 +37,14 @@ from pipeline.control.config import ControlConfig
 from pipeline.routing.config import RouterConfig
 from schemas.errors import UsageError
 from schemas.keys import each_once
+from schemas.prompts import ENVIRONMENT_CHARACTERS
 from topics.catalog import Partitions
 from topics.relied import refuse_unreliable
 from topics.settings import PREFIX as NAMES
 from topics.settings import BusSettings, parse_properties
 from workers.environments.config import EnvironmentConfig
 from workers.environments.registry import BUILT_IN
-from workers.executor.config import ExecutorConfig
+from workers.executor.config import NAME, ExecutorConfig
 from workers.lender.config import LenderConfig
 from workers.lender.endpoint.config import EndpointConfig
 from workers.trainer.config import TrainerConfig
@@ -385,6 +386,9 @@ def _check_together(settings: Settings) -> None:
         f"({topics.home_partitions}): some would have nothing to do": (
             run.environment_workers <= topics.home_partitions
         ),
+        f"model.id ({settings.model.id!r}) may have 1 to 128 characters, of A-Z a-z 0-9 . _ : -": (
+            NAME.fullmatch(settings.model.id) is not None
+        ),
         f"topics.cells ({topics.cells}) is more than topics.home_partitions or topics.inbox_slots "
         f"({topics.home_partitions} and {topics.inbox_slots}): each cell has some of both": (
             topics.cells <= min(topics.home_partitions, topics.inbox_slots)
@@ -393,6 +397,12 @@ def _check_together(settings: Settings) -> None:
         f"environment.max_context_tokens ({environment.max_context_tokens}) is more than executor.max_model_len "
         f"({executor.max_model_len})": environment.max_context_tokens <= executor.max_model_len,
     }
+    for field, names in {
+        "tasks.environment": (settings.tasks.environment,),
+        "environment.environments": environment.environments,
+    }.items():
+        what = f"{field}: the name of an environment has 1 to {ENVIRONMENT_CHARACTERS} characters"
+        fits[what] = all(1 <= len(name) <= ENVIRONMENT_CHARACTERS for name in names)
     for sentence, holds in fits.items():
         if not holds:
             raise UsageError(sentence)

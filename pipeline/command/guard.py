@@ -3,6 +3,7 @@
 Keeps true
 - Whatever ends a role, and whatever sessions its descendants have made for themselves, none outlives it: an orphan
   becomes the guard's child, and the guard ends it before it says that the role has ended.
+- Until then nobody else has the role's process id: whoever signals it, or its group, meets no stranger.
 - The role ends when the guard ends, and the guard, role first, when its own parent does: the kernel sees to both.
 """
 
@@ -38,20 +39,23 @@ def guard(parent: int, tell: Callable[[int, int | None], None]) -> None:
         show_as("guard")
         tell(role, None)
         tell(role, _end_of(role))
+        os.waitpid(role, 0)
     finally:
         os._exit(0)
 
 
 def _end_of(role: int) -> int:
-    """Its exit status, once nothing of it is left."""
+    """Its exit status, once nothing that it has started is left. It is still to be reaped."""
     grace = GRACE_SECONDS
     status: int | None = None
     while status is None:
         if signal.sigwait(HEARD) == signal.SIGTERM:
             os.kill(role, signal.SIGKILL)
             grace = 0.0
-        while status is None and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == role:  # others are orphans that have ended by themselves
-                status = os.waitstatus_to_exitcode(ended[1])
-    end_children(grace_seconds=grace)
+        while status is None and (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+            if ended.si_pid == role:
+                status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            else:  # an orphan that has ended by itself
+                os.waitpid(ended.si_pid, 0)
+    end_children(grace_seconds=grace, but=(role,))
     return status

@@ -3,17 +3,18 @@
 Keeps true
 - It only asks; a broker that does not answer leaves the last sounding standing, and says that it did not.
 - Offsets count transactions' markers too: what waits is counted by reading where it could be few.
+- A prompt waits until its group is on the log. Groups also open behind one whose environments are still being reset:
+  up to that one alone prompts are committed, so who knows the groups tells those apart (`without`).
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from threading import Event, Thread
 from time import monotonic
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaException, TopicPartition
@@ -36,7 +37,7 @@ from topics.catalog import (
 )
 from topics.errors import TopicMissing
 from topics.letters import Buried
-from topics.messages import Keyed, read_keyed
+from topics.messages import read_keyed
 from topics.reader import Reader
 from topics.records import Place
 from topics.settings import BusSettings
@@ -90,6 +91,17 @@ class Sounding:
     """The environment workers."""
     letters: Mapping[str, int] = field(default_factory=dict)
     """Dead letters by topic."""
+    counted: Sequence["Unread"] = ()
+    """The prompts that wait, where they were counted one by one."""
+
+    def without(self, decided: Callable[[int, int], bool]) -> "Sounding":
+        """Less those of which it is known, by home and offset, that they are decided."""
+        left = [each for each in self.counted if not decided(each.home, each.offset)]
+        if len(left) == len(self.counted):
+            return self
+        return replace(
+            self, counted=left, prompts_waiting=len(left), waiting_at=_count(left), waiting_stamps=_oldest(left)
+        )
 
     def end(self, topic: Topic) -> int:
         """Of all partitions together."""
@@ -105,20 +117,25 @@ class Member(NamedTuple):
     """That it owns."""
 
 
-class Waiting(NamedTuple):
-    """Prompts that no environment worker has taken in."""
+class Unread(NamedTuple):
+    """A prompt that no environment worker's commit says is done."""
 
-    at: Mapping[int, int] = MappingProxyType({})
-    """How many, by home."""
-    stamps: Mapping[int, float] = MappingProxyType({})
-    """The stamp of the oldest, by home."""
+    home: int
+    offset: int
+    stamp: float
+    """Unix seconds."""
 
 
-def _oldest(found: Iterable[Keyed]) -> dict[int, float]:
-    """By partition, the earliest stamp."""
+def _count(found: Iterable[Unread]) -> Mapping[int, int]:
+    """By home."""
+    return Counter(each.home for each in found)
+
+
+def _oldest(found: Iterable[Unread]) -> dict[int, float]:
+    """By home, the earliest stamp."""
     stamps: dict[int, float] = {}
     for each in found:
-        stamps[each.partition] = min(each.timestamp_seconds, stamps.get(each.partition, math.inf))
+        stamps[each.home] = min(each.stamp, stamps.get(each.home, math.inf))
     return stamps
 
 
@@ -139,7 +156,7 @@ class Sounder:
         self._letter_ends_read: list[int] = []
         self._counted_at = -math.inf
         """When the prompts that wait were last counted one by one."""
-        self._counted = Waiting()
+        self._counted: list[Unread] = []
         self._looked_at = -math.inf
         """When results that wait were last looked at."""
         self._results_read: dict[Place, int] = {}
@@ -162,7 +179,10 @@ class Sounder:
                 for topic in topics
             }
             workers = self._members(client, ENVIRONMENT_GROUP)
-            waiting = self._waiting(committed[ENVIRONMENT_GROUP], behind)
+            lag_at = {home: count for (topic, home), count in behind.items() if topic is PROMPTS and count}
+            few = sum(lag_at.values()) <= COUNTED
+            unread = self._unread(committed[ENVIRONMENT_GROUP], few=few) if lag_at else []
+            waiting = _count(unread) if few else lag_at
             results = {home: count for (topic, home), count in behind.items() if topic is COMPLETED and count}
             stamps = self._results_stamps(committed[ENVIRONMENT_GROUP], results)
             self.trouble = ""
@@ -174,9 +194,10 @@ class Sounder:
                 homes=sum(topic is PROMPTS for topic, _ in self._places),
                 routers=len(self._members(client, ROUTER_GROUP)),
                 lag=lag,
-                prompts_waiting=sum(waiting.at.values()),
-                waiting_at=waiting.at,
-                waiting_stamps=waiting.stamps,
+                prompts_waiting=sum(waiting.values()),
+                waiting_at=waiting,
+                waiting_stamps=_oldest(unread),
+                counted=unread if few else (),
                 results_at=results,
                 results_stamps=stamps,
                 workers=workers,
@@ -220,21 +241,15 @@ class Sounder:
             for member in described.members
         ]
 
-    def _waiting(self, read: Mapping[Place, int], behind: Mapping[Place, int]) -> "Waiting":
-        """The prompts that wait: counted one by one where they could be few, now and then."""
-        lag = {home: count for (topic, home), count in behind.items() if topic is PROMPTS and count}
-        if not lag:
-            return Waiting()
-        few = sum(lag.values()) <= COUNTED
+    def _unread(self, read: Mapping[Place, int], *, few: bool) -> list[Unread]:
+        """The prompts that wait, looked at now and then: all of them where they are `few`, else one."""
         if monotonic() - self._counted_at >= COUNT_SECONDS:
             begins = {place: offset for place, offset in read.items() if place[0] is PROMPTS}
             with closing(read_keyed(self._settings, begins, client_id=CLIENT)) as prompts:
-                found = list(prompts if few else islice(prompts, 1))
-            counted = Waiting(Counter(each.partition for each in found), _oldest(found))
-            self._counted_at, self._counted = monotonic(), counted
-        counts = self._counted.at if few else lag
-        waiting = {home: count for home in lag if (count := min(lag[home], counts.get(home, 0)))}
-        return Waiting(waiting, self._counted.stamps)
+                found = prompts if few else islice(prompts, 1)
+                self._counted = [Unread(each.partition, each.offset, each.timestamp_seconds) for each in found]
+            self._counted_at = monotonic()
+        return [each for each in self._counted if each.offset >= read[PROMPTS, each.home]]
 
     def _results_stamps(self, read: Mapping[Place, int], waiting: Mapping[int, int]) -> dict[int, float]:
         """By home, the stamp of the oldest result that waits. It is looked at where no result was done for a while."""

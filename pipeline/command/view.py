@@ -91,6 +91,10 @@ class View:
     """By open group, the trajectories that have no outcome."""
     _refused: dict[str, int] = field(default_factory=dict)
     """By group whose prompt was refused, its size."""
+    _decided_to: dict[int, int] = field(default_factory=dict)
+    """By home, the offset before which all prompts were decided."""
+    _decided: dict[int, set[int]] = field(default_factory=dict)
+    """By home, the offsets from there on of prompts that were."""
     _live: set[str] = field(default_factory=set)
     _recent: deque[tuple[bool | None, int]] = field(default_factory=lambda: deque(maxlen=RECENT_SAMPLES))
     _turn_moments: deque[float] = field(default_factory=deque)
@@ -264,6 +268,10 @@ class View:
             found[self._home(name)] += len(names & self._live)
         return found
 
+    def has_decided(self, home: int, offset: int) -> bool:
+        """Whether this prompt's group is known to be open, or to have ended."""
+        return offset < self._decided_to.get(home, 0) or offset in self._decided.get(home, ())
+
     def _home(self, group_id: str) -> int:
         return home_of(group_id, self.homes)
 
@@ -281,7 +289,17 @@ class View:
             if heard.at + heard.beat.ttl_seconds + FORGET_SECONDS <= last:
                 del self.executors[worker]
 
+    def _decide(self, group: Group) -> None:
+        home, decided_to = (
+            self._home(group.group_id),
+            group.offset + 1 if group.decided_to is None else group.decided_to,
+        )
+        self._decided_to[home] = max(decided_to, self._decided_to.get(home, 0))
+        ahead = self._decided.get(home, set()) | {group.offset}
+        self._decided[home] = {offset for offset in ahead if offset >= self._decided_to[home]}
+
     def _group(self, group: Group) -> None:
+        self._decide(group)
         self._refused.pop(group.group_id, None)
         if group.state is GroupState.REFUSED:
             self._refused[group.group_id] = group.group_size

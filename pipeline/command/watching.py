@@ -123,13 +123,13 @@ class Watch:
                 self._take(item)
         sounding = self.sounding
         if sounding is not None and sounding is not self._sounded and self.caught_up:
-            self._places.sounded(sounding, now if absence else min(now, sounding.at))
+            self._places.sounded(sounding.without(self.view.has_decided), now if absence else min(now, sounding.at))
             self._sounded = sounding
 
     def facts(self, *, later: float = 0.0) -> Facts:
         """What was known at the last look; as it will be `later`, in seconds, if nothing moves until then."""
         now, view, sounding = self._looked_at, self.view, self.sounding
-        known = sounding or Sounding(at=now)
+        known = (sounding or Sounding(at=now)).without(view.has_decided)
         workers, then, able = known.environment_workers, now + later, view.able_seconds(now)
         executors = self._places.executors(now, later=later)
         return Facts(

@@ -37,6 +37,14 @@ def reader(settings: BusSettings) -> Iterator[Reader]:
 
 
 @pytest.fixture(scope="session")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a policy that a trainer can train."""
+    from tests.integration.trainer_kit import make_policy  # heavy, and few want it
+
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(model_folder(tmp_path_factory.mktemp("model")))
 

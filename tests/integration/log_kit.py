@@ -48,8 +48,17 @@ class Log:
         prompt = Prompt(group_id=group_id, group_size=GROUP_SIZE, environment="calculator", seed=1)
         return self.put(PROMPTS, prompt, partition=self.home(group_id) if partition is None else partition, key=key)
 
-    def group(self, group_id: str, state: GroupState = GroupState.OPEN, *, offset: int = 0) -> None:
-        record = Group(group_id=group_id, group_size=GROUP_SIZE, state=state, offset=offset, changed_at=1.0)
+    def group(
+        self, group_id: str, state: GroupState = GroupState.OPEN, *, offset: int = 0, decided_to: int | None = None
+    ) -> None:
+        record = Group(
+            group_id=group_id,
+            group_size=GROUP_SIZE,
+            state=state,
+            offset=offset,
+            decided_to=decided_to,
+            changed_at=1.0,
+        )
         self.put(GROUPS, record, partition=self.home(group_id), key=group_id)
 
     def progress(self, name: str, *, turn: int = 0, ended: bool = False) -> None:

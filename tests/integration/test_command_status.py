@@ -24,6 +24,7 @@ from pipeline.command.screen import Screen
 from pipeline.command.soundings import Sounder
 from pipeline.command.status import Unwell, show_status, unseen
 from pipeline.command.watching import Watch
+from schemas.environments import GroupState
 from schemas.slack import ExecutorState, Tenant
 from schemas.weights import SIGNATURE_HEADER, WeightManifest
 from schemas.wire import encode
@@ -98,6 +99,19 @@ def test_what_is_open_and_who_waits_is_read_off_the_log(log: Log) -> None:
         new, old = facts.executors
         assert (facts.waiting_for_trainer, new.silent, new.clock_off_seconds < -1e9) == (3, False, True)
         assert facts.applied_seconds < old.silent_seconds
+
+
+def test_a_prompt_whose_group_is_open_waits_no_more_though_an_earlier_one_is_still_being_reset(log: Log) -> None:
+    names = [name for name in map(str, range(100)) if log.home(name) == 0][:4]
+    hangs, opened, ended, last = (log.prompt(name) for name in names)
+    log.group(names[1], offset=opened, decided_to=hangs)
+    log.group(names[2], GroupState.SETTLED, offset=ended, decided_to=hangs)
+    with watch(log.settings) as looking:
+        until(looking, lambda: looking.facts().open_groups == 1)
+        assert looking.facts().prompts_waiting == 2
+        log.group(names[0], offset=hangs, decided_to=last)
+        until(looking, lambda: looking.facts().open_groups == 2)
+        assert looking.facts().prompts_waiting == 1
 
 
 def test_a_broker_that_hands_out_records_answers_whatever_becomes_of_questions(

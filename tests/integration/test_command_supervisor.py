@@ -19,6 +19,7 @@ from tests.brokers import AnyBroker, any_broker, flags
 from tests.waiting import until
 from topics.admin import create_topics
 from topics.catalog import Partitions
+from topics.settings import BusSettings
 
 
 def alive(process_id: int) -> bool:
@@ -195,6 +196,39 @@ Event().wait()
 """
 
 
+def starting(settings: BusSettings, folder: Path) -> tuple[str, ...]:
+    """The arguments of a role that starts others."""
+    (folder / "starting.py").write_text(STARTING)
+    create_topics(settings, Partitions(2, 2, 1, 1))
+    (folder / "rose.toml").write_text(
+        f'[environment]\nimport_paths = ["{folder}"]\nenvironments = ["starting:Environment"]\n'
+    )
+    return ("environment", "--config", str(folder / "rose.toml"), *flags(settings))
+
+
+def children(folder: Path) -> list[int]:
+    """Whom that role has started."""
+    return [int(each) for each in (folder / "children").read_text().split()]
+
+
+def test_the_process_id_of_a_role_that_has_ended_is_not_free_while_anything_that_it_started_runs(
+    broker: AnyBroker, namespace: str, nursery: Nursery, tmp_path: Path
+) -> None:
+    arguments = starting(broker.settings(namespace), tmp_path)
+    process = nursery.start(arguments, name="environment-0", log=tmp_path / "log")
+    until((tmp_path / "children").exists)
+    os.kill(process.pid, signal.SIGQUIT)
+
+    def ended() -> bool:
+        free = not psutil.pid_exists(process.pid)  # looked at first: what runs after that has run before
+        left = [each for each in children(tmp_path) if alive(each)]
+        assert not (free and left)
+        return not left
+
+    until(ended)
+    assert process.wait(60.0) == -signal.SIGQUIT and not psutil.pid_exists(process.pid)
+
+
 @any_broker
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGQUIT], ids=lambda each: each.name)
@@ -203,19 +237,12 @@ def test_nothing_that_a_role_has_started_outlives_it_whoever_is_killed(
     broker: AnyBroker, namespace: str, tmp_path: Path, killed: str, number: signal.Signals
 ) -> None:
     """A child, one with a session of its own that ignores SIGTERM, and one whose parent has gone."""
-    (tmp_path / "starting.py").write_text(STARTING)
-    settings = broker.settings(namespace)
-    create_topics(settings, Partitions(2, 2, 1, 1))
-    (tmp_path / "rose.toml").write_text(
-        f'[environment]\nimport_paths = ["{tmp_path}"]\nenvironments = ["starting:Environment"]\n'
-    )
-    arguments = ("environment", "--config", str(tmp_path / "rose.toml"), *flags(settings))
-    program = SUPERVISES.format(arguments=arguments, logs=str(tmp_path))
+    program = SUPERVISES.format(arguments=starting(broker.settings(namespace), tmp_path), logs=str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
         role = int(supervisor.stdout.readline())
         until((tmp_path / "children").exists)
-        started = [int(each) for each in (tmp_path / "children").read_text().split()]
+        started = children(tmp_path)
         chain = {"role": role, "guard": parent_of(role), "nursery": nursery_of(role), "supervisor": supervisor.pid}
         assert all(alive(each) for each in [*started, *chain.values()])
         os.kill(chain[killed], number)

@@ -27,11 +27,11 @@ from tests.integration.trainer_kit import (
     Result,
     config_of,
     log_with_samples,
-    make_policy,
     make_samples,
     newest_of,
     result_of,
     train_in_a_process_that_is_killed,
+    trainer_of,
     write_prompts,
     write_samples,
 )
@@ -51,22 +51,17 @@ from workers.weights.model_folder import folder_shapes
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
-
-
 @pytest.fixture
 def settings(broker: AnyBroker, namespace: str) -> BusSettings:
     return log_with_samples(broker, namespace)
 
 
 @pytest.fixture(scope="module")
-def unkilled(broker: AnyBroker, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+def unkilled(broker: AnyBroker, policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     """A run over the samples that nobody disturbed."""
     settings = log_with_samples(broker, f"unkilled-{tmp_path_factory.getbasetemp().name}-{id(broker)}.")
     run_folder = tmp_path_factory.mktemp("unkilled") / "run"
-    run_trainer(settings, config_of(model_folder, run_folder), Event())
+    run_trainer(settings, config_of(policy_folder, run_folder), Event())
     return result_of(settings), run_folder
 
 
@@ -84,7 +79,7 @@ def assert_like(result: Result, run_folder: Path, unkilled: tuple[Result, Path])
     assert all(torch.equal(weights[name], theirs[name]) for name in weights)
 
 
-def test_every_sample_has_one_outcome_and_the_policy_learns(unkilled: tuple[Result, Path], model_folder: Path) -> None:
+def test_every_sample_has_one_outcome_and_the_policy_learns(unkilled: tuple[Result, Path], policy_folder: Path) -> None:
     result, run_folder = unkilled
     assert sorted(name for name, _, _ in result.outcomes) == sorted(one.trajectory_id for one in make_samples())
     assert result.counts == {
@@ -108,7 +103,7 @@ def test_every_sample_has_one_outcome_and_the_policy_learns(unkilled: tuple[Resu
 @any_broker
 @pytest.mark.parametrize("truncated", ["train", "leave_out"])
 def test_samples_that_were_cut_off_are_trained_on_or_settled_as_filtered(
-    broker: AnyBroker, namespace: str, model_folder: Path, tmp_path: Path, truncated: str
+    broker: AnyBroker, namespace: str, policy_folder: Path, tmp_path: Path, truncated: str
 ) -> None:
     settings = broker.settings(namespace)
     create_topics(settings, Partitions(home=1, slots=1, samples=1, chunks=2))
@@ -117,7 +112,7 @@ def test_samples_that_were_cut_off_are_trained_on_or_settled_as_filtered(
     for sample in make_samples(groups=groups):
         cut = sample.trajectory_id in ("g00:1", "g01:0", "g01:2")
         write_samples(settings, [msgspec.structs.replace(sample, ended=Ending.CONTEXT if cut else Ending.DONE)])
-    config = config_of(model_folder, tmp_path / "run", total_groups=2, groups_per_step=2, truncated=truncated)
+    config = config_of(policy_folder, tmp_path / "run", total_groups=2, groups_per_step=2, truncated=truncated)
     run_trainer(settings, config, Event())
     left_out = {name for name, outcome, _ in result_of(settings).outcomes if outcome is Outcome.FILTERED}
     alike = {"g01:1", "g01:3"}  # without the others, whose rewards differ from theirs
@@ -142,14 +137,14 @@ def test_a_policy_that_transformers_renames_is_published_and_exported_as_its_fol
     exported = tmp_path / "run" / "model"
     assert (exported / "generation_config.json").read_bytes() == (folder / "generation_config.json").read_bytes()
     assert folder_shapes(exported) == folder_shapes(folder)
-    assert Trainer(settings, config_of(exported, tmp_path / "next"), WeightsConfig(), Event())
+    assert trainer_of(settings, exported, tmp_path / "next")
 
 
 def test_a_policy_that_no_version_could_be_published_of_is_refused_at_the_start(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
+    settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "policy"
-    shutil.copytree(model_folder, folder)
+    shutil.copytree(policy_folder, folder)
     tensors = load_file(folder / "model.safetensors") | {"value_head.weight": torch.zeros(1, 16)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UsageError, match=r"holds value_head\.weight, for which transformers' Qwen3ForCausalLM has no"):
@@ -161,15 +156,15 @@ def test_a_policy_that_no_version_could_be_published_of_is_refused_at_the_start(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_trainer_killed_at_every_point_ends_with_the_same_policy(
-    settings: BusSettings, model_folder: Path, unkilled: tuple[Result, Path], tmp_path: Path
+    settings: BusSettings, policy_folder: Path, unkilled: tuple[Result, Path], tmp_path: Path
 ) -> None:
     run_folder = tmp_path / "run"
     for version, point in enumerate(["after_checkpoint", *POINTS]):
         killed = train_in_a_process_that_is_killed(
-            settings, model_folder, run_folder, point=point, version=min(version, STEPS)
+            settings, policy_folder, run_folder, point=point, version=min(version, STEPS)
         )
         assert killed == -9, f"the trainer did not come to {point} of version {version}"
-    run_trainer(settings, config_of(model_folder, run_folder), Event())
+    run_trainer(settings, config_of(policy_folder, run_folder), Event())
     assert_like(result_of(settings), run_folder, unkilled)
     assert audit_log(settings).clean
 
@@ -187,9 +182,9 @@ def raise_on(trainer: Trainer, tokens: Iterable[bytes], error: Exception) -> Non
 
 @any_broker
 def test_a_group_that_no_step_can_compute_is_settled_and_the_trainer_goes_on(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
+    settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
-    trainer = Trainer(settings, config_of(model_folder, tmp_path / "run"), WeightsConfig(), Event())
+    trainer = trainer_of(settings, policy_folder, tmp_path / "run")
     raise_on(trainer, [one.tokens for one in make_samples() if one.group_id == "g04"], ValueError("no such row"))
     trainer.run()
     result = result_of(settings)
@@ -202,9 +197,9 @@ def test_a_group_that_no_step_can_compute_is_settled_and_the_trainer_goes_on(
 @any_broker
 @pytest.mark.parametrize("error", [ValueError("the device is gone"), MemoryError()])
 def test_what_every_group_raises_or_a_lack_of_memory_is_no_groups_fault(
-    settings: BusSettings, model_folder: Path, tmp_path: Path, error: Exception
+    settings: BusSettings, policy_folder: Path, tmp_path: Path, error: Exception
 ) -> None:
-    config = config_of(model_folder, tmp_path / "run")
+    config = config_of(policy_folder, tmp_path / "run")
     trainer = Trainer(settings, config, WeightsConfig(), Event())
     raise_on(trainer, [one.tokens for one in make_samples()], error)
     with pytest.raises(type(error)):
@@ -215,10 +210,10 @@ def test_what_every_group_raises_or_a_lack_of_memory_is_no_groups_fault(
 
 
 def test_every_start_stores_the_present_version_whole(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
+    settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
     """A log that was quiet for long has an anchor again: a fresh executor need not look back."""
-    config = config_of(model_folder, tmp_path / "run")
+    config = config_of(policy_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
     before = newest_of(settings)
     run_trainer(settings, config, Event())
@@ -227,8 +222,10 @@ def test_every_start_stores_the_present_version_whole(
     assert (again.order, again.digest, again.base_version) == (before.order, before.digest, None)
 
 
-def test_a_run_that_is_complete_is_not_trained_again(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
-    config = config_of(model_folder, tmp_path / "run")
+def test_a_run_that_is_complete_is_not_trained_again(
+    settings: BusSettings, policy_folder: Path, tmp_path: Path
+) -> None:
+    config = config_of(policy_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
     before = result_of(settings)
     write_samples(settings, make_samples(6, groups=range(50, 60)))
@@ -238,17 +235,17 @@ def test_a_run_that_is_complete_is_not_trained_again(settings: BusSettings, mode
     assert standing(last, last.at + config.hung_seconds - 1).alive and "exported" in last.said
 
 
-def test_samples_that_come_twice_are_trained_once(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
+def test_samples_that_come_twice_are_trained_once(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
     write_samples(settings, make_samples())
     write_samples(settings, make_samples(6, groups=[50, 51]))
-    run_trainer(settings, config_of(model_folder, tmp_path / "run", total_groups=GROUPS + 2), Event())
+    run_trainer(settings, config_of(policy_folder, tmp_path / "run", total_groups=GROUPS + 2), Event())
     outcomes = result_of(settings).outcomes
     assert len(outcomes) == len({name for name, _, _ in outcomes}) == (GROUPS + 2) * GROUP_SIZE
 
 
 @any_broker
-def test_stale_samples_are_settled_and_not_trained(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
-    run_trainer(settings, config_of(model_folder, tmp_path / "run", max_staleness=1), Event())
+def test_stale_samples_are_settled_and_not_trained(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
+    run_trainer(settings, config_of(policy_folder, tmp_path / "run", max_staleness=1), Event())
     stale = {step for _, outcome, step in result_of(settings).outcomes if outcome is Outcome.STALE}
     trained = {step for _, outcome, step in result_of(settings).outcomes if outcome is Outcome.TRAINED}
     assert (trained, stale) == ({1, 2}, {3, 4})
@@ -256,9 +253,9 @@ def test_stale_samples_are_settled_and_not_trained(settings: BusSettings, model_
     assert digests[2] == digests[3] == digests[4]
 
 
-def test_a_new_trainer_fences_the_old_one(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
-    old = Trainer(settings, config_of(model_folder, tmp_path / "old" / "run"), WeightsConfig(), Event())
-    new = Trainer(settings, config_of(model_folder, tmp_path / "new" / "run"), WeightsConfig(), Event())
+def test_a_new_trainer_fences_the_old_one(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
+    old = trainer_of(settings, policy_folder, tmp_path / "old" / "run")
+    new = trainer_of(settings, policy_folder, tmp_path / "new" / "run")
     with pytest.raises(TrainerFenced, match="another trainer"):
         old.run()
     new.run()
@@ -266,24 +263,24 @@ def test_a_new_trainer_fences_the_old_one(settings: BusSettings, model_folder: P
 
 
 @any_broker
-def test_checkpoints_of_another_run_are_refused(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
-    first = config_of(model_folder, tmp_path / "first")
+def test_checkpoints_of_another_run_are_refused(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
+    first = config_of(policy_folder, tmp_path / "first")
     run_trainer(settings, first, Event())
-    borrowed = config_of(model_folder, tmp_path / "second", checkpoint_folder=first.checkpoints)
+    borrowed = config_of(policy_folder, tmp_path / "second", checkpoint_folder=first.checkpoints)
     with pytest.raises(CheckpointRefused, match="checkpoints of run first"):
         run_trainer(settings, borrowed, Event())
     with pytest.raises(CheckpointRefused, match="no checkpoint of it"):
-        run_trainer(settings, config_of(model_folder, tmp_path / "third"), Event())
+        run_trainer(settings, config_of(policy_folder, tmp_path / "third"), Event())
 
 
 @any_broker
-def test_a_checkpoint_of_another_model_is_refused(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
-    config = config_of(model_folder, tmp_path / "run")
+def test_a_checkpoint_of_another_model_is_refused(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
+    config = config_of(policy_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     other = tmp_path / "other"
-    shape = Qwen3Config.from_pretrained(model_folder)
+    shape = Qwen3Config.from_pretrained(policy_folder)
     shape.intermediate_size = 48
     Qwen3ForCausalLM(shape).save_pretrained(other)
     with pytest.raises(CheckpointRefused, match="other tensors"):
@@ -291,9 +288,9 @@ def test_a_checkpoint_of_another_model_is_refused(settings: BusSettings, model_f
 
 
 def test_a_stop_ends_the_trainer_and_it_goes_on_later(
-    settings: BusSettings, model_folder: Path, unkilled: tuple[Result, Path], tmp_path: Path
+    settings: BusSettings, policy_folder: Path, unkilled: tuple[Result, Path], tmp_path: Path
 ) -> None:
-    config = config_of(model_folder, tmp_path / "run")
+    config = config_of(policy_folder, tmp_path / "run")
 
     class StopAtVersion2(Event):
         def is_set(self) -> bool:
@@ -308,9 +305,9 @@ def test_a_stop_ends_the_trainer_and_it_goes_on_later(
 
 @any_broker
 def test_a_step_line_that_was_cut_short_is_written_again(
-    settings: BusSettings, model_folder: Path, unkilled: tuple[Result, Path], tmp_path: Path
+    settings: BusSettings, policy_folder: Path, unkilled: tuple[Result, Path], tmp_path: Path
 ) -> None:
-    config = config_of(model_folder, tmp_path / "run")
+    config = config_of(policy_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
     file = config.run_folder / NAME
     file.write_bytes(file.read_bytes()[:-20])
@@ -324,10 +321,10 @@ def test_a_broken_model_folder_is_one_sentence(settings: BusSettings, tmp_path: 
         run_trainer(settings, config_of(tmp_path, tmp_path / "run"), Event())
 
 
-def test_the_audit_names_who_is_in_flight(settings: BusSettings, model_folder: Path, tmp_path: Path) -> None:
+def test_the_audit_names_who_is_in_flight(settings: BusSettings, policy_folder: Path, tmp_path: Path) -> None:
     write_prompts(settings, [90])
     write_samples(settings, make_samples(7, groups=[91])[:1])
-    run_trainer(settings, config_of(model_folder, tmp_path / "run"), Event())
+    run_trainer(settings, config_of(policy_folder, tmp_path / "run"), Event())
     audit = audit_log(settings)
     assert audit.in_flight.not_opened == GROUP_SIZE
     assert audit.requested == (GROUPS + 1) * GROUP_SIZE

@@ -21,7 +21,6 @@ from tests.integration.trainer_kit import (
     STEPS,
     config_of,
     log_with_samples,
-    make_policy,
     make_samples,
     newest_of,
     result_of,
@@ -35,11 +34,6 @@ from workers.trainer.step_log import read_step_log
 from workers.weights.config import WeightsConfig
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture
@@ -66,9 +60,9 @@ def without_tensors(checkpoints: Path) -> None:
 @any_broker
 @pytest.mark.parametrize("harm", [cut_short, rotten_tensors, without_tensors])
 def test_a_trainer_whose_newest_checkpoint_is_broken_goes_back_under_a_new_number(
-    settings: BusSettings, model_folder: Path, tmp_path: Path, harm: Callable[[Path], None]
+    settings: BusSettings, policy_folder: Path, tmp_path: Path, harm: Callable[[Path], None]
 ) -> None:
-    config = config_of(model_folder, tmp_path / "run")
+    config = config_of(policy_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
     before, lines = result_of(settings), read_step_log(config.run_folder)
     shutil.rmtree(config.run_folder / "model")
@@ -94,16 +88,16 @@ def of_version(samples: Iterable[Sample], version: int) -> list[Sample]:
 
 @kafka_first
 def test_what_versions_sampled_that_the_run_went_back_behind_is_superseded(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
+    settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
     """Also after one more restart, and every number stands for one policy."""
-    config = config_of(model_folder, tmp_path / "run")
+    config = config_of(policy_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
     cut_short(config.checkpoints)
     run_trainer(settings, config, Event())  # from version 3, which is version 5 now
     lost, kept = make_samples(7, groups=[20]), make_samples(7, groups=[21, 22])
     write_samples(settings, [*of_version(lost, STEPS), *of_version(kept, STEPS - 1)])
-    run_trainer(settings, config_of(model_folder, config.run_folder, total_groups=GROUPS + 3), Event())
+    run_trainer(settings, config_of(policy_folder, config.run_folder, total_groups=GROUPS + 3), Event())
     result = result_of(settings)
     assert {name for name, outcome, _ in result.outcomes if outcome is Outcome.SUPERSEDED} == {
         one.trajectory_id for one in lost
@@ -115,14 +109,14 @@ def test_what_versions_sampled_that_the_run_went_back_behind_is_superseded(
 
 @kafka_first
 def test_a_trainer_that_is_killed_while_it_goes_back_goes_back_once(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
+    settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
-    config = config_of(model_folder, tmp_path / "run")
+    config = config_of(policy_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
     before = result_of(settings)
     cut_short(config.checkpoints)
     killed = train_in_a_process_that_is_killed(
-        settings, model_folder, config.run_folder, point="after_checkpoint", version=STEPS + 1
+        settings, policy_folder, config.run_folder, point="after_checkpoint", version=STEPS + 1
     )
     assert killed == -9
     run_trainer(settings, config, Event())
@@ -132,15 +126,15 @@ def test_a_trainer_that_is_killed_while_it_goes_back_goes_back_once(
 
 @kafka_first
 def test_a_trainer_without_an_end_that_goes_back_settles_nothing_twice(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
+    settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
-    config = config_of(model_folder, tmp_path / "run")
+    config = config_of(policy_folder, tmp_path / "run")
     run_trainer(settings, config, Event())
     before = result_of(settings)
     cut_short(config.checkpoints)
     for _ in range(3):
         trainer = Trainer(
-            settings, config_of(model_folder, config.run_folder, total_groups=0), WeightsConfig(), Event()
+            settings, config_of(policy_folder, config.run_folder, total_groups=0), WeightsConfig(), Event()
         )
         trainer._recover()
         trainer._publisher.close()
@@ -149,10 +143,10 @@ def test_a_trainer_without_an_end_that_goes_back_settles_nothing_twice(
 
 
 def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
+    settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
     """As a fenced trainer leaves it, which wrote its own checkpoint of a version and could not settle it."""
-    config = config_of(model_folder, tmp_path / "run")
+    config = config_of(policy_folder, tmp_path / "run")
     trainer = Trainer(settings, config, WeightsConfig(), Event())
     trainer.run()
     before = result_of(settings)
@@ -170,11 +164,11 @@ def test_a_checkpoint_that_the_log_does_not_know_gives_way_to_the_one_before(
 @any_broker
 @pytest.mark.parametrize("other", [WeightsConfig(dtype="bfloat16"), WeightsConfig(column_parts=2)])
 def test_a_run_goes_on_when_its_weights_travel_in_another_way(
-    settings: BusSettings, model_folder: Path, tmp_path: Path, other: WeightsConfig
+    settings: BusSettings, policy_folder: Path, tmp_path: Path, other: WeightsConfig
 ) -> None:
-    run_trainer(settings, config_of(model_folder, tmp_path / "run", total_groups=GROUPS_PER_STEP), Event())
+    run_trainer(settings, config_of(policy_folder, tmp_path / "run", total_groups=GROUPS_PER_STEP), Event())
     for _ in range(2):  # the second start finds what the first has stored
-        run_trainer(settings, config_of(model_folder, tmp_path / "run"), Event(), weights=other)
+        run_trainer(settings, config_of(policy_folder, tmp_path / "run"), Event(), weights=other)
     result = result_of(settings)
     assert result.counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1
     assert sorted(result.digests) == list(range(STEPS + 2)), "the policy of version 1 is there twice, under two numbers"
@@ -183,14 +177,14 @@ def test_a_run_goes_on_when_its_weights_travel_in_another_way(
 
 
 def test_a_checkpoint_that_the_log_lacks_goes_on_when_its_weights_travel_in_another_way(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
+    settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
     killed = train_in_a_process_that_is_killed(
-        settings, model_folder, tmp_path / "run", point="after_checkpoint", version=1
+        settings, policy_folder, tmp_path / "run", point="after_checkpoint", version=1
     )
     assert killed == -9
     for total in (GROUPS_PER_STEP, GROUPS):  # the second start finds what the first has stored
-        config = config_of(model_folder, tmp_path / "run", total_groups=total)
+        config = config_of(policy_folder, tmp_path / "run", total_groups=total)
         run_trainer(settings, config, Event(), weights=WeightsConfig(dtype="bfloat16"))
     result = result_of(settings)
     assert result.counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1

@@ -26,6 +26,7 @@ from tests.integration.trainer_kit import (
     make_policy,
     make_samples,
     result_of,
+    trainer_of,
 )
 from topics.catalog import CHUNKS, MANIFESTS, OUTCOMES
 from topics.log import read_topics
@@ -38,18 +39,9 @@ from workers.weights.config import WeightsConfig
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
-
-
 @pytest.fixture
 def settings(broker: AnyBroker, namespace: str) -> BusSettings:
     return log_with_samples(broker, namespace)
-
-
-def trainer_of(settings: BusSettings, model_folder: Path, run_folder: Path, **change: Any) -> Trainer:
-    return Trainer(settings, config_of(model_folder, run_folder, **change), WeightsConfig(), Event())
 
 
 def overflow_on(trainer: Trainer, groups: Collection[str]) -> None:
@@ -78,9 +70,9 @@ def on_log(settings: BusSettings) -> int:
 
 
 def test_samples_of_a_minibatch_that_was_not_applied_are_settled_as_failed_and_all_others_are_trained(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
+    settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
-    trainer = trainer_of(settings, model_folder, tmp_path / "run", minibatches=GROUPS_PER_STEP)
+    trainer = trainer_of(settings, policy_folder, tmp_path / "run", minibatches=GROUPS_PER_STEP)
     overflow_on(trainer, ["g04"])
     trainer.run()
     result = result_of(settings)
@@ -98,9 +90,9 @@ def test_samples_of_a_minibatch_that_was_not_applied_are_settled_as_failed_and_a
 
 
 def test_steps_on_end_without_a_finite_gradient_end_the_trainer_and_nothing_of_them_is_trained(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
+    settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
-    trainer = trainer_of(settings, model_folder, tmp_path / "run")
+    trainer = trainer_of(settings, policy_folder, tmp_path / "run")
     overflow_on(trainer, [group_name(number) for number in range(GROUPS)])
     with pytest.raises(StepsInVain, match="in 2 steps on end no gradient was finite"):
         trainer.run()
@@ -108,21 +100,21 @@ def test_steps_on_end_without_a_finite_gradient_end_the_trainer_and_nothing_of_t
     assert result.counts.keys() <= {Outcome.INFRA_FAILED, Outcome.FILTERED}
     assert len(result.outcomes) == GROUPS_PER_STEP * GROUP_SIZE, "the first step alone is settled"
     assert result.digests[0] == result.digests[1] and not (tmp_path / "run" / "model").exists()
-    again = trainer_of(settings, model_folder, tmp_path / "run")
+    again = trainer_of(settings, policy_folder, tmp_path / "run")
     overflow_on(again, [group_name(number) for number in range(GROUPS)])
     with pytest.raises(StepsInVain, match="in 2 steps on end no gradient was finite"):
         again.run()
     assert len(result_of(settings).outcomes) == len(result.outcomes), "starting again settles no more of them"
-    run_trainer(settings, config_of(model_folder, tmp_path / "run"), Event())
+    run_trainer(settings, config_of(policy_folder, tmp_path / "run"), Event())
     assert result_of(settings).counts[Outcome.TRAINED] >= (GROUPS - 2 - GROUPS_PER_STEP) * GROUP_SIZE
     assert audit_log(settings).clean
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_step_that_leaves_a_policy_that_is_not_finite_is_as_if_it_had_not_been(
-    settings: BusSettings, model_folder: Path, tmp_path: Path, value: float
+    settings: BusSettings, policy_folder: Path, tmp_path: Path, value: float
 ) -> None:
-    trainer = trainer_of(settings, model_folder, tmp_path / "run")
+    trainer = trainer_of(settings, policy_folder, tmp_path / "run")
     spoil = trainer._model.model.norm.weight.data
 
     def spoils(*_: object) -> None:
@@ -135,7 +127,7 @@ def test_a_step_that_leaves_a_policy_that_is_not_finite_is_as_if_it_had_not_been
     kept = sorted(file.name for file in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-00000000.msgpack", "step-00000000.safetensors"]
     assert not (tmp_path / "run" / NAME).exists() and not (tmp_path / "run" / "model").exists()
-    run_trainer(settings, config_of(model_folder, tmp_path / "run"), Event())
+    run_trainer(settings, config_of(policy_folder, tmp_path / "run"), Event())
     assert result_of(settings).counts == {
         Outcome.TRAINED: (GROUPS - 1) * GROUP_SIZE - 1,
         Outcome.FILTERED: GROUP_SIZE,
@@ -145,9 +137,9 @@ def test_a_step_that_leaves_a_policy_that_is_not_finite_is_as_if_it_had_not_been
 
 
 def test_a_step_that_leaves_finite_weights_and_no_finite_logprob_is_as_if_it_had_not_been(
-    settings: BusSettings, model_folder: Path, tmp_path: Path
+    settings: BusSettings, policy_folder: Path, tmp_path: Path
 ) -> None:
-    trainer = trainer_of(settings, model_folder, tmp_path / "run")
+    trainer = trainer_of(settings, policy_folder, tmp_path / "run")
     trainer._optimizer.register_step_post_hook(lambda *_: trainer._model.model.norm.weight.data.fill_(3e38))
     with pytest.raises(
         PolicyRefused, match=r"^version 1 is neither kept nor published: its logprobs .* lower trainer\.learning_rate"
@@ -155,7 +147,7 @@ def test_a_step_that_leaves_finite_weights_and_no_finite_logprob_is_as_if_it_had
         trainer.run()
     assert result_of(settings).outcomes == [] and list(result_of(settings).digests) == [0]
     assert not (tmp_path / "run" / NAME).exists() and not (tmp_path / "run" / "model").exists()
-    run_trainer(settings, config_of(model_folder, tmp_path / "run"), Event())
+    run_trainer(settings, config_of(policy_folder, tmp_path / "run"), Event())
     assert result_of(settings).counts[Outcome.TRAINED] == (GROUPS - 1) * GROUP_SIZE - 1
 
 
@@ -164,7 +156,7 @@ def test_a_policy_to_begin_with_that_is_not_finite_begins_no_run(
     settings: BusSettings, tmp_path: Path, value: float
 ) -> None:
     folder, before = spoiled_folder(tmp_path / "model", value), on_log(settings)
-    with pytest.raises(UsageError, match=r"version 0 .* model\.norm\.weight holds a value that is not finite"):
+    with pytest.raises(UsageError, match=r"model: model\.norm\.weight holds a value that is not finite: begin with"):
         run_trainer(settings, config_of(folder, tmp_path / "run"), Event())
     assert on_log(settings) == before
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "model").exists()

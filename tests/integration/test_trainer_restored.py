@@ -18,7 +18,6 @@ from tests.integration.trainer_kit import (
     config_of,
     group_name,
     log_with_samples,
-    make_policy,
     make_samples,
     newest_of,
     result_of,
@@ -39,27 +38,22 @@ DONE = 2
 """Steps of the run when its log is lost."""
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_policy(tmp_path_factory.mktemp("policy"))
-
-
 @pytest.fixture
-def lost(broker: AnyBroker, namespace: str, model_folder: Path, tmp_path: Path) -> Path:
+def lost(broker: AnyBroker, namespace: str, policy_folder: Path, tmp_path: Path) -> Path:
     """The folder of a run that has made two of its steps."""
     settings = log_with_samples(broker, namespace)
-    config = config_of(model_folder, tmp_path / "run", total_groups=DONE * GROUPS_PER_STEP)
+    config = config_of(policy_folder, tmp_path / "run", total_groups=DONE * GROUPS_PER_STEP)
     run_trainer(settings, config, Event())
     return config.run_folder
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+def undisturbed(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     """The same run, if nothing is lost."""
     folder = tmp_path_factory.mktemp("whole")
     with start(EMBEDDED, folder / "broker") as broker:
         settings = log_with_samples(broker, "whole.")
-        run_trainer(settings, config_of(model_folder, folder / "run"), Event())
+        run_trainer(settings, config_of(policy_folder, folder / "run"), Event())
         return result_of(settings)
 
 
@@ -85,21 +79,21 @@ def goes_on_as_if_nothing_was_lost(settings: BusSettings, left: int, undisturbed
 
 
 def test_on_a_new_broker_a_run_goes_on_from_its_own_checkpoint(
-    lost: Path, namespace: str, model_folder: Path, undisturbed: Result, tmp_path: Path
+    lost: Path, namespace: str, policy_folder: Path, undisturbed: Result, tmp_path: Path
 ) -> None:
     with start(EMBEDDED, tmp_path / "broker") as another:
         settings = another.settings(namespace)
         left = ask_again(settings, lost)
-        run_trainer(settings, config_of(model_folder, lost, total_groups=left), Event())
+        run_trainer(settings, config_of(policy_folder, lost, total_groups=left), Event())
         goes_on_as_if_nothing_was_lost(settings, left, undisturbed)
 
 
 def test_in_another_namespace_a_run_begins_with_the_checkpoint_that_it_is_told_of(
-    broker: AnyBroker, lost: Path, namespace: str, model_folder: Path, undisturbed: Result, tmp_path: Path
+    broker: AnyBroker, lost: Path, namespace: str, policy_folder: Path, undisturbed: Result, tmp_path: Path
 ) -> None:
     settings = broker.settings(f"{namespace}again.")
     left = ask_again(settings, lost)
-    config = config_of(model_folder, tmp_path / "again", total_groups=left, begin_from=lost / "checkpoints")
+    config = config_of(policy_folder, tmp_path / "again", total_groups=left, begin_from=lost / "checkpoints")
     run_trainer(settings, config, Event())
     goes_on_as_if_nothing_was_lost(settings, left, undisturbed)
     run_trainer(settings, config, Event())  # which has checkpoints of its own now
@@ -107,9 +101,9 @@ def test_in_another_namespace_a_run_begins_with_the_checkpoint_that_it_is_told_o
 
 
 def test_a_run_does_not_begin_with_checkpoints_that_are_not_there(
-    broker: AnyBroker, namespace: str, model_folder: Path, tmp_path: Path
+    broker: AnyBroker, namespace: str, policy_folder: Path, tmp_path: Path
 ) -> None:
     settings = log_with_samples(broker, namespace)
-    config = config_of(model_folder, tmp_path / "run", begin_from=tmp_path / "nowhere")
+    config = config_of(policy_folder, tmp_path / "run", begin_from=tmp_path / "nowhere")
     with pytest.raises(UsageError, match="nowhere, where no whole checkpoint is"):
         run_trainer(settings, config, Event())

@@ -27,7 +27,9 @@ from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.trainer.config import TrainerConfig
 from workers.trainer.groups import CompleteGroup
+from workers.trainer.loop import Trainer
 from workers.trainer.main import run_trainer
+from workers.weights.config import WeightsConfig
 
 VOCABULARY = 40
 GROUPS, GROUP_SIZE = 10, 4
@@ -126,6 +128,11 @@ def config_of(model_folder: Path, run_folder: Path, **change: Any) -> TrainerCon
     return TrainerConfig(model_folder=model_folder, run_folder=run_folder, learning_rate=1e-3, **(fields | change))
 
 
+def trainer_of(settings: BusSettings, model_folder: Path, run_folder: Path, **change: Any) -> Trainer:
+    """One that runs when it is told to."""
+    return Trainer(settings, config_of(model_folder, run_folder, **change), WeightsConfig(), Event())
+
+
 @dataclass(frozen=True)
 class Result:
     """What a run left on the log."""
@@ -175,7 +182,6 @@ def _die() -> None:
 def _arm(point: str, version: int) -> None:
     """Make this process die when the trainer comes to the point."""
     from workers.trainer.checkpoint import Checkpoints, Progress
-    from workers.trainer.loop import Trainer
 
     current: list[Trainer] = []
     begin: Callable[..., None] = Trainer.__init__

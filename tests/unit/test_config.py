@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_type_hints
 
@@ -12,12 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.command.broker import DATA, RunBroker, log_of, run_broker
+from pipeline.command.client import watch_run
 from pipeline.command.config import SHARED, Config, load, section_types, without_settings
 from pipeline.command.documentation import field_sentences
 from pipeline.command.options import Common
 from pipeline.command.resolved import resolved_toml, without_secrets
 from pipeline.command.session import write_configuration
+from pipeline.command.telling import tell_why
 from schemas.errors import UsageError
+from topics.errors import BrokerUnreachable
 from topics.settings import BusSettings
 
 
@@ -86,6 +89,34 @@ def test_a_run_s_folder_that_was_moved_is_told_where_its_broker_would_be_looked_
     for reach in (log_of, run_broker):
         with pytest.raises(UsageError, match=r"runs/old was in runs/demo.*move the folder back"), reach(moved):
             pass
+
+
+@pytest.mark.parametrize(
+    ("look", "own", "says"),
+    [
+        (watch_run, True, "the run has ended: `rose status` starts its broker to look at it, and `rose up`"),
+        (
+            watch_run,
+            False,
+            "runs/demo/config.toml has it there: start it, or say where it is now by",
+        ),
+        (
+            lambda common: tell_why(common, "a:0"),
+            False,
+            "one that `rose up` started had its log in runs/demo/broker, which is not there",
+        ),
+    ],
+)
+def test_a_run_whose_broker_does_not_answer_is_told_who_named_that_and_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: Callable[[Common], None], own: bool, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_configuration(load(Common()), RunBroker(BusSettings("127.0.0.1:1"), "own", None))
+    if own:
+        (tmp_path / "runs" / "demo" / DATA).mkdir()
+    with pytest.raises(BrokerUnreachable, match=r"no Kafka broker answers at 127\.0\.0\.1:1") as unreachable:
+        look(Common(run="demo"))
+    assert says in str(unreachable.value)
 
 
 @pytest.mark.parametrize(
@@ -419,6 +450,27 @@ def test_what_is_refused_is_not_shown_if_it_may_be_a_password(tmp_path: Path) ->
     nameless.write_text("sasl.username=me\nsasl.password hidden\n")
     for said in (Common(command_config=nameless), Common(properties=["sasl.password hidden"])):
         assert "no key=value" in refusal(said) and "hidden" not in refusal(said)
+
+
+LONG = "a" * 300
+"""Longer than a file's name, a label of a host's or what a record has room for."""
+
+
+@pytest.mark.parametrize("many", [1, 17])
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (f"run.name={LONG}", "together they may have 127 characters"),
+        (f"broker.namespace={LONG}", "it may have 100 characters"),
+        (f"model.id={LONG}", "model.id"),
+        (f"tasks.environment={LONG}:Own", "tasks.environment: the name of an environment has 1 to 256 characters"),
+        (f'environment.environments=["{LONG}:Own"]', "environment.environments: the name of an environment has 1 to"),
+        (f"endpoint.url=http://{LONG}", "endpoint.url"),
+        (f"tracing.endpoint=http://{LONG}:4318", "tracing.endpoint"),
+    ],
+)
+def test_a_name_that_is_too_long_is_refused_with_the_limit(setting: str, words: str, many: int) -> None:
+    assert words in refusal(Common(settings=[setting.replace(LONG, LONG * many)]))
 
 
 @pytest.mark.parametrize("url", ["http://h:1\t", "http://h\nh", "http://h h", " http://h"])

@@ -18,6 +18,7 @@ from tests.unit.wild_environment import CHANGES, FOLDER, NAME
 from tests.waiting import until
 from topics.settings import BusSettings
 from workers.environments import lanes
+from workers.environments import stage as stage_module
 from workers.environments.apart import Apart
 from workers.environments.config import EnvironmentConfig
 from workers.environments.home import Begun
@@ -38,6 +39,7 @@ ENDINGS = {
 
 
 AWAY = """
+import time
 from pathlib import Path
 
 from tests.unit.wild_environment import Wild
@@ -47,6 +49,8 @@ with here.with_name("begun").open("a") as begun:
     begun.write("x")
 if here.with_name("away").exists():
     raise RuntimeError("the share is away")
+while here.with_name("hangs").exists():
+    time.sleep(0.01)
 """
 
 MOST_SNAPSHOT = 900_000
@@ -219,6 +223,41 @@ def test_processes_that_cannot_begin_for_a_while_fail_nobody(
         assert [stepped(answer) for answer in found.values()] == [b"4"] * 3
 
 
+@pytest.mark.parametrize(
+    ("way", "says"), [("away", "RuntimeError: the share is away"), ("hangs", "did not begin within 0.5 s")]
+)
+def test_jobs_of_a_process_that_cannot_begin_any_more_fail_in_time_and_others_go_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, says: str
+) -> None:
+    monkeypatch.setattr(lanes, "TRY_SECONDS", 0.01)
+    (tmp_path / "away.py").write_text(AWAY)
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = "away:Wild"
+    with processes(folder, timeout_seconds=5.0) as stage:
+        answers(stage, [step("first", "go", kind=kind), step("second", "go")])
+        if way == "hangs":
+            monkeypatch.setattr(lanes, "BEGIN_SECONDS", 0.5)
+        (tmp_path / way).touch()
+        found = answers(stage, [step("bad", "end", kind=kind), step("beside", "wait", kind=kind), step("other", "go")])
+        assert stepped(found["other"]) == b"1"
+        for name in ("bad", "beside"):
+            failed = found[name]
+            assert isinstance(failed, Failed) and "could begin within 5 s" in failed.failure and says in failed.failure
+
+
+def test_a_process_that_still_imports_is_not_waited_for_at_the_end(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_module, "CLOSE_SECONDS", 3600.0)
+    (tmp_path / "away.py").write_text(AWAY)
+    (tmp_path / "hangs").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with processes(folder) as stage:
+        stage.begin("away:Wild")
+        until(lambda: (tmp_path / "begun").exists())
+    assert not alive(folder)
+
+
 @pytest.mark.slow
 def test_a_long_step_comes_to_its_end_beside_others_that_end_the_process_as_they_close(folder: Path) -> None:
     kind = NAME.replace("Wild", "EndsAtLast")
@@ -312,6 +351,9 @@ def test_nothing_that_an_environment_started_outlives_the_worker(folder: Path, h
         ("import sys; sys.exit()", "thread", "cannot import ends_early (SystemExit"),
         ("import sys; sys.exit()", "process", "cannot import ends_early (SystemExit"),
         ("raise KeyboardInterrupt", "process", "raises KeyboardInterrupt"),
+        ("raise KeyboardInterrupt", "thread", "cannot import ends_early (KeyboardInterrupt"),
+        ("raise type('Panic', (BaseException,), {})('boom')", "thread", "cannot import ends_early (Panic: boom)"),
+        ("raise type('Panic', (BaseException,), {})('boom')", "process", "cannot import ends_early (Panic: boom)"),
         ("import os; os._exit(0)", "process", "ends the process, which ended with status 0"),
         ("import os; os.abort()", "auto", "ends the process, which was ended by SIGABRT"),
     ],
@@ -325,12 +367,13 @@ def test_a_module_that_ends_the_process_at_import_is_refused_when_the_worker_sta
     config = EnvironmentConfig(
         model_folder=folder, environments=(name,), import_paths=(tmp_path / "own",), isolation=isolation
     )
-    before = list(sys.path)
+    before, heard = list(sys.path), signal.signal(signal.SIGINT, lambda *_: None)  # as of a role, which stops in order
     try:
         with pytest.raises(UnknownEnvironment) as refused:
             run_environment_worker(BusSettings("127.0.0.1:9"), config, "w0", threading.Event())
     finally:
         sys.path[:] = before
+        signal.signal(signal.SIGINT, heard)
     assert repr(name) in str(refused.value) and says in str(refused.value)
 
 

@@ -197,6 +197,21 @@ def test_a_step_repeats_to_the_bit(policy: Any, groups: list[list[TrainingSample
     assert torch.equal(updated(policy, groups, STANDARD), updated(policy, groups, STANDARD))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_folder_with_a_weight_that_is_not_finite_is_refused_by_its_name(tmp_path: Path, value: float) -> None:
+    """Also where it is one of two that config.json calls one: no number equals NaN, and not even NaN does."""
+    folder = tmp_path / "model"
+    shutil.copytree(SHIPPED, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][3, 1] = value
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelFolderError, match=r"model: (lm_head|.*embed_tokens)\.weight holds a value that is not finite"
+    ):
+        load_policy(folder)
+
+
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match=r"no config\.json"):
         load_policy(tmp_path)

@@ -125,9 +125,9 @@ class Apart:
             self._process.stdin.close()
 
     def close(self, seconds: float) -> None:
-        """Leave, wait so long for the end, then kill it."""
+        """Leave, wait so long for the end, then kill it. One that has not begun has nothing to close."""
         self.leave()
-        self._reader.join(seconds)
+        self._reader.join(seconds if self.ready else 0.0)
         self.abandon()
         self._reader.join(SPARE_SECONDS)
 

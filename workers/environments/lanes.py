@@ -12,7 +12,8 @@ Keeps true
     a process ends otherwise                  all others are begun again in a new one; when that ends as well, each half
                                               of them in one of its own, and so on, until a job is alone
     a process ends twice with one job alone   that job fails
-    a process ends before it has begun        no job was in it: all are begun again, later each time
+    a process ends before it has begun        no job was in it: all are begun again, later each time; whoever has waited
+                                              longer than `timeout_seconds` by then fails
 """
 
 import time
@@ -26,6 +27,7 @@ from schemas.errors import in_words
 from workers.environments import metrics
 from workers.environments.jobs import Answer, Failed, Job, Limits, Runs
 from workers.environments.runner import CLOSE_SECONDS
+from workers.environments.steps import FAILURE_CHARACTERS
 
 LOOKS = 8
 """So many looks at least make a silence."""
@@ -72,6 +74,8 @@ class InFlight:
     """Processes that ended with this job alone in them."""
     ends: int = 0
     """Processes that ended while it was under way, by another or nobody knows by whom."""
+    waits_since: float = 0.0
+    """When it was first given to a runner that had not begun, or there was none; 0 where one has begun with it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +88,8 @@ class Place:
     """For the jobs that are under way in it alone, until they are answered."""
     suspected: bool = False
     """Left then."""
+    began: bool = False
+    """Whether it was ready when it was last looked at."""
     warm: bool = False
     """Whether it has answered anything."""
     used_at: float = 0.0
@@ -105,10 +111,15 @@ class Place:
         self.jobs.update((id(each.job), each) for each in waiting)
         self.used_at = time.monotonic()
         for each in waiting:  # one by one: a process takes no message of any size
+            each.waits_since = 0.0 if self.runner.ready else each.waits_since or self.used_at
             self.runner.start([each.job])
 
     def looked(self, seconds: float) -> None:
         """Take in whether it has shown a sign of life since the last look, of which so long has passed."""
+        if self.runner.ready and not self.began:
+            self.began = True
+            for each in self.jobs.values():
+                each.waits_since = 0.0
         silent = self.jobs and self.runner.ready and self.runner.beats == self.beats
         self.silent_seconds = self.silent_seconds + seconds if silent else 0.0
         self.silent_looks = self.silent_looks + 1 if silent else 0
@@ -144,6 +155,8 @@ class Lane:
         self._late: list[InFlight] = []
         """To be begun once a runner may be made again."""
         self._try_at = 0.0
+        self._why = ""
+        """Why a runner did not begin, since the last look."""
         self._pause = TRY_SECONDS
 
     @property
@@ -179,7 +192,7 @@ class Lane:
                     self._begin(self.begin(), these)
                 except (OSError, RuntimeError) as error:
                     self._late += these
-                    self._not_made(in_words(error))
+                    self._not_made(in_words(error), these)
 
     def let_go(self, trajectory_ids: list[str]) -> None:
         """Close the environments of trajectories that have ended."""
@@ -235,6 +248,7 @@ class Lane:
                 self._leave(place)
             place.ended = place.runner.ended
         self._try_again()
+        failed += self._waited_long()
         while self._left and (self._left[0][1].ended or time.monotonic() - self._left[0][0] > CLOSE_SECONDS):
             self._left.pop(0)[1].abandon()
         return failed
@@ -314,7 +328,7 @@ class Lane:
                 self.suspects.append(waiting)
             else:
                 self._late += waiting
-            self._not_made(how)
+            self._not_made(how, waiting)
             return []
         by_nobody = known and culprit is None  # in code of what was answered before, as when it closes
         if place.apart and len(waiting) == 1 and not by_nobody:
@@ -350,14 +364,32 @@ class Lane:
             try:
                 place = self._new_place()
             except (OSError, RuntimeError) as error:
-                self._not_made(in_words(error))
+                self._not_made(in_words(error), self.suspects[0])
                 return
             place.apart = place.suspected = True
             self.places[place.number] = place
             self._begin(place, self.suspects.popleft())
 
-    def _not_made(self, error: str) -> None:
+    def _waited_long(self) -> Answers:
+        """After an attempt that came to nothing, fail those that have waited for longer than a job may take."""
+        why, self._why = self._why, ""
+        since = time.monotonic() - self._timeout_seconds
+        lists = [self._late, *self.suspects]
+        long = [each for waiting in lists for each in waiting if why and 0.0 < each.waits_since < since]
+        if not long:
+            return []
+        self._late, *suspects = ([each for each in waiting if each not in long] for waiting in lists)
+        self.suspects = deque(filter(None, suspects))
+        reason = f"nothing that runs it could begin within {self._timeout_seconds:g} s: {why}"
+        return [
+            (each.job, Failed(f"environment {each.job.environment}: {reason}"[:FAILURE_CHARACTERS])) for each in long
+        ]
+
+    def _not_made(self, error: str, waiting: Sequence[InFlight]) -> None:
         """Whoever waits is begun a little later: there may be processes, threads, memory or files again by then."""
         self._try_at = time.monotonic() + self._pause
+        self._why = error
+        for each in waiting:
+            each.waits_since = each.waits_since or time.monotonic()
         self._log.error("environment_runner_not_made", error=error, seconds_to_next=self._pause)
         self._pause = min(2 * self._pause, LONGEST_TRY_SECONDS)

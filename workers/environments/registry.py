@@ -6,6 +6,7 @@ trajectory starts; nothing is imported until its name is asked for.
 
 import importlib
 import inspect
+import signal
 from collections.abc import Callable
 
 from schemas.errors import UsageError, in_words
@@ -33,9 +34,9 @@ def load_environment(name: str) -> Callable[[], Environment]:
     try:
         module = importlib.import_module(module_name)
         factory = getattr(module, attribute, None)
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # a user's module may raise anything, as `sys.exit` does
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise  # it may be of Ctrl-C, which a program with a handler of its own hears otherwise
         raise UnknownEnvironment(
             f"environment {name!r}: cannot import {module_name} ({in_words(error)}); {_choices()}"
         ) from error

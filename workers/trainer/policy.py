@@ -22,7 +22,7 @@ from torch import Tensor
 from schemas.errors import UsageError
 from workers.engine_layers import replace_unlike_layers
 from workers.model_config import CONFIG, SHORT_AND_LONG, ConfigRefused, compute_as_engines, refuse_unlike
-from workers.weights.model_folder import INDEX, FolderError, read_config, weight_files
+from workers.weights.model_folder import INDEX, FolderError, folder_tensors, held_tensors, read_config, weight_files
 
 REASON_CHARACTERS = 300
 """How much of a library's message is told on; some of them run to pages."""
@@ -66,6 +66,7 @@ def load_policy(folder: Path) -> Any:
     if report["missing_keys"] or report["mismatched_keys"]:
         names = ", ".join(sorted(str(key) for key in [*report["missing_keys"], *report["mismatched_keys"]])[:3])
         raise ModelFolderError(f"{folder}: the weights do not fit config.json, beginning with {names}")
+    _refuse_not_finite(model, folder)
     _refuse_untied(model, folder)
     _refuse_whole_heads(model, folder)
     _keep_short_angles(model)
@@ -73,6 +74,16 @@ def load_policy(folder: Path) -> Any:
     model.eval()
     _try(model, folder)
     return model
+
+
+def _refuse_not_finite(model: Any, folder: Path) -> None:
+    """Before any other look at its values: what is no number is like nothing else. Raises ModelFolderError."""
+    if all(parameter.isfinite().all() for parameter in model.parameters()):
+        return
+    held = folder_tensors(folder)
+    for name, tensor in held_tensors(folder, held, held):
+        if not tensor.float().isfinite().all():
+            raise ModelFolderError(f"{folder}: {name} holds a value that is not finite: begin with another policy")
 
 
 def _refuse_untied(model: Any, folder: Path) -> None:

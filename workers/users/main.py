@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from itertools import count
 from threading import Event
+from typing import Annotated
 
 import aiohttp
 import msgspec
@@ -50,7 +51,7 @@ class _Models(msgspec.Struct):
 
 
 class _ModelFolder(msgspec.Struct):
-    vocab_size: int
+    vocab_size: Annotated[int, msgspec.Meta(ge=1)]
 
 
 def run_users(config: UsersConfig, url: str, stop: Event) -> None:

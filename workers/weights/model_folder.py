@@ -29,6 +29,12 @@ WEIGHTS = ("F64", "F32", "F16", "BF16")
 CONSTANTS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 """Those of what no training changes."""
 
+SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions"),
+)
+"""What config.json calls sizes; some types of models give a list, one for each layer, or null."""
+
 
 class FolderError(UsageError):
     """A model folder that does not say what its tensors are."""
@@ -60,8 +66,12 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         raise FolderError(f"{folder}/config.json is not a JSON object")
     if "vocab_size" not in config and "text_config" in config:
         raise FolderError(f"{folder} is a model of several parts, as text and images: a policy must be of text alone")
-    if not isinstance(config.get("vocab_size"), int) or not config.get("architectures"):
+    if not isinstance(config.get("vocab_size"), str | int | float) or not config.get("architectures"):
         raise FolderError(f"{folder}/config.json names no architectures or vocab_size: is it a language model's?")
+    for name in SIZES:
+        size = config.get(name)
+        if isinstance(size, str | int | float) and (type(size) is not int or size < 1):
+            raise FolderError(f"{folder}/config.json says {name} {json.dumps(size)}: it must be a whole number above 0")
     if config.get("quantization_config"):
         raise FolderError(f"{folder} holds quantized weights, which cannot be trained: take the model that they are of")
     return config

@@ -84,6 +84,6 @@ def _not_finite(name: str, own: tuple[Box, Tensor] | None, dtype: str) -> str:
     assert own is not None
     values = own[1].float()
     if not values.isfinite().all():
-        return f"{name} holds a value that is not finite: lower the learning rate, or take another policy to begin with"
+        return f"{name} holds a value that is not finite: lower the learning rate"
     most = float(values.abs().max())
     return f"{name} holds {most:g}, which {dtype} does not: set weights.dtype and executor.dtype to bfloat16 or float32"
