@@ -46,7 +46,7 @@ from workers.environments.chat_template import (
 )
 from workers.environments.chat_template import TurnFormatError as TurnFormatError
 from workers.environments.misspelling import misspelt
-from workers.token_files import MODEL_FILE, model_stops, tokens_of, vocabulary_of
+from workers.token_files import MODEL_FILE, model_stops, read_object, tokens_of, vocabulary_of
 from workers.tokenizer import TOKENIZER_FILE, check_vocabulary, load_tokenizer
 
 FORMAT_FILE, GENERATION_FILE = "turn_format.json", "generation_config.json"
@@ -297,8 +297,6 @@ def _is_space(text: str) -> bool:
 
 def _read(path: Path, kind: type[Any]) -> Any:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except OSError as error:
-        raise TurnFormatError(f"{path}: {error.strerror}; a model folder needs this file") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return msgspec.convert(told(read_object, path), kind)
+    except msgspec.ValidationError as error:
         raise TurnFormatError(f"{path}: {error}") from None
