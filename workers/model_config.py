@@ -136,6 +136,8 @@ def compute_as_engines(config: Any) -> None:
     """
     config.output_attentions = config.output_hidden_states = False
     config.return_dict = True
+    if getattr(config, WINDOW, None) == 0:  # so folders say that there is none, and vLLM knows; else all is hidden
+        setattr(config, WINDOW, None)
     # torch's own kernel has no cap on the logits of attention, and transformers leaves the cap out in silence. None
     # lets transformers choose: it keeps to its own code for what else the kernel has not, as sinks.
     config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else None

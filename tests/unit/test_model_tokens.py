@@ -275,5 +275,5 @@ def test_numbers_that_python_writes_and_json_has_not_are_read(tmp_path: Path) ->
 def test_half_of_a_surrogate_pair_in_a_file_is_one_sentence(tmp_path: Path) -> None:
     path = folder(tmp_path, byte_level(), own=FRAME)
     (path / "turn_format.json").write_text('{"prefix": "\\ud800"}', encoding="utf-8")
-    with pytest.raises(TurnFormatError, match="turn_format.json"):
+    with pytest.raises(TurnFormatError, match=r"turn_format\.json"):
         TurnFormat(path)

@@ -83,6 +83,13 @@ def test_how_a_folder_wants_its_answers_is_not_what_decides(said: dict[str, bool
     assert torch.equal(logprobs_of(load_policy(rewrite(folder, **said)), row), expected)
 
 
+@pytest.mark.parametrize("kind", ["mistral", "phi3"])
+def test_a_sliding_window_of_0_is_none_as_engines_read_it(kind: str, tmp_path: Path) -> None:
+    folder, row = made(tmp_path, kind, sliding_window=None), [*range(2, 40)]
+    without = logprobs_of(load_policy(folder), row)
+    assert torch.equal(logprobs_of(load_policy(rewrite(folder, sliding_window=0)), row), without)
+
+
 def test_angles_for_long_contexts_are_not_chosen_by_what_comes_beside_a_row(tmp_path: Path) -> None:
     folder = made(tmp_path, "phi3", original_max_position_embeddings=16, rope_parameters=ANGLES)
     model = load_policy(folder)
