@@ -132,12 +132,16 @@ def refuse_too_long(folder: Path, tokens: int) -> None:
 
 def compute_as_engines(config: Any) -> None:
     """Have a model that transformers makes of its configuration compute all that engines compute, and give it in the
-    one form, however the folder was used before.
+    one form, however the folder was used before. Raises ConfigRefused.
     """
     config.output_attentions = config.output_hidden_states = False
     config.return_dict = True
     if getattr(config, WINDOW, None) == 0:  # so folders say that there is none, and vLLM knows; else all is hidden
-        setattr(config, WINDOW, None)
+        kinds = getattr(config, "layer_types", None)
+        if kinds and "sliding_attention" in kinds:
+            raise ConfigRefused(f"{CONFIG} has layers of sliding attention and a {WINDOW} of 0, which hides all")
+        if not kinds:
+            setattr(config, WINDOW, None)
     # torch's own kernel has no cap on the logits of attention, and transformers leaves the cap out in silence. None
     # lets transformers choose: it keeps to its own code for what else the kernel has not, as sinks.
     config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else None

@@ -157,7 +157,7 @@ def test_an_engine_is_refused_a_folder_that_lacks_a_tensor_or_a_part_of_one(lost
     tiny_policy("qwen3", tmp_path)
     held = {name: tensor for name, tensor in load_file(tmp_path / WHOLE).items() if name != lost}
     save_file(held, tmp_path / WHOLE, metadata={"format": "pt"})
-    assert "holds no tensor, or not all of them, for model.layers.1." in refused(tmp_path)
+    assert "do its files lack a tensor that its config.json asks for?" in refused(tmp_path)
 
 
 @pytest.mark.parametrize(("kind", "named", "same"), [("qwen2", "Llama", False), ("llama", "Mistral", True)])

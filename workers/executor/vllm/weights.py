@@ -154,9 +154,10 @@ class PolicyWeights:
         self._spare = spare
 
     def _unwritten(self, name: str, parameter: Tensor) -> str:
+        what = f"vLLM takes no new version of {self._folder}: {name}"
         if parameter.is_floating_point() and parameter.isnan().any():
-            return f"{self._folder} holds no tensor, or not all of them, for {name}, which its config.json asks for"
-        return f"vLLM takes no new version of {self._folder}: {name} is not what was written"
+            return f"{what} is not written, or not all of it: do its files lack a tensor that its config.json asks for?"
+        return f"{what} is not what was written"
 
     @staticmethod
     def _passed_over(held: Mapping[str, Tensor], unread: set[str]) -> str | None:
