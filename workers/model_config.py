@@ -3,7 +3,8 @@ different ways.
 
 Keeps true
 - A configuration by which the two compute different logprobs is refused in one sentence.
-- A context is no longer than both compute alike, whatever comes beside it in a pass.
+- A context is no longer than both compute alike, whatever comes beside it in a pass: within a sliding window, where
+  vLLM keeps to one, as it does for every type of models, and transformers knows none.
 """
 
 import json
@@ -34,6 +35,21 @@ ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 WIDER_WINDOW = ("cohere2", "cohere2_moe")
 """Types of models of which vLLM takes the sliding window for one token wider than transformers."""
 
+WINDOW, LOGIT_SCALE, ATTENTION_BIAS = "sliding_window", "logit_scale", "attention_bias"
+
+SILU = {"hidden_act": ("silu", "swish")}
+
+TAKEN_FOR_GRANTED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "cohere": SILU | {ATTENTION_BIAS: (False,)},
+    "cohere2": SILU | {ATTENTION_BIAS: (False,)},
+    "cohere2_moe": SILU | {ATTENTION_BIAS: (False,)},
+    "falcon": {"activation": ("gelu",)},
+    "qwen3": {ATTENTION_BIAS: (False,)},
+    "qwen3_moe": {ATTENTION_BIAS: (False,)},
+    "stablelm": SILU | {"use_parallel_residual": (False,)},
+}
+"""By type of models, fields that vLLM does not read, with the values of which it computes what transformers does."""
+
 OWN_SCALE = "phimoe"
 """The type of model for which transformers reads `short_mscale`, as vLLM does for all."""
 
@@ -48,6 +64,18 @@ def refuse_unlike(folder: Path, config: Mapping[str, Any]) -> None:
         raise ConfigRefused(f"{folder}/{CONFIG} lets a token see what comes after it: such a model cannot be sampled")
     if config.get("scale_attn_weights") is False:
         raise ConfigRefused(f"{folder}/{CONFIG} has attention without a scale (scale_attn_weights), which vLLM ignores")
+    for name, known in TAKEN_FOR_GRANTED.get(str(config.get("model_type")), {}).items():
+        said = config.get(name)
+        if said is not None and said not in known:
+            raise ConfigRefused(
+                f"{folder}/{CONFIG} has {name} {said!r}, which vLLM takes for {known[0]!r} and transformers does not: "
+                "begin with another model"
+            )
+    if config.get(LOGIT_SCALE) not in (None, 1) and not _known(config, LOGIT_SCALE):
+        raise ConfigRefused(
+            f"{folder}/{CONFIG} has a {LOGIT_SCALE}, which vLLM reads and transformers, for a "
+            f"{config.get('model_type')}, does not: take it out"
+        )
     for angles in _angles(config):
         kind = _kind(angles)
         if kind == "dynamic" and not (config.get("model_type") in ALPHA and angles.get("alpha")):
@@ -72,9 +100,15 @@ def most_tokens(config: Mapping[str, Any]) -> int | None:
     positions = _positions(config)
     if positions is None:
         return None
-    window = config.get("sliding_window") if config.get("model_type") in WIDER_WINDOW else None
     reaches = [_reach(config, angles, positions) for angles in _angles(config)] or [positions]
-    return min([*reaches, window]) if isinstance(window, int) else min(reaches)
+    window = config.get(WINDOW)
+    if (
+        isinstance(window, int)
+        and window > 0
+        and (config.get("model_type") in WIDER_WINDOW or not _known(config, WINDOW))
+    ):
+        reaches.append(window)
+    return min(reaches)
 
 
 def most_tokens_of(folder: Path) -> int | None:
@@ -98,10 +132,16 @@ def refuse_too_long(folder: Path, tokens: int) -> None:
 
 def compute_as_engines(config: Any) -> None:
     """Have a model that transformers makes of its configuration compute all that engines compute, and give it in the
-    one form, however the folder was used before.
+    one form, however the folder was used before. Raises ConfigRefused.
     """
     config.output_attentions = config.output_hidden_states = False
     config.return_dict = True
+    if getattr(config, WINDOW, None) == 0:  # so folders say that there is none, and vLLM knows; else all is hidden
+        kinds = getattr(config, "layer_types", None)
+        if kinds and "sliding_attention" in kinds:
+            raise ConfigRefused(f"{CONFIG} has layers of sliding attention and a {WINDOW} of 0, which hides all")
+        if not kinds:
+            setattr(config, WINDOW, None)
     # torch's own kernel has no cap on the logits of attention, and transformers leaves the cap out in silence. None
     # lets transformers choose: it keeps to its own code for what else the kernel has not, as sinks.
     config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else None
@@ -114,6 +154,14 @@ def _angles(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if isinstance(said, Mapping):
             apart = [one for one in said.values() if isinstance(one, Mapping)]
             yield from apart or [said]
+
+
+def _known(config: Mapping[str, Any], name: str) -> bool:
+    """Whether transformers' models of this type read the field. Of a type that it has not nobody can say."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    return kind not in CONFIG_MAPPING or name in CONFIG_MAPPING[kind]().to_dict()
 
 
 def _kind(angles: Mapping[str, Any]) -> Any:

@@ -6,14 +6,13 @@ Keeps true
   `special_tokens_map.json` and `added_tokens.json`.
 - The size of the model's vocabulary is that of `config.json`, of its text model where it has several.
 
-Needs `msgspec` alone.
+Needs no library.
 """
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import msgspec
 
 from schemas.errors import UsageError
 
@@ -116,10 +115,17 @@ def _of_model(folder: Path, name: str) -> Any:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A JSON object of the folder; empty if there is no such file. Raises TokenizerError."""
+    """A JSON object of the folder; empty if there is no such file. Raises TokenizerError.
+
+    It may have Infinity and NaN, which Python and transformers write and read.
+    """
     if not file.is_file():
         return {}
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        found = json.loads(file.read_bytes())
+        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{file}: {error}") from None
+    if not isinstance(found, dict):
+        raise TokenizerError(f"{file} is not a JSON object")
+    return found

@@ -71,8 +71,8 @@ def _all_reduce_or_fault(group: GroupCoordinator, tensor: Tensor) -> Tensor:
     return reduced
 
 
-def _writing_or_fault(model: Any, version: Mapping[str, Tensor]) -> Iterator[None]:
-    for number, piece in enumerate(_writing(model, version)):
+def _writing_or_fault(model: Any, version: Mapping[str, Tensor], **how: Any) -> Iterator[None]:
+    for number, piece in enumerate(_writing(model, version, **how)):
         if number == 3 and _notes[0].worker.rank == FAULTY and _fault() == "prepare":
             raise RuntimeError("a fault amid preparing")
         yield piece

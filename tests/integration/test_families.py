@@ -4,12 +4,14 @@ A run trains it, publishes it, serves each version with the logprobs of transfor
 what was exported; or trainer or executor say in one sentence why not, before anything is trained.
 """
 
+import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import workers.executor.vllm.alone
@@ -20,6 +22,7 @@ from workers.executor.vllm.folder import check_folder
 from workers.trainer.export import export_policy
 from workers.trainer.policy import load_policy, token_logprobs
 from workers.weights.folder_names import FolderTensors
+from workers.weights.model_folder import WHOLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -126,6 +129,46 @@ def test_a_family_that_cannot_be_served_is_refused_in_a_sentence_at_the_start(ki
         tensors.check_values()
         played(tmp_path, dict(tensors))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def refused(folder: Path) -> str:
+    """By an engine, in a sentence."""
+    with pytest.raises(UsageError) as caught:
+        played(folder, load_file(folder / WHOLE))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    return str(caught.value)
+
+
+def test_an_engine_is_refused_a_folder_with_a_tensor_that_it_would_pass_over(tmp_path: Path) -> None:
+    tiny_policy("qwen2", tmp_path)
+    more = {"model.layers.1.self_attn.o_proj.bias": torch.ones(64)}
+    save_file(load_file(tmp_path / WHOLE) | more, tmp_path / WHOLE, metadata={"format": "pt"})
+    assert "holds model.layers.1.self_attn.o_proj.bias, which a trainer changes" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("lost", ["model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.k_proj.weight"])
+def test_an_engine_is_refused_a_folder_that_lacks_a_tensor_or_a_part_of_one(lost: str, tmp_path: Path) -> None:
+    tiny_policy("qwen3", tmp_path)
+    held = {name: tensor for name, tensor in load_file(tmp_path / WHOLE).items() if name != lost}
+    save_file(held, tmp_path / WHOLE, metadata={"format": "pt"})
+    assert "do its files lack a tensor that its config.json asks for?" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "named", "same"), [("qwen2", "Llama", False), ("llama", "Mistral", True)])
+def test_an_engine_makes_of_a_folder_what_its_type_says(kind: str, named: str, same: bool, tmp_path: Path) -> None:
+    tiny_policy(kind, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [f"{named}ForCausalLM"]}))
+    if same:
+        turn, _ = played(tmp_path, load_file(tmp_path / WHOLE))
+        assert off(load_policy(tmp_path), turn) < TOLERANCE
+    else:
+        assert "names the class LlamaForCausalLM and the type qwen2" in refused(tmp_path)
+
+
+def test_a_setting_that_vllm_refuses_without_a_word_is_named(tmp_path: Path) -> None:
+    tiny_policy("gpt2", tmp_path, scale_attn_by_inverse_layer_idx=True)
+    assert "scale_attn_by_inverse_layer_idx" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("kind", SEVERAL_PARTS)

@@ -169,6 +169,13 @@ def test_broken_files_are_one_sentence(tmp_path: Path, tokenizer: Tokenizer, fil
     assert "\n" not in str(refused.value)
 
 
+def test_a_template_that_an_editor_saved_with_a_byte_order_mark_is_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path, byte_level(), CHATML)
+    (path / "chat_template.jinja").write_text(CHATML, encoding="utf-8-sig")
+    with pytest.raises(TurnFormatError, match="begins with a byte order mark"):
+        TurnFormat(path)
+
+
 def test_a_folder_that_says_nothing_of_turns_is_told_what_it_may_have(tmp_path: Path) -> None:
     with pytest.raises(TurnFormatError, match=r"neither a chat_template\.jinja nor a turn_format\.json"):
         TurnFormat(tmp_path)

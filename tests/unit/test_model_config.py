@@ -46,6 +46,12 @@ def folder_of(place: Path, **said: Any) -> Path:
         ({"is_causal": False}, "comes after it"),
         ({"use_bidirectional_attention": True}, "comes after it"),
         ({"scale_attn_weights": False}, "scale_attn_weights"),
+        ({"model_type": "stablelm", "hidden_act": "gelu"}, "has hidden_act 'gelu', which vLLM takes for 'silu'"),
+        ({"model_type": "stablelm", "use_parallel_residual": True}, "use_parallel_residual"),
+        ({"model_type": "cohere2", "hidden_act": "gelu"}, "hidden_act"),
+        ({"model_type": "falcon", "activation": "silu"}, "activation"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
+        ({"model_type": "llama", "logit_scale": 0.25}, "has a logit_scale, which vLLM reads"),
     ],
 )
 def test_what_trainer_and_engine_compute_differently_is_refused_by_both_in_one_sentence(
@@ -71,6 +77,10 @@ def test_what_trainer_and_engine_compute_differently_is_refused_by_both_in_one_s
         {"max_position_embeddings": 64, "original_max_position_embeddings": 32, "rope_scaling": LONGROPE},
         {"max_position_embeddings": 64, "rope_scaling": LONGROPE | {"type": "su"}},
         {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
+        {"model_type": "stablelm", "hidden_act": "silu", "use_parallel_residual": False},
+        {"model_type": "qwen3", "attention_bias": False},
+        {"model_type": "llama", "attention_bias": True, "hidden_act": "gelu"},
+        {"model_type": "cohere", "logit_scale": 0.25, "attention_bias": None},
     ],
 )
 def test_what_both_compute_alike_is_taken(said: Mapping[str, Any], tmp_path: Path) -> None:
@@ -116,6 +126,9 @@ def test_what_both_compute_alike_is_taken(said: Mapping[str, Any], tmp_path: Pat
         ({"model_type": "cohere", "max_position_embeddings": 64, "model_max_length": 256}, 256),
         ({"model_type": "cohere2", "max_position_embeddings": 256, "sliding_window": 64}, 64),
         ({"model_type": "mistral", "max_position_embeddings": 256, "sliding_window": 64}, 256),
+        ({"model_type": "llama", "max_position_embeddings": 256, "sliding_window": 64}, 64),
+        ({"model_type": "llama", "max_position_embeddings": 256, "sliding_window": None}, 256),
+        ({"model_type": "of-nobody", "max_position_embeddings": 256, "sliding_window": 64}, 256),
     ],
 )
 def test_a_context_is_as_long_as_both_compute_it_alike(said: Mapping[str, Any], most: int | None) -> None:

@@ -260,3 +260,20 @@ def test_reasoning_that_a_template_leaves_empty_in_every_turn_is_read_as_it_writ
     turns = reads_as_transformers(written(tmp_path, tokenizer, template, tokenizer_config={"eos_token": MARKS[1]}))
     think: Any = tokenizer.token_to_id("<think>")
     assert turns.observation_tokens("<think>", first=False).count(think) == 1
+
+
+def test_numbers_that_python_writes_and_json_has_not_are_read(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    path = folder(tmp_path, tokenizer, CHATML, stops=[2])
+    for name, field in (("config.json", "time_step_limit"), ("generation_config.json", "min_length")):
+        file = path / name
+        said = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"vocab_size": 512}
+        file.write_text(json.dumps({**said, field: float("inf"), "other": float("nan")}), encoding="utf-8")
+    assert TurnFormat(path).stop_token_ids == (1, 2)
+
+
+def test_half_of_a_surrogate_pair_in_a_file_is_one_sentence(tmp_path: Path) -> None:
+    path = folder(tmp_path, byte_level(), own=FRAME)
+    (path / "turn_format.json").write_text('{"prefix": "\\ud800"}', encoding="utf-8")
+    with pytest.raises(TurnFormatError, match=r"turn_format\.json"):
+        TurnFormat(path)

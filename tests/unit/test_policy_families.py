@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from workers.lender.endpoint.proof import Expected, Probed
-from workers.model_config import most_tokens
+from workers.model_config import ConfigRefused, most_tokens
 from workers.trainer.policy import ModelFolderError, load_policy, token_logprobs
 
 SIZES = {
@@ -110,6 +110,21 @@ def test_how_a_folder_wants_its_answers_is_not_what_decides(said: dict[str, bool
     folder, row = made(tmp_path, "llama"), [*range(2, 20)]
     expected = logprobs_of(load_policy(folder), row)
     assert torch.equal(logprobs_of(load_policy(rewrite(folder, **said)), row), expected)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "phi3"])
+def test_a_sliding_window_of_0_is_none_as_engines_read_it(kind: str, tmp_path: Path) -> None:
+    folder, row = made(tmp_path, kind, sliding_window=None), [*range(2, 40)]
+    without = logprobs_of(load_policy(folder), row)
+    assert torch.equal(logprobs_of(load_policy(rewrite(folder, sliding_window=0)), row), without)
+
+
+def test_a_sliding_window_of_0_is_left_where_it_is_not_read_and_refused_of_layers_that_slide(tmp_path: Path) -> None:
+    mixture = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_experts": 4}
+    load_policy(made(tmp_path / "mixture", "qwen2_moe", num_experts_per_tok=2, **mixture))
+    sliding = rewrite(made(tmp_path / "sliding", "gemma2", head_dim=16), sliding_window=0)
+    with pytest.raises(ConfigRefused, match="layers of sliding attention"):
+        load_policy(sliding)
 
 
 def test_angles_for_long_contexts_are_not_chosen_by_what_comes_beside_a_row(tmp_path: Path) -> None:

@@ -103,6 +103,21 @@ def test_a_turn_that_was_cut_is_ended_before_the_next_observation(
         assert turns.observation_tokens("7", first=False, after=[50, stop]) == whole
 
 
+@pytest.mark.parametrize("ended", ["<|user|>", "<|endoftext|>", "<|observation|>", ""])
+def test_the_user_speaks_behind_its_mark_whatever_stop_token_an_action_ended_with(tmp_path: Path, ended: str) -> None:
+    """As of GLM: its template ends an action with the mark of who speaks next."""
+    template = """{{ '<sop>' }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}
+    {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+    stops = ["<|endoftext|>", "<|user|>", "<|observation|>"]
+    tokenizer: Any = byte_level(special_tokens("<sop>", "<|assistant|>", *stops))
+    ids = {mark: tokenizer.token_to_id(mark) for mark in ("<|assistant|>", *stops)}
+    path = folder(tmp_path, tokenizer, template, bos="<sop>", eos="<|endoftext|>", stops=[ids[stop] for stop in stops])
+    action = [*tokenizer.encode("=7").ids, *([ids[ended]] if ended else [])]
+    observation = TurnFormat(path).observation_tokens("more", first=False, after=action)
+    said = [*tokenizer.encode("more").ids, ids["<|assistant|>"]]
+    assert observation == (said if ended == "<|user|>" else [ids["<|user|>"], *said])
+
+
 def test_the_stop_tokens_of_a_turn_are_no_part_of_its_action(tmp_path: Path) -> None:
     turns = TurnFormat(model_folder(tmp_path))
     *tokens, last = turns.action_tokens("CDM")[:-1]

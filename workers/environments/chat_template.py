@@ -22,6 +22,9 @@ from workers.token_files import CONFIG_FILE, NAMES, TokenizerError, read_object
 TEMPLATE_FILE = "chat_template.jinja"
 """Where a folder keeps its template, if that is no field of the tokenizer's configuration."""
 
+BYTE_ORDER_MARK = "\ufeff"
+"""What some editors begin a file with."""
+
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Of transformers' tokenizers: they know no special token that the folder does not name."""
 
@@ -206,9 +209,12 @@ def template_of(folder: Path) -> str | None:
     path = folder / TEMPLATE_FILE
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise TurnFormatError(f"{path} is no text: {error}") from None
+        if text.startswith(BYTE_ORDER_MARK):
+            raise TurnFormatError(f"{path} begins with a byte order mark, and so would every context: save it without")
+        return text
     found = told(read_object, folder / CONFIG_FILE).get("chat_template")
     if isinstance(found, list):  # several, by name
         default = (each for each in found if isinstance(each, dict) and each.get("name") == "default")

@@ -3,7 +3,8 @@
 Keeps true
 - A context only ever grows: observation tokens, then the sampled tokens as they are (stop token included), and so on.
   Nothing that was sampled is ever decoded and encoded again.
-- Every turn has an end: an observation behind an action without one of the model's own stop tokens begins with it.
+- Every turn has an end: an observation behind an action without one of the model's own stop tokens begins with it. So
+  does one behind another stop token, where the template's end of a turn is the mark that the next begins with (GLM).
 - An environment's text cannot spell a special token, nor an added token that stands around observations or ends a
   turn: only the format's own strings may contain those. White space is no such token.
 - A context is what the tokenizer makes of the conversation written out: else the model folder is refused.
@@ -46,7 +47,7 @@ from workers.environments.chat_template import (
 )
 from workers.environments.chat_template import TurnFormatError as TurnFormatError
 from workers.environments.misspelling import misspelt
-from workers.token_files import MODEL_FILE, model_stops, tokens_of, vocabulary_of
+from workers.token_files import MODEL_FILE, model_stops, read_object, tokens_of, vocabulary_of
 from workers.tokenizer import TOKENIZER_FILE, check_vocabulary, load_tokenizer
 
 FORMAT_FILE, GENERATION_FILE = "turn_format.json", "generation_config.json"
@@ -110,6 +111,8 @@ class TurnFormat:
         self._first = self._around("", framing.first_prefix, framing.suffix)
         self._later = self._around(framing.stop, framing.prefix, framing.suffix)
         self._trim = framing.trim
+        self._ends = self._ending(framing)
+        """Stop tokens behind which an observation can stand as it is."""
         self._lead = self._behind_marks(framing.suffix)
         """Text that an action is read behind: some tokenizers begin a text otherwise than they go on with it."""
         self._unspeakable = frozenset(number for number, token in added if token.special)
@@ -169,6 +172,11 @@ class TurnFormat:
         tail = suffix if first is None else suffix[: ending.offsets[first][0]]
         after = [] if first is None else ending.ids[first:]
         return _Around(encoded.ids[bool(stop) : last + 1], head, tail, after)
+
+    def _ending(self, framing: Framing) -> tuple[int, ...]:
+        """All of them; the template's alone where that also marks that the user speaks, as at the first observation."""
+        marks = [token for token in self._encoded(framing.first_prefix).ids if token in self._marks]
+        return self.stop_token_ids[:1] if marks[-1:] == [*self.stop_token_ids[:1]] else self.stop_token_ids
 
     def _behind_marks(self, text: str) -> str:
         """What follows the last added token of a text."""
@@ -250,7 +258,7 @@ class TurnFormat:
         Raises ValueError for text with half of a surrogate pair.
         """
         around = self._first if first else self._later
-        cut = bool(after) and after[-1] not in self.stop_token_ids
+        cut = bool(after) and after[-1] not in self._ends
         if (half := HALF.search(observation)) is not None:
             raise ValueError(
                 f"the observation holds half of a surrogate pair and no character ({half[0]!r} at {half.start()}): "
@@ -297,8 +305,6 @@ def _is_space(text: str) -> bool:
 
 def _read(path: Path, kind: type[Any]) -> Any:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except OSError as error:
-        raise TurnFormatError(f"{path}: {error.strerror}; a model folder needs this file") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return msgspec.convert(told(read_object, path), kind)
+    except msgspec.ValidationError as error:
         raise TurnFormatError(f"{path}: {error}") from None

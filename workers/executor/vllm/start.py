@@ -14,8 +14,10 @@ from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.triton_utils import dispatcher
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,6 +30,9 @@ from workers.executor.vllm.weights import plain_weights_kept
 
 UNLIKE = frozenset({"Gemma3nForCausalLM", "Lfm2ForCausalLM"})
 """Architectures of which transformers and vLLM on a CPU are off by hundredths of a nat or more."""
+
+PATTERN = "*?["
+"""Letters of paths that Python's glob does not take as they are."""
 
 BOTH_WAYS = frozenset({"HrmTextForCausalLM"})
 """Architectures of which vLLM, on any device, lets the tokens that it computes in one step see each other both ways
@@ -79,10 +84,14 @@ def start_core(config: EngineConfig, place: Place) -> EngineCore:
     if config.step_tokens < config.max_running:
         what = f"step_tokens ({config.step_tokens}) is less than max_running ({config.max_running})"
         raise EngineStartError(f"{what}: a step must hold one token of every running turn")
+    if any(letter in PATTERN for letter in str(config.model_folder)):
+        what = f"its path has one of the letters {PATTERN}, and vLLM takes it for a pattern"
+        raise EngineStartError(f"vLLM finds no weights in {config.model_folder}: {what}: move the folder")
     try:
         with plain_weights_kept(), llvmlite_unseen():
             vllm_config = EngineArgs(**_arguments(config, place)).create_engine_config()
             _refuse_both_ways(vllm_config)
+            _refuse_other_class(vllm_config)
             if current_platform.is_cpu():
                 _refuse_unlike(vllm_config)
                 _refuse_heads(vllm_config)
@@ -100,6 +109,19 @@ def _refuse_both_ways(config: VllmConfig) -> None:
     if found := BOTH_WAYS.intersection(model.architectures):
         what = f"vLLM lets tokens of a context see later ones for {min(found)}, and a trainer does not"
         raise EngineStartError(f"{model.model} cannot be trained on what vLLM samples: {what}")
+
+
+def _refuse_other_class(config: VllmConfig) -> None:
+    """vLLM goes by config.json's `architectures`, transformers by its `model_type`: they must come to the same."""
+    model = config.model_config
+    kind = model.hf_config.model_type
+    trained = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if trained not in ModelRegistry.get_supported_archs():
+        return
+    ours, theirs = (ModelRegistry.resolve_model_cls(each, model)[0] for each in (model.architectures, [trained]))
+    if not (issubclass(ours, theirs) or issubclass(theirs, ours)):
+        what = f"its config.json names the class {model.architectures[0]} and the type {kind}, which is {trained}'s"
+        raise EngineStartError(f"{model.model} cannot be trained on what vLLM samples: {what}: correct one of them")
 
 
 def _refuse_unlike(config: VllmConfig) -> None:

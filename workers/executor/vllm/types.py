@@ -1,5 +1,6 @@
 """What goes into the engine and what comes out of it. Imports neither vLLM nor torch."""
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,5 +126,11 @@ class Load:
 def first_line(error: Exception) -> str:
     """Of what a library says of an error; of a line that is long its first sentence."""
     said = f"{type(error).__name__} {error}" if isinstance(error, KeyError) else str(error)
-    line = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
+    line = next((line.strip() for line in said.splitlines() if line.strip()), "") or _where(error)
     return line if len(line) <= LINE_CHARACTERS else line.partition(". ")[0][:LINE_CHARACTERS]
+
+
+def _where(error: Exception) -> str:
+    """Of an error that says nothing: its type, and the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return ": ".join([type(error).__name__, *(frame.line for frame in frames[-1:] if frame.line)])

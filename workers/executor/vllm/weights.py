@@ -14,6 +14,7 @@ parameter model take up to 1.4 times as long. The price is that a CPU holds weig
 """
 
 import math
+import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from vllm.platforms import current_platform
 from workers.executor.vllm.spare import exchange, spare_of
 from workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused, first_line
 from workers.executor.vllm.writing import equal, not_finite, refuse_unwritten, unlike, writing
+from workers.weights.folder_names import COMPUTED
 from workers.weights.model_folder import folder_tensors, held_tensors
 
 HEAD = "lm_head.weight"
@@ -34,6 +36,9 @@ HEAD = "lm_head.weight"
 
 EMBEDDING = "model.embed_tokens.weight"
 """The tensor that a tied head is."""
+
+UNTRAINED = "|".join((*COMPUTED, r"\battn\.(attention\.)?bias$"))
+"""Names of what files of old versions of transformers hold and nobody trains; the last are masks."""
 
 
 @contextmanager
@@ -131,15 +136,42 @@ class PolicyWeights:
         with torch.no_grad():
             for parameter in spare.parameters():
                 parameter.fill_(math.nan if parameter.is_floating_point() else -1)
+        unread: set[str] = set()
+        held = self._of_folder()
         try:
-            for _ in writing(spare, self._of_folder()):
+            for _ in writing(spare, held, unread=unread):
                 pass
             name = unlike(model, spare)
         except Exception as error:  # whatever a loader raises that wants what a version has not
             raise EngineStartError(f"vLLM takes no new version of {self._folder}: {first_line(error)}") from error
         if name is not None:
-            raise EngineStartError(f"vLLM takes no new version of {self._folder}: {name} is not what was written")
+            raise EngineStartError(self._unwritten(name, spare.get_parameter(name)))
+        if (name := self._passed_over(held, unread)) is not None:
+            raise EngineStartError(
+                f"{self._folder} holds {name}, which a trainer changes and vLLM leaves out of what it computes: begin "
+                "with another model"
+            )
         self._spare = spare
+
+    def _unwritten(self, name: str, parameter: Tensor) -> str:
+        what = f"vLLM takes no new version of {self._folder}: {name}"
+        if parameter.is_floating_point() and parameter.isnan().any():
+            return f"{what} is not written, or not all of it: do its files lack a tensor that its config.json asks for?"
+        return f"{what} is not what was written"
+
+    @staticmethod
+    def _passed_over(held: Mapping[str, Tensor], unread: set[str]) -> str | None:
+        """Of the tensors that a loader did not look at, one that is neither computed from the configuration, nor a
+        mask, nor the same as one that it read, as a tied head is.
+        """
+        weights = [name for name in unread if not re.search(UNTRAINED, name)]
+        read = [tensor for name, tensor in held.items() if name not in unread]
+        alone = (
+            name
+            for name in sorted(weights)
+            if not any(one.shape == held[name].shape and torch.equal(one, held[name]) for one in read)
+        )
+        return next(alone, None)
 
     def preparing(self, version: dict[str, Tensor]) -> Iterator[None]:
         """Do for a checked version what can be done while the old one computes, in pieces (`writing`), on any thread.

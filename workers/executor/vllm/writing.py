@@ -90,17 +90,20 @@ def not_finite(version: Mapping[str, Tensor]) -> Generator[None, None, str]:
     return ""
 
 
-def writing(model: Any, version: Mapping[str, Tensor]) -> Iterator[None]:
-    """By the model's own loader, then packed again."""
+def writing(model: Any, version: Mapping[str, Tensor], *, unread: set[str] | None = None) -> Iterator[None]:
+    """By the model's own loader, then packed again. `unread` comes to hold the tensors that the loader passes over."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     for _, tensors in groupby(sorted(version.items()), key=lambda named: layer_of(named[0])):  # as loaders want them
+        layer = list(tensors)
         with torch.no_grad(), _Copies(own) as copies:
-            model.load_weights(list(tensors))
+            model.load_weights(list(layer))
+        if unread is not None:
+            unread.update(name for name, tensor in layer if id(tensor) not in copies.read)
         yield  # it has filled up rows that no tensor has
         yield from _copying(copies.asked)
-    for layer in model.modules():
-        if hasattr(layer, PACKED):
-            yield from _packing(layer)
+    for module in model.modules():
+        if hasattr(module, PACKED):
+            yield from _packing(module)
 
 
 class _Copies(TorchFunctionMode):
@@ -110,6 +113,8 @@ class _Copies(TorchFunctionMode):
         super().__init__()
         self.asked: list[tuple[Tensor, Tensor]] = []
         """To and from."""
+        self.read: set[int] = set()
+        """Of tensors that anything was done with."""
         self._own = own
 
     def __torch_function__(
@@ -119,6 +124,7 @@ class _Copies(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        self.read.update(map(id, args))
         if function is Tensor.copy_ and args[0].untyped_storage().data_ptr() in self._own:
             self.asked.append((args[0], args[1].expand_as(args[0])))
             return args[0]
