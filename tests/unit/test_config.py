@@ -424,3 +424,50 @@ def test_what_is_refused_is_not_shown_if_it_may_be_a_password(tmp_path: Path) ->
 @pytest.mark.parametrize("url", ["http://h:1\t", "http://h\nh", "http://h h", " http://h"])
 def test_an_address_with_blanks_in_it_is_refused(url: str) -> None:
     assert "tracing.endpoint" in refusal(Common(settings=[f"tracing.endpoint={url}"]))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ["run.name=a", "run.name.x=3"],
+        ["broker.properties=a", "broker.properties.x=3"],
+        ["broker.namespace=a", "broker.namespace.x.y=3"],
+    ],
+)
+def test_a_part_of_what_has_none_is_refused_with_who_said_it(said: list[str]) -> None:
+    assert refusal(Common(settings=said)).startswith(f"--set {said[1].partition('=')[0]}: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[broker.properties]\nsecurity.protocol = "ssl"\n"client.rack" = "a"\n',
+        '[broker.properties.security]\nprotocol = "ssl"\n[broker.properties.client]\nrack = "a"\n',
+        '[broker]\nproperties = { security.protocol = "ssl", "client.rack" = "a" }\n',
+    ],
+)
+def test_settings_of_librdkafka_mean_the_same_with_quotes_and_without(tmp_path: Path, text: str) -> None:
+    wanted = {"security.protocol": "ssl", "client.rack": "a"}
+    assert load(in_file(tmp_path, text)).settings.broker.properties == wanted
+    flags = Common(settings=[f"broker.properties.{name}={value}" for name, value in wanted.items()])
+    assert load(flags).settings.broker.properties == wanted
+
+
+def test_what_is_shown_in_the_place_of_a_password_is_taken_for_none(tmp_path: Path) -> None:
+    said = Common(properties=["sasl.password=hidden", "client.rack=a"])
+    shown = in_file(tmp_path, without_secrets(resolved_toml(load(said), explained=True)))
+    assert "broker.properties has (not shown) in it" in refusal(shown)
+    again = dataclasses.replace(shown, properties=["sasl.password=hidden"])
+    assert load(again).settings.broker.properties == {"sasl.password": "hidden", "client.rack": "a"}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("environment.environments=guessing:Guessing", 'must be a list, as ["a", "b"]'),
+        ("serving.flags=--enforce-eager", "must be a list"),
+        ("tasks.arguments=3", "must be a table"),
+    ],
+)
+def test_a_list_or_table_that_is_text_is_told_how_to_write_it(said: str, words: str) -> None:
+    assert words in refusal(Common(settings=[said]))
