@@ -16,7 +16,7 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from schemas.errors import RoseError
@@ -78,6 +78,8 @@ class Sounding:
     lag: Mapping[Topic, int] = field(default_factory=dict)
     """Offsets that the topic's consumer has not come to."""
     prompts_waiting: int = 0
+    held_at: frozenset[int] = frozenset()
+    """Homes in which no prompt can be read, and a transaction is open before the end."""
     waiting_at: Mapping[int, int] = field(default_factory=dict)
     """The same by home, where any wait."""
     waiting_stamps: Mapping[int, float] = field(default_factory=dict)
@@ -162,7 +164,9 @@ class Sounder:
                 for topic in topics
             }
             workers = self._members(client, ENVIRONMENT_GROUP)
-            waiting = self._waiting(committed[ENVIRONMENT_GROUP], behind)
+            held = self._held(client, committed[ENVIRONMENT_GROUP], ends)
+            readable = {place: count for place, count in behind.items() if place[0] is PROMPTS and place[1] not in held}
+            waiting = self._waiting(committed[ENVIRONMENT_GROUP], readable)
             results = {home: count for (topic, home), count in behind.items() if topic is COMPLETED and count}
             stamps = self._results_stamps(committed[ENVIRONMENT_GROUP], results)
             self.trouble = ""
@@ -175,6 +179,7 @@ class Sounder:
                 routers=len(self._members(client, ROUTER_GROUP)),
                 lag=lag,
                 prompts_waiting=sum(waiting.at.values()),
+                held_at=held,
                 waiting_at=waiting.at,
                 waiting_stamps=waiting.stamps,
                 results_at=results,
@@ -221,8 +226,8 @@ class Sounder:
         ]
 
     def _waiting(self, read: Mapping[Place, int], behind: Mapping[Place, int]) -> "Waiting":
-        """The prompts that wait: counted one by one where they could be few, now and then."""
-        lag = {home: count for (topic, home), count in behind.items() if topic is PROMPTS and count}
+        """The prompts of these homes that wait: counted one by one where they could be few, now and then."""
+        lag = {home: count for (_, home), count in behind.items() if count}
         if not lag:
             return Waiting()
         few = sum(lag.values()) <= COUNTED
@@ -235,6 +240,18 @@ class Sounder:
         counts = self._counted.at if few else lag
         waiting = {home: count for home in lag if (count := min(lag[home], counts.get(home, 0)))}
         return Waiting(waiting, self._counted.stamps)
+
+    def _held(self, client: AdminClient, read: Mapping[Place, int], ends: Mapping[Place, int]) -> frozenset[int]:
+        """The homes whose next prompt lies behind an open transaction, which readers do not pass."""
+        homes = [home for (topic, home), offset in read.items() if topic is PROMPTS and offset < ends[PROMPTS, home]]
+        if not homes:
+            return frozenset()
+        asked = {TopicPartition(self._name(PROMPTS), home): OffsetSpec.latest() for home in homes}
+        answers = client.list_offsets(
+            asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_SECONDS
+        )
+        readable = {each.partition: offset_in(future) for each, future in answers.items()}
+        return frozenset(home for home in homes if readable[home] <= read[PROMPTS, home])
 
     def _results_stamps(self, read: Mapping[Place, int], waiting: Mapping[int, int]) -> dict[int, float]:
         """By home, the stamp of the oldest result that waits. It is looked at where no result was done for a while."""
