@@ -202,8 +202,8 @@ def load(common: Common, *, resolved: bool = False) -> Config:
     for origin, path, value in [*_file(common), *([] if resolved else _environment()), *_flags(common)]:
         _check_known(path, origin)
         if path[:2] == PROPERTIES:
-            for name, said in _dotted(".".join(path[2:]), value):
-                _say(merged, (*PROPERTIES, name) if name else PROPERTIES, said, origin)
+            for parts, said in _dotted(path[2:], value):
+                _say(merged, (*PROPERTIES, ".".join(parts)) if parts else PROPERTIES, said, origin)
         else:
             _say(merged, path, value, origin)
         origins[".".join(path[:2])] = origin
@@ -270,8 +270,12 @@ def _environment() -> Iterator[Said]:
         if not delimiter and section in _fields_by_one_underscore() and not os.environ[variable].startswith(LINKS):
             meant = _fields_by_one_underscore()[section]
             raise UsageError(f"{variable}: two underscores stand between section and field: write it as {meant}")
-    if not any(DELIMITER in _named(variable) for variable in os.environ):
+    fields = {name: variable for name, variable in said_as.items() if DELIMITER in name}
+    if not fields:
         return
+    for name, variable in fields.items():
+        if whole := next((other for other in fields if name.startswith(f"{other}{DELIMITER}")), ""):
+            raise UsageError(f"{variable} says a part of what {fields[whole]} says: say all of it by one of them")
     from pydantic_settings import EnvSettingsSource  # heavy, and most have no such variable
 
     said = EnvSettingsSource(cast(Any, Settings), env_prefix=PREFIX, env_nested_delimiter=DELIMITER)
@@ -319,13 +323,13 @@ def _from_text(value: Any, origin: str) -> Any:
     return value
 
 
-def _dotted(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """librdkafka's settings by their names: of a name without quotes, TOML has made tables in one another."""
+def _dotted(parts: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """librdkafka's settings by the parts of their names: of one without quotes, TOML has made tables in one another."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _dotted(f"{name}.{key}" if name else key, inner)
+            yield from _dotted((*parts, key), inner)
     else:
-        yield name, value
+        yield parts, value
 
 
 def _say(into: Values, path: tuple[str, ...], value: Any, origin: str) -> None:

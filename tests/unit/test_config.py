@@ -119,6 +119,17 @@ def test_variables_that_differ_by_case_alone_are_refused(monkeypatch: pytest.Mon
     assert "ROSE_RUN__SEED" in told and "rose_run__seed" in told
 
 
+@pytest.mark.parametrize(
+    ("whole", "value"), [("ROSE_RUN__NAME", "a"), ("ROSE_BROKER__PROPERTIES", '{"client.rack": "a"}')]
+)
+def test_a_variable_that_says_a_part_of_another_is_refused_and_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, whole: str, value: str
+) -> None:
+    monkeypatch.setenv(f"{whole}__x", "1")
+    monkeypatch.setenv(whole, value)
+    assert refusal(Common()).startswith(f"{whole}__x says a part of what {whole} says")
+
+
 def test_the_end_of_a_line_is_no_part_of_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROSE_BROKER__BOOTSTRAP_SERVER", "host:9092\n")
     assert load(Common()).settings.broker.bootstrap_server == "host:9092"
