@@ -9,6 +9,7 @@ Keeps true
 
 import logging
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions, Ne
 from topics.asking import metadata_of, offset_in
 from topics.catalog import CATALOG, DISPATCHED, LETTER_BYTES, MAX_MESSAGE_BYTES, Partitions, Spread, Topic
 from topics.clients import made
-from topics.errors import BROKER_AWAY, BrokerUnreachable, BusError, NotLetIn
+from topics.errors import BROKER_AWAY, AdvertisedElsewhere, BrokerUnreachable, BusError, NotLetIn
 from topics.settings import BusSettings
 
 _BROKEN_OFF = re.compile("transport (failure|error)|[Tt]imed out|destroyed")
@@ -29,6 +30,9 @@ _BROKEN_OFF = re.compile("transport (failure|error)|[Tt]imed out|destroyed")
 
 REACH_SECONDS = 5.0
 """How long a broker may take to answer at all."""
+
+CONNECT_SECONDS = 2.0
+"""How long one of its nodes may take to accept a connection."""
 
 ADMIN_SECONDS = 30.0
 """How long one administrative request may take."""
@@ -82,9 +86,9 @@ class Drift:
 
 
 def reach(settings: BusSettings) -> AdminClient:
-    """A client of a broker that has answered.
+    """A client of a broker that has answered, and can be reached where it says that it is.
 
-    Raises BrokerUnreachable or NotLetIn within about five seconds, or UsageError for settings that are none.
+    Raises BrokerUnreachable or NotLetIn within about ten seconds, or UsageError for settings that are none.
     """
     complaints: list[KafkaError] = []
     quiet = logging.Logger("rose.topics.admin")
@@ -95,11 +99,23 @@ def reach(settings: BusSettings) -> AdminClient:
     }
     client = made(AdminClient, config, logger=quiet)
     try:
-        client.list_topics(timeout=REACH_SECONDS)
+        nodes = client.list_topics(timeout=REACH_SECONDS).brokers
     except KafkaException as error:
         client.poll(0)
         raise _why_not(settings.bootstrap, complaints or [error.args[0]]) from None
+    own = {f"{node.host}:{node.port}": (node.host, node.port) for node in nodes.values()}
+    if own and not set(own) & set(settings.bootstrap.split(",")) and not any(map(_accepts, own.values())):
+        raise AdvertisedElsewhere(settings.bootstrap, list(own))
     return client
+
+
+def _accepts(place: tuple[str, int]) -> bool:
+    """Whether anybody takes a connection there."""
+    try:
+        socket.create_connection(place, CONNECT_SECONDS).close()
+    except (OSError, UnicodeError, OverflowError):  # the second: no name of a host; the third: no port
+        return False
+    return True
 
 
 def _why_not(bootstrap: str, complaints: Sequence[KafkaError]) -> NotLetIn | BrokerUnreachable:

@@ -6,6 +6,9 @@ from confluent_kafka import KafkaError
 
 from schemas.errors import RoseError
 
+NAMED_NODES = 3
+"""Nodes that are named one by one."""
+
 
 class BrokerUnreachable(RoseError):
     """No broker answers at the address given."""
@@ -14,6 +17,19 @@ class BrokerUnreachable(RoseError):
         self, bootstrap: str, detail: str = "", *, advice: str = "start it or correct --bootstrap-server"
     ) -> None:
         super().__init__(f"no Kafka broker answers at {bootstrap}{f' ({detail})' if detail else ''}: {advice}")
+
+
+class AdvertisedElsewhere(BrokerUnreachable):
+    """A broker answers, and none of the addresses at which it says that its nodes are does."""
+
+    def __init__(self, bootstrap: str, nodes: Sequence[str]) -> None:
+        named = ", ".join(nodes[:NAMED_NODES]) + (", ..." if len(nodes) > NAMED_NODES else "")
+        RoseError.__init__(
+            self,
+            f"the Kafka broker at {bootstrap} answers, and says that its nodes are at {named}, where nobody answers "
+            "from here: let its advertised.listeners be addresses that this machine reaches, or use a listener that has"
+            " such ones",
+        )
 
 
 class NotLetIn(RoseError):

@@ -71,6 +71,19 @@ NAMESPACE_CHARACTERS = 100
 CONFIDENTIAL = ("broker.properties", "serving.environment", "serving.flags")
 """Fields that may hold a password or key: no message has what was said there."""
 
+PROPERTIES = ("broker", "properties")
+"""The field that holds librdkafka's settings, whose names have dots in them."""
+
+NOT_SHOWN = "(not shown)"
+"""What stands in the place of a password where a configuration is shown."""
+
+KINDS = {
+    "tuple_type": 'must be a list, as ["a", "b"]',
+    "list_type": 'must be a list, as ["a", "b"]',
+    "dict_type": 'must be a table, as {name = value} in TOML and {"name": value} elsewhere',
+}
+"""What is wanted, where pydantic says it in words of Python."""
+
 FIELD = re.compile(r"[a-z]+\.[a-z_]+")
 """Of the configuration, as a sentence names it."""
 
@@ -189,7 +202,11 @@ def load(common: Common, *, resolved: bool = False) -> Config:
     origins: dict[str, str] = {}
     for origin, path, value in [*_file(common), *([] if resolved else _environment()), *_flags(common)]:
         _check_known(path, origin)
-        _put(merged, path, value)
+        if path[:2] == PROPERTIES:
+            for parts, said in _dotted(path[2:], value):
+                _say(merged, (*PROPERTIES, ".".join(parts)) if parts else PROPERTIES, said, origin)
+        else:
+            _say(merged, path, value, origin)
         origins[".".join(path[:2])] = origin
     given = parse_properties(common.properties or [], common.command_config)
     if given:
@@ -254,8 +271,12 @@ def _environment() -> Iterator[Said]:
         if not delimiter and section in _fields_by_one_underscore() and not os.environ[variable].startswith(LINKS):
             meant = _fields_by_one_underscore()[section]
             raise UsageError(f"{variable}: two underscores stand between section and field: write it as {meant}")
-    if not any(DELIMITER in _named(variable) for variable in os.environ):
+    fields = {name: variable for name, variable in said_as.items() if DELIMITER in name}
+    if not fields:
         return
+    for name, variable in fields.items():
+        if whole := next((other for other in fields if name.startswith(f"{other}{DELIMITER}")), ""):
+            raise UsageError(f"{variable} says a part of what {fields[whole]} says: say all of it by one of them")
     from pydantic_settings import EnvSettingsSource  # heavy, and most have no such variable
 
     said = EnvSettingsSource(cast(Any, Settings), env_prefix=PREFIX, env_nested_delimiter=DELIMITER)
@@ -303,6 +324,25 @@ def _from_text(value: Any, origin: str) -> Any:
     return value
 
 
+def _dotted(parts: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """librdkafka's settings by the parts of their names: of one without quotes, TOML has made tables in one another."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _dotted((*parts, key), inner)
+    else:
+        yield parts, value
+
+
+def _say(into: Values, path: tuple[str, ...], value: Any, origin: str) -> None:
+    """Say a value. Raises UsageError where another one has been said of which this would be a part."""
+    whole: Any = into
+    for name in path[:-1]:
+        whole = whole.get(name, {})
+        if not isinstance(whole, dict):
+            raise UsageError(f"{origin}: {'.'.join(path[:2])} is said as one value, and has no parts")
+    _put(into, path, value)
+
+
 def _put(into: Values, path: tuple[str, ...], value: Any) -> None:
     """Say a value; tables are joined key by key."""
     for name in path[:-1]:
@@ -348,7 +388,7 @@ def _validate(merged: Values, origins: Mapping[str, str]) -> Settings:
         origin = origins.get(".".join(str(part) for part in first["loc"][:2]))
         quiet = first["loc"][1:] == () or path.startswith(CONFIDENTIAL)
         said = "" if quiet else f", not {first['input']!r}"
-        message = first["msg"].removeprefix("Value error, ")
+        message = KINDS.get(first["type"], first["msg"].removeprefix("Value error, "))
         raise UsageError(f"{f'{origin}: ' if origin else ''}{path}: {message}{said}") from None
 
 
@@ -360,8 +400,17 @@ def _check_values(settings: Settings, origins: Mapping[str, str]) -> None:
             origin = f"{origins[path]}: " if path in origins else ""
             if isinstance(value, float) and not math.isfinite(value):
                 raise UsageError(f"{origin}{path} ({value}) must be a finite number")
+            if path in CONFIDENTIAL and any(NOT_SHOWN in each for each in _texts(value)):
+                raise UsageError(
+                    f"{origin}{path} has {NOT_SHOWN} in it, which `rose config` writes in the place of a password: "
+                    "say what is meant, or leave it out"
+                )
             if isinstance(value, Path) and "\0" in str(value):
                 raise UsageError(f"{origin}{path} ({str(value)!r}) names no file: it has a NUL in it")
+
+
+def _texts(value: list[str] | dict[str, str]) -> Iterable[str]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _who_said(sentence: str, origins: Mapping[str, str]) -> str:

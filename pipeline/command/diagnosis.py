@@ -291,9 +291,7 @@ def _standing(
             severity = Severity.WAITS if waiting.seconds < bound else Severity.UNWELL
             found.setdefault((home.worker, severity), []).append((home.home, waiting))
     for (worker, severity), homes in found.items():
-        names = [str(home) for home, _ in homes]
-        listed = f"home{'' if len(names) == 1 else 's'} {', '.join(names)}"
-        yield worker, listed, [waiting for _, waiting in homes], severity
+        yield worker, _homes([home for home, _ in homes]), [waiting for _, waiting in homes], severity
 
 
 def _trainer(facts: Facts) -> Iterator[Finding]:
@@ -307,7 +305,14 @@ def _trainer(facts: Facts) -> Iterator[Finding]:
 
 
 def _prompts(facts: Facts) -> Iterator[Finding]:
-    if not facts.prompts_waiting:
+    if facts.held_homes:
+        severity = Severity.WAITS if facts.held_seconds < STILL_SECONDS else Severity.UNWELL
+        sentence = (
+            f"nobody can read the prompts of {_homes(facts.held_homes)}, which lie behind a transaction that is open: "
+            "its producer ends it, the broker after transaction.timeout.ms, or `kafka-transactions.sh abort`"
+        )
+        yield Finding(severity, "prompts", sentence)
+    elif not facts.prompts_waiting:
         left = f": the last {facts.open_groups} groups are open" if facts.open_groups else ""
         yield Finding(Severity.NOTE, "prompts", f"no prompts left{left}")
     elif facts.window_groups is not None and facts.open_groups >= facts.window_groups:
@@ -328,6 +333,10 @@ def _asked(facts: Facts) -> str:
 
 def _waiting(count: int, what: str) -> str:
     return f"1 {what} waits" if count == 1 else f"{count} {what}s wait"
+
+
+def _homes(homes: Sequence[int]) -> str:
+    return f"home{'' if len(homes) == 1 else 's'} {', '.join(map(str, homes))}"
 
 
 def _trajectories(count: int) -> str:

@@ -143,6 +143,10 @@ class Facts:
     homes_owned: int | None = None
     routers: int | None = None
     prompts_waiting: int = 0
+    held_homes: Sequence[int] = ()
+    """Homes whose prompts nobody can read, as they lie behind a transaction that is open."""
+    held_seconds: float = 0.0
+    """For how long that was seen of the first of them."""
     open_groups: int = 0
     window_groups: int | None = None
     """Groups that all environment workers together may hold open."""

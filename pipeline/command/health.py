@@ -10,11 +10,11 @@ Keeps true
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, InvalidURL
 from socketserver import ThreadingMixIn
-from threading import Lock, Thread
+from threading import Lock, Thread, Timer
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -28,8 +28,14 @@ LIVE, READY, METRICS = "/healthz", "/readyz", "/metrics"
 
 PORT = re.compile("[0-9]{1,5}")
 
+TEXT = "text/plain; charset=utf-8"
+"""The type of what is told of a process."""
+
 ASK_SECONDS = 3.0
-"""How long a process may take to answer `rose health`."""
+"""How long a process that is asked by `rose health` may be silent."""
+
+ANSWER_SECONDS = 10.0
+"""How long its whole answer may take."""
 
 PATIENCE_SECONDS = 10.0
 """With whoever is connected and says nothing."""
@@ -101,7 +107,7 @@ def answers(health: Health) -> Answer:
             status = "200 OK" if well else "503 Service Unavailable"
         else:
             status, sentence = "404 Not Found", f"there are {METRICS}, {LIVE} and {READY}"
-        begin(status, [("Content-Type", "text/plain; charset=utf-8")])
+        begin(status, [("Content-Type", TEXT)])
         return [f"{sentence}\n".encode()]
 
     return answer
@@ -128,7 +134,7 @@ def tell_health(common: Common, address: str | None, *, live: bool) -> None:
         raise UsageError(f"{address!r} is no HOST:PORT")
     try:
         connection = HTTPConnection(host.strip("[]") or "127.0.0.1", int(port), timeout=ASK_SECONDS)
-        with closing(connection):
+        with closing(connection), _hung_up(connection, ANSWER_SECONDS):
             connection.request("GET", LIVE if live else READY)
             answer = connection.getresponse()
             sentence = answer.read(1000).decode(errors="replace").strip()
@@ -136,9 +142,30 @@ def tell_health(common: Common, address: str | None, *, live: bool) -> None:
         raise UsageError(f"{address!r} is no HOST:PORT") from None
     except (OSError, HTTPException) as error:
         raise Unwell(f"nothing answers at {address} ({error}): is the role up, and its metrics served there?") from None
+    if answer.headers.get("Content-Type") != TEXT:
+        raise Unwell(f"what answers at {address} is no process of ROSE: give the address of a role's metrics")
     if answer.status != 200:
         raise Unwell(sentence)
     say(sentence)
+
+
+@contextmanager
+def _hung_up(connection: HTTPConnection, seconds: float) -> Iterator[None]:
+    """End the connection, which is made here, after so long, though something comes now and then. Raises OSError."""
+    connection.connect()
+    line: socket.socket = connection.sock
+
+    def hang_up() -> None:
+        with suppress(OSError):
+            line.shutdown(socket.SHUT_RDWR)
+
+    timer = Timer(seconds, hang_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _own_address(common: Common) -> str:

@@ -41,6 +41,8 @@ class Places:
     """Homes with the worker that owns them."""
     _roomy: Held = field(default_factory=Held)
     """Homes whose worker's window has room."""
+    _unreadable: Held = field(default_factory=Held)
+    """Homes whose prompts lie behind a transaction that is open."""
     _prompts: Held = field(default_factory=Held)
     """Homes in which prompts wait."""
     _results: Held = field(default_factory=Held)
@@ -62,6 +64,7 @@ class Places:
         able = [each for each in sounding.workers if sum(groups[home] for home in each.homes) < self.window_groups]
         self._owned.holds([(home, each.name) for each in sounding.workers for home in each.homes], now)
         self._roomy.holds([home for each in able for home in each.homes], now)
+        self._unreadable.holds(sounding.held_at, now)
         self._prompts.holds(sounding.waiting_at, now)
         self._results.holds(sounding.results_at, now)
         self._unread = dict(self._unread_now())
@@ -69,7 +72,7 @@ class Places:
 
     def absent(self, seconds: float) -> None:
         """Nobody looked for so long until now."""
-        for held in (self._owned, self._roomy, self._prompts, self._results):
+        for held in (self._owned, self._roomy, self._unreadable, self._prompts, self._results):
             held.absent(seconds)
         self._sent = {slot: (since + seconds, at + seconds) for slot, (since, at) in self._sent.items()}
         self._unread = {worker: at + seconds for worker, at in self._unread.items()}
@@ -80,6 +83,14 @@ class Places:
         """Prompts that wait for a worker whose window has room."""
         waiting = self._sounding.waiting_at if self._sounding else {}
         return sum(count for home, count in waiting.items() if self._roomy.has(home))
+
+    def held_homes(self) -> list[int]:
+        """Homes whose prompts nobody can read."""
+        return sorted(self._sounding.held_at) if self._sounding else []
+
+    def held_seconds(self, now: float) -> float:
+        """For how long that was seen of the first of them."""
+        return max((self._unreadable.seen_seconds(home, now) for home in self.held_homes()), default=0.0)
 
     def homes(self, now: float, *, later: float = 0.0) -> Iterator[HomeFacts]:
         """The homes that somebody owns and in which something waits; see `Watch.facts`."""

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from pipeline.command.config import SHARED, Config, section_types
+from pipeline.command.config import NOT_SHOWN, SHARED, Config, section_types
 from pipeline.command.documentation import field_sentences
 
 COLUMNS = 110
@@ -47,7 +47,7 @@ def resolved_toml(config: Config, *, explained: bool) -> str:
 
 def without_secrets(resolved: str) -> str:
     """The resolved TOML for others to read: what librdkafka and a server are told in confidence is left out."""
-    return SECRET.sub(r'\1(not shown)"', resolved)
+    return SECRET.sub(rf'\1{NOT_SHOWN}"', resolved)
 
 
 def _toml(value: Any) -> str:

@@ -54,23 +54,27 @@ def settle(common: Common, name: str, reason: str) -> None:
             writer.write(SETTLES, request, key=request.trajectory_id)
             writer.poll()
         writer.flush()
+    what = f"group {name}" if name == group.group_id else f"trajectory {indexes[0]} of group {group.group_id}"
     say(
-        f"what of {name} has not ended is to end as infra_failed: its environment worker does that when it hears of "
+        f"what of {what} has not ended is to end as infra_failed: its environment worker does that when it hears of "
         f"it, or when it starts; `rose why {name}` tells"
     )
 
 
 def _named(settings: BusSettings, name: str) -> tuple[GroupFound, list[int]]:
-    """The group, and which of its trajectories. Raises UnknownTrajectory."""
-    group = find_group(settings, name)
-    if group.size is not None:
-        return group, list(range(group.size))
+    """The group, and which of its trajectories. Raises UnknownTrajectory.
+
+    What names a trajectory and a group is the trajectory: those of the group have names of their own.
+    """
     group_id, _, index = name.rpartition(":")
-    group = find_group(settings, group_id)
-    indexes = [number for number in range(group.size or 0) if index == str(number)]
-    if not indexes:
+    if index.isdecimal():
+        group = find_group(settings, group_id)
+        if indexes := [number for number in range(group.size or 0) if index == str(number)]:
+            return group, indexes
+    group = find_group(settings, name)
+    if group.size is None:
         raise UnknownTrajectory(name)
-    return group, indexes
+    return group, list(range(group.size))
 
 
 def _offset_of(group: GroupFound) -> int:

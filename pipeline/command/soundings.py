@@ -17,7 +17,7 @@ from threading import Event, Thread
 from time import monotonic
 from typing import Any, NamedTuple
 
-from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from schemas.errors import RoseError
@@ -79,6 +79,8 @@ class Sounding:
     lag: Mapping[Topic, int] = field(default_factory=dict)
     """Offsets that the topic's consumer has not come to."""
     prompts_waiting: int = 0
+    held_at: frozenset[int] = frozenset()
+    """Homes in which no prompt can be read, and a transaction is open before the end."""
     waiting_at: Mapping[int, int] = field(default_factory=dict)
     """The same by home, where any wait."""
     waiting_stamps: Mapping[int, float] = field(default_factory=dict)
@@ -179,7 +181,9 @@ class Sounder:
                 for topic in topics
             }
             workers = self._members(client, ENVIRONMENT_GROUP)
-            lag_at = {home: count for (topic, home), count in behind.items() if topic is PROMPTS and count}
+            held = self._held(client, committed[ENVIRONMENT_GROUP], ends)
+            readable = {home: count for (topic, home), count in behind.items() if topic is PROMPTS and home not in held}
+            lag_at = {home: count for home, count in readable.items() if count}
             few = sum(lag_at.values()) <= COUNTED
             unread = self._unread(committed[ENVIRONMENT_GROUP], few=few) if lag_at else []
             waiting = _count(unread) if few else lag_at
@@ -195,6 +199,7 @@ class Sounder:
                 routers=len(self._members(client, ROUTER_GROUP)),
                 lag=lag,
                 prompts_waiting=sum(waiting.values()),
+                held_at=held,
                 waiting_at=waiting,
                 waiting_stamps=_oldest(unread),
                 counted=unread if few else (),
@@ -250,6 +255,18 @@ class Sounder:
                 self._counted = [Unread(each.partition, each.offset, each.timestamp_seconds) for each in found]
             self._counted_at = monotonic()
         return [each for each in self._counted if each.offset >= read[PROMPTS, each.home]]
+
+    def _held(self, client: AdminClient, read: Mapping[Place, int], ends: Mapping[Place, int]) -> frozenset[int]:
+        """The homes whose next prompt lies behind an open transaction, which readers do not pass."""
+        homes = [home for (topic, home), offset in read.items() if topic is PROMPTS and offset < ends[PROMPTS, home]]
+        if not homes:
+            return frozenset()
+        asked = {TopicPartition(self._name(PROMPTS), home): OffsetSpec.latest() for home in homes}
+        answers = client.list_offsets(
+            asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_SECONDS
+        )
+        readable = {each.partition: offset_in(future) for each, future in answers.items()}
+        return frozenset(home for home in homes if readable[home] <= read[PROMPTS, home])
 
     def _results_stamps(self, read: Mapping[Place, int], waiting: Mapping[int, int]) -> dict[int, float]:
         """By home, the stamp of the oldest result that waits. It is looked at where no result was done for a while."""

@@ -27,8 +27,8 @@ def replay_trajectory(common: Common, trajectory: str) -> None:
     config = load(common)
     with log_of(config) as settings:
         reach_as(settings, VIEW)
-        group, index = _group_and_index(settings, trajectory)
-        if group.size is None or index is None:
+        group = _group_of(settings, trajectory)
+        if group is None or group.size is None:
             raise UnknownTrajectory(trajectory)
         found = find_trajectory(settings, group, trajectory).found
     decode = None
@@ -44,24 +44,28 @@ def tell_why(common: Common, name: str) -> None:
     """`rose why`, of a trajectory or a group. Raises UnknownTrajectory."""
     with log_of(load(common)) as settings:
         reach_as(settings, VIEW)
-        whole_group = find_group(settings, name)
-        group, index = (whole_group, None) if _is_known(whole_group) else _group_and_index(settings, name)
-        if not _is_known(group) or (group is not whole_group and index is None):
-            raise UnknownTrajectory(name)
-        found = find_trajectory(settings, group, name)
-        facts = _group_facts(settings, group, found)
-    if index is None:
-        say(f"group {name} {why_group(facts)}")
-        return
-    say(f"{name}: {why_trajectory(facts, _trajectory_facts(name, found))}")
+        lines = []
+        if _is_known(group := find_group(settings, name)):
+            facts = _group_facts(settings, group, find_trajectory(settings, group, name))
+            lines.append(f"group {name} {why_group(facts)}")
+        if (of := _group_of(settings, name)) is not None:
+            found = find_trajectory(settings, of, name)
+            facts = _group_facts(settings, of, found)
+            lines.append(f"{name}: {why_trajectory(facts, _trajectory_facts(name, found))}")
+    if not lines:
+        raise UnknownTrajectory(name)
+    for line in lines:
+        say(line)
 
 
-def _group_and_index(settings: BusSettings, trajectory: str) -> tuple[GroupFound, int | None]:
-    """The trajectory's group, and its index there; None if the group has no such trajectory."""
-    group_id, _, index = trajectory.rpartition(":")
+def _group_of(settings: BusSettings, name: str) -> GroupFound | None:
+    """The group that has a trajectory of this name; None if none has."""
+    group_id, _, index = name.rpartition(":")
+    if not index.isdecimal():
+        return None
     group = find_group(settings, group_id)
-    known = any(index == str(number) for number in range(GROUP_SIZE if group.size is None else group.size))
-    return group, int(index) if known else None
+    has = any(index == str(number) for number in range(GROUP_SIZE if group.size is None else group.size))
+    return group if has and _is_known(group) else None
 
 
 def _is_known(group: GroupFound) -> bool:

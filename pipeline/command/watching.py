@@ -143,6 +143,8 @@ class Watch:
             homes_owned=known.homes_owned,
             routers=known.routers,
             prompts_waiting=known.prompts_waiting,
+            held_homes=self._places.held_homes(),
+            held_seconds=self._places.held_seconds(then),
             open_groups=view.open_groups,
             window_groups=self._window_groups * workers if workers else None,
             in_a_turn=view.in_a_turn,

@@ -240,6 +240,17 @@ def test_why_follows_a_trajectory_from_its_prompt_to_its_end(log: Log, capsys: p
     assert "g:0: ended as trained at step 1" in why()
 
 
+def test_why_tells_of_a_group_and_of_a_trajectory_that_have_one_name(
+    log: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("g", "g:1"):
+        log.prompt(name, key=name)
+        log.group(name)
+    tell_why(common(log.settings), "g:1")
+    of_group, of_trajectory = capsys.readouterr().out.splitlines()
+    assert of_group.startswith("group g:1 is open") and of_trajectory.startswith("g:1: ")
+
+
 @pytest.mark.parametrize("spelt", [rb"math\/1", rb"math\u002f1"])
 def test_why_finds_a_prompt_whose_json_has_its_id_in_escapes(
     log: Log, capsys: pytest.CaptureFixture[str], spelt: bytes

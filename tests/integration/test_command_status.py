@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from confluent_kafka import Producer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
@@ -29,7 +30,7 @@ from schemas.slack import ExecutorState, Tenant
 from schemas.weights import SIGNATURE_HEADER, WeightManifest
 from schemas.wire import encode
 from tests import waiting as waits
-from tests.brokers import AnyBroker
+from tests.brokers import KAFKA, AnyBroker
 from tests.golden.examples import EXAMPLES
 from tests.integration.log_kit import PARTITIONS, Log
 from topics.catalog import COMPLETED, ENVIRONMENT_GROUP, MANIFESTS, PROMPTS
@@ -270,6 +271,25 @@ def test_prompts_that_a_worker_with_room_does_not_open_are_unwell(
     assert (told["well"], told["openable"]) == (False, 1)
     [sentence] = [each["sentence"] for each in told["findings"] if each["who"] == "environments"]
     assert "1 prompt waits and the window has room, but no group was opened" in sentence
+
+
+@pytest.mark.parametrize("broker_kind", [KAFKA], indirect=True)
+def test_prompts_that_an_open_transaction_holds_back_are_not_said_to_be_none(log: Log) -> None:
+    log.prompt("a")
+    producer = Producer(log.settings.transactional("stranger", "stranger"))
+    producer.init_transactions()
+    producer.begin_transaction()
+    home = log.home("b")
+    producer.produce(log.settings.topic(PROMPTS), value=b"{", partition=home)
+    assert producer.flush(WAIT_SECONDS) == 0
+    log.prompt("b")
+    with closing(Reader(log.settings, "worker", group=ENVIRONMENT_GROUP)) as worker:
+        worker.commit({(PROMPTS, log.home("a")): 1})
+    with watch(log.settings) as looking:
+        assert (list(looking.facts().held_homes), looking.facts().prompts_waiting) == ([home], 0)
+        producer.abort_transaction()
+        until(looking, lambda: looking.facts().prompts_waiting == 1)
+        assert list(looking.facts().held_homes) == []
 
 
 def test_a_worker_that_stands_still_is_named_while_another_goes_on(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:

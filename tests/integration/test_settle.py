@@ -84,6 +84,20 @@ def test_a_group_that_is_settled_before_it_is_opened_begins_nothing(
 
 
 @any_broker
+def test_a_name_of_a_trajectory_and_of_a_group_settles_the_trajectory(executors: ScriptedExecutors, model: str) -> None:
+    executors.answers = lambda _request: False
+    executors.submit(prompt_of(0, group_id="g"))
+    executors.submit(prompt_of(1, group_id="g:1"))
+    with worker_process(executors.settings, 0, {"model_folder": model}):
+        executors.pump_until(lambda: len(executors.requests) == 2 * SIZE, what="turns of both groups")
+        settle(executors.settings, "g:1")
+        finish(executors, 1)
+        settle(executors.settings, "g:1:0")
+        finish(executors, 2)
+    assert set(once(executors)) == {"g:1", "g:1:0"}
+
+
+@any_broker
 @pytest.mark.parametrize(
     ("name", "reason", "words"),
     [

@@ -413,3 +413,27 @@ def test_a_record_that_is_refused_for_its_time_is_told_with_what_to_do() -> None
     told = str(BusError("storing a record", KafkaError(KafkaError.INVALID_TIMESTAMP)))
     assert "the clock of this host is off" in told
     assert "`rose topics check`" in told
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_broker_that_names_places_where_nobody_answers_is_told_with_them(
+    monkeypatch: pytest.MonkeyPatch, *, answers: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as there, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        places = [nobody.getsockname(), *([there.getsockname()] if answers else [])]
+
+        class Elsewhere:
+            def __init__(self, *_: Any, **__: Any) -> None:
+                pass
+
+            def list_topics(self, *_: Any, **__: Any) -> Any:
+                nodes = {number: SimpleNamespace(host=host, port=port) for number, (host, port) in enumerate(places)}
+                return SimpleNamespace(brokers=nodes)
+
+        monkeypatch.setattr(admin, "AdminClient", Elsewhere)
+        if answers:
+            admin.reach(NOBODY)
+            return
+        with pytest.raises(BrokerUnreachable, match=f"its nodes are at 127.0.0.1:{places[0][1]}, where nobody answers"):
+            admin.reach(NOBODY)

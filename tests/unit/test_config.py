@@ -150,6 +150,17 @@ def test_variables_that_differ_by_case_alone_are_refused(monkeypatch: pytest.Mon
     assert "ROSE_RUN__SEED" in told and "rose_run__seed" in told
 
 
+@pytest.mark.parametrize(
+    ("whole", "value"), [("ROSE_RUN__NAME", "a"), ("ROSE_BROKER__PROPERTIES", '{"client.rack": "a"}')]
+)
+def test_a_variable_that_says_a_part_of_another_is_refused_and_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, whole: str, value: str
+) -> None:
+    monkeypatch.setenv(f"{whole}__x", "1")
+    monkeypatch.setenv(whole, value)
+    assert refusal(Common()).startswith(f"{whole}__x says a part of what {whole} says")
+
+
 def test_the_end_of_a_line_is_no_part_of_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROSE_BROKER__BOOTSTRAP_SERVER", "host:9092\n")
     assert load(Common()).settings.broker.bootstrap_server == "host:9092"
@@ -476,3 +487,50 @@ def test_a_name_that_is_too_long_is_refused_with_the_limit(setting: str, words: 
 @pytest.mark.parametrize("url", ["http://h:1\t", "http://h\nh", "http://h h", " http://h"])
 def test_an_address_with_blanks_in_it_is_refused(url: str) -> None:
     assert "tracing.endpoint" in refusal(Common(settings=[f"tracing.endpoint={url}"]))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ["run.name=a", "run.name.x=3"],
+        ["broker.properties=a", "broker.properties.x=3"],
+        ["broker.namespace=a", "broker.namespace.x.y=3"],
+    ],
+)
+def test_a_part_of_what_has_none_is_refused_with_who_said_it(said: list[str]) -> None:
+    assert refusal(Common(settings=said)).startswith(f"--set {said[1].partition('=')[0]}: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[broker.properties]\nsecurity.protocol = "ssl"\n"client.rack" = "a"\n',
+        '[broker.properties.security]\nprotocol = "ssl"\n[broker.properties.client]\nrack = "a"\n',
+        '[broker]\nproperties = { security.protocol = "ssl", "client.rack" = "a" }\n',
+    ],
+)
+def test_settings_of_librdkafka_mean_the_same_with_quotes_and_without(tmp_path: Path, text: str) -> None:
+    wanted = {"security.protocol": "ssl", "client.rack": "a"}
+    assert load(in_file(tmp_path, text)).settings.broker.properties == wanted
+    flags = Common(settings=[f"broker.properties.{name}={value}" for name, value in wanted.items()])
+    assert load(flags).settings.broker.properties == wanted
+
+
+def test_what_is_shown_in_the_place_of_a_password_is_taken_for_none(tmp_path: Path) -> None:
+    said = Common(properties=["sasl.password=hidden", "client.rack=a"])
+    shown = in_file(tmp_path, without_secrets(resolved_toml(load(said), explained=True)))
+    assert "broker.properties has (not shown) in it" in refusal(shown)
+    again = dataclasses.replace(shown, properties=["sasl.password=hidden"])
+    assert load(again).settings.broker.properties == {"sasl.password": "hidden", "client.rack": "a"}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("environment.environments=guessing:Guessing", 'must be a list, as ["a", "b"]'),
+        ("serving.flags=--enforce-eager", "must be a list"),
+        ("tasks.arguments=3", "must be a table"),
+    ],
+)
+def test_a_list_or_table_that_is_text_is_told_how_to_write_it(said: str, words: str) -> None:
+    assert words in refusal(Common(settings=[said]))

@@ -136,6 +136,13 @@ def test_who_waits_for_whom_is_told_when_nothing_is_broken(changes: dict[str, ob
     assert said(**changes, **STILL) == ([], why)
 
 
+def test_prompts_behind_an_open_transaction_are_told_as_that_and_are_unwell_in_the_end() -> None:
+    held = {"held_homes": (1, 4), "prompts_waiting": 0}
+    assert said(**held, held_seconds=9.0) == ([], None), "its producer may be about to end it"
+    [sentence] = said(**held, held_seconds=10.0)[0]
+    assert "nobody can read the prompts of homes 1, 4, which lie behind a transaction that is open" in sentence
+
+
 def test_a_version_that_nobody_serves_keeps_nobody_from_turns() -> None:
     """It may be another run's, or forged: the router believes of versions what executors serve."""
     facts = dataclasses.replace(WELL, newest_version=2**53)

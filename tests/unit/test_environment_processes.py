@@ -16,6 +16,7 @@ from tests.integration.scripted_executors import model_folder
 from tests.unit.stage_world import WAIT_SECONDS, act, answers, answers_of
 from tests.unit.wild_environment import CHANGES, FOLDER, NAME
 from tests.waiting import until
+from topics.errors import BrokerUnreachable
 from topics.settings import BusSettings
 from workers.environments import lanes
 from workers.environments import stage as stage_module
@@ -159,6 +160,13 @@ def test_what_an_environment_does_to_its_process_no_other_trajectory_meets(folde
         assert {stepped(answer) for answer in found.values()} == {b"5"}
         found = answers(stage, [step("b", "use", b"5"), step("c", "use", b"5")])
         assert {stepped(answer) for answer in found.values()} == {b"6"}
+
+
+def test_a_step_may_bound_its_time_by_a_signal(folder: Path) -> None:
+    """Python hands signals to the main thread alone."""
+    with processes(folder) as stage:
+        found = answers(stage, [step(name, "bound", b"4") for name in "ab"])
+        assert {stepped(answer) for answer in found.values()} == {b"5"}
 
 
 def test_a_module_that_ignores_its_children_hides_no_exit_status(
@@ -312,7 +320,7 @@ sys.path[:] = {path}
 from tests.unit.test_environment_processes import processes, step
 from tests.unit.stage_world import answers
 with processes(Path({folder!r})) as stage:
-    answers(stage, [step("a", "children")])
+    answers(stage, [step("a", "{first}")])
     print("ready", flush=True)
     {then}
 """
@@ -336,13 +344,41 @@ def alive(folder: Path) -> set[int]:
 def test_nothing_that_an_environment_started_outlives_the_worker(folder: Path, how: str) -> None:
     deed = "hold" if how.startswith("blocked") else "wait"
     waits = f'stage.start([step("b", "{deed}")]); stage.answers(3600.0)'
-    program = WORKER.format(path=sys.path, folder=str(folder), then="pass" if how == "closed" else waits)
+    then = "pass" if how == "closed" else waits
+    program = WORKER.format(path=sys.path, folder=str(folder), first="children", then=then)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
         if how != "closed":
             until(lambda: len(alive(folder)) >= 7)  # the worker, keeper and process, and four that sleep
             worker.kill()
     until(lambda: not alive(folder))
+
+
+def test_what_an_environment_does_to_a_pipe_it_does_not_do_to_the_worker_s(folder: Path) -> None:
+    """Its worker writes its log there, and would end where the pipe is full."""
+    program = WORKER.format(path=sys.path, folder=str(folder), first="non-blocking", then="pass")
+    reads, writes = os.pipe()
+    try:
+        subprocess.run([sys.executable, "-c", program], stdout=writes, stderr=writes, timeout=WAIT_SECONDS, check=True)
+        assert os.get_blocking(writes)
+    finally:
+        os.close(reads)
+        os.close(writes)
+
+
+LIBRARIES = ("numpy", "tokenizers", "queue", "selectors", "prometheus_client")
+
+
+def test_no_file_of_a_users_folder_takes_the_place_of_what_rose_imports(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    for name in LIBRARIES:
+        (tmp_path / "own" / f"{name}.py").write_text("raise ImportError('it is the user's')\n")
+    (tmp_path / "own" / "plain.py").write_text("from tests.unit.wild_environment import Wild\n")
+    config = EnvironmentConfig(model_folder=folder, environments=("plain:Wild",), import_paths=(tmp_path / "own",))
+    before = list(sys.path)
+    with pytest.raises(BrokerUnreachable):  # which is asked for once the environment is there
+        run_environment_worker(BusSettings("127.0.0.1:9"), config, "w0", threading.Event())
+    assert sys.path == before, "the worker itself imports nothing of the user's"
 
 
 @pytest.mark.parametrize(

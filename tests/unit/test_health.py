@@ -1,6 +1,7 @@
 """How a process is: silence is a hang, whatever was said last; who waits for its turn is well; HTTP says the same."""
 
 import socket
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -172,3 +173,34 @@ def test_in_a_container_the_port_is_the_configurations(
     monkeypatch.setenv("ROSE_METRICS__PORT", str(serve("127.0.0.1", 0, health)))
     tell_health(Common(), None, live=False)
     assert capsys.readouterr().out == "serves\n"
+
+
+def replying(*pieces: bytes) -> str:
+    """The address of a server that says this to whoever asks, and then nothing more."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve_one() -> None:
+        line, _ = server.accept()
+        line.recv(1000)
+        for piece in pieces:
+            line.sendall(piece)
+        line.recv(1000)  # until the other hangs up
+        line.close()
+        server.close()
+
+    threading.Thread(target=serve_one, daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("of_type", [b"Content-Type: text/html\r\n", b""])
+def test_another_server_is_not_taken_for_a_process_that_is_well(of_type: bytes) -> None:
+    address = replying(b"HTTP/1.1 200 OK\r\n", of_type, b"Content-Length: 7\r\n\r\nwelcome")
+    with pytest.raises(Unwell, match="is no process of ROSE"):
+        tell_health(Common(), address, live=False)
+
+
+def test_who_does_not_come_to_an_end_is_not_heard_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_over_http, "ASK_SECONDS", 600.0)
+    monkeypatch.setattr(health_over_http, "ANSWER_SECONDS", 0.05)
+    with pytest.raises(Unwell, match="nothing answers at"):
+        tell_health(Common(), replying(b"HTTP/1.1"), live=False)

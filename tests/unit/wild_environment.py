@@ -104,6 +104,38 @@ def take_the_pool() -> None:
     loop.set_task_factory(lambda *_: None)  # type: ignore[arg-type]
 
 
+class Late(Exception):
+    """What took too long."""
+
+
+def too_late(*_: object) -> None:
+    raise Late
+
+
+def bound_by_a_signal() -> None:
+    """As graders of answers do."""
+    before = signal.signal(signal.SIGALRM, too_late)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with suppress(Late):
+            while True:
+                sum(range(9))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def leave_a_timer() -> None:
+    signal.signal(signal.SIGALRM, too_late)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+
+def not_wait_for_readers() -> None:
+    """As ssh and node do to what they were handed."""
+    for number in (1, 2):
+        os.set_blocking(number, False)
+
+
 LEFT: list[int] = []
 
 CHANGES: dict[str, Callable[[], None]] = {
@@ -116,6 +148,7 @@ CHANGES: dict[str, Callable[[], None]] = {
     "depth": lambda: sys.setrecursionlimit(sys.getrecursionlimit() // 4),
     "stderr": lambda: sys.stderr.close(),
     "variables": os.environ.clear,
+    "timer": leave_a_timer,
     "nest": nest_a_loop,
     "pool": take_the_pool,
 }
@@ -131,6 +164,8 @@ DEEDS: dict[str, Callable[[], None]] = {
     "hold": hold_the_interpreter,
     "doze": sleep_a_while,
     "nap": sleep_for_a_moment,
+    "bound": bound_by_a_signal,
+    "non-blocking": not_wait_for_readers,
     **CHANGES,
     "children": start_children,
 }

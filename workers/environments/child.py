@@ -13,6 +13,7 @@ Keeps true
 import os
 import select
 import signal
+import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,8 @@ def main(line: int, signs: int) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number in (1, 2):
+            _open_anew(number)
         os.close(wake)
         os.close(woken)
         with suppress(OSError):
@@ -50,6 +53,18 @@ def main(line: int, signs: int) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _end_as(_kept(pid, wake))
+
+
+def _open_anew(number: int) -> None:
+    """Open the pipe or terminal of this descriptor again: O_NONBLOCK, which ssh and node set on it, is not the
+    worker's then.
+    """
+    kind = os.fstat(number).st_mode
+    if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind):
+        with suppress(OSError):  # it may be another user's: the worker and the environments share it then
+            anew = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NOCTTY)
+            os.dup2(anew, number)
+            os.close(anew)
 
 
 def _kept(pid: int, wake: int) -> int:

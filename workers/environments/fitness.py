@@ -43,7 +43,7 @@ LIMITS = {
 
 HERE = "."
 
-_stat, _getrlimit = os.stat, resource.getrlimit
+_stat, _getrlimit, _getitimer = os.stat, resource.getrlimit, signal.getitimer
 
 
 class Fitness:
@@ -89,6 +89,8 @@ class Fitness:
             return "put something else in place of descriptors 0 to 2"
         if any(getattr(stream, "closed", stream is None) for stream in (sys.stdout, sys.stderr)):
             return "closed sys.stdout or sys.stderr"
+        if _getitimer(signal.ITIMER_REAL)[0]:
+            return "left a timer running, whose signal would come amid the code of others"
         limits = _limits()
         most = _height(limits["open files"])
         if lowest >= most - min(SPARE_FILES, most / 8):

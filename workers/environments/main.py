@@ -40,7 +40,8 @@ def run_environment_worker(settings: BusSettings, config: EnvironmentConfig, nam
     """
     turn_format = TurnFormat(config.model_folder)
     before = set(threading.enumerate())
-    sys.path[:0] = [str(path.resolve()) for path in config.import_paths if str(path.resolve()) not in sys.path]
+    if not all(_apart(config, name) for name in config.environments):
+        sys.path[:] = _import_paths(config)
     limits = Limits(
         max_live=config.max_live_environments,
         timeout_seconds=config.step_timeout_seconds,
@@ -81,6 +82,12 @@ def _apart(config: EnvironmentConfig, name: str) -> bool:
     return config.isolation == "process" or (config.isolation == "auto" and name not in BUILT_IN)
 
 
+def _import_paths(config: EnvironmentConfig) -> list[str]:
+    """Where environments are imported from: the user's folders first."""
+    own = dict.fromkeys(str(path.resolve()) for path in config.import_paths)
+    return [*(path for path in own if path not in sys.path), *sys.path]
+
+
 def _runners(config: EnvironmentConfig, turn_format: TurnFormat, limits: Limits) -> NewRunner:
     """What makes the runner of a kind of environments."""
 
@@ -90,7 +97,7 @@ def _runners(config: EnvironmentConfig, turn_format: TurnFormat, limits: Limits)
         kind = Kind(
             environment=name,
             model_folder=str(config.model_folder.resolve()),
-            import_paths=sys.path,
+            import_paths=_import_paths(config),
             limits=limits,
             life=life,
         )

@@ -18,6 +18,9 @@ BUILT_IN = {
 }
 """Name to `module:class`."""
 
+ROSE = ("pipeline", "schemas", "topics", "workers")
+"""ROSE's own packages: nothing else can be imported by these names."""
+
 METHODS = ("reset", "step", "snapshot", "restore", "close")
 
 
@@ -37,8 +40,9 @@ def load_environment(name: str) -> Callable[[], Environment]:
     except BaseException as error:  # a user's module may raise anything, as `sys.exit` does
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise  # it may be of Ctrl-C, which a program with a handler of its own hears otherwise
+        hint = _taken(error) or _choices()
         raise UnknownEnvironment(
-            f"environment {name!r}: cannot import {module_name} ({in_words(error)}); {_choices()}"
+            f"environment {name!r}: cannot import {module_name} ({in_words(error)}); {hint}"
         ) from error
     if factory is None:
         raise UnknownEnvironment(f"environment {name!r}: {module_name} has no {attribute}; {_choices()}")
@@ -75,6 +79,13 @@ def _is_plain(method: object) -> bool:
     """Whether this is a function of Python whose result cannot be awaited, as far as that shows."""
     function = inspect.unwrap(method) if inspect.isfunction(method) else method
     return inspect.isfunction(function) and not inspect.iscoroutinefunction(function)
+
+
+def _taken(error: BaseException) -> str:
+    """What to do about a user's module that is called like a package of ROSE; empty for any other error."""
+    module = getattr(error, "obj", None) if isinstance(error, AttributeError) else error
+    name = str(getattr(module, "__name__", getattr(module, "name", ""))).partition(".")[0]
+    return f"{name} is a package of ROSE's own: call a module of yours otherwise" if name in ROSE else ""
 
 
 def _choices() -> str:

@@ -1,4 +1,4 @@
-"""A thread in which environments run, on an event loop of its own.
+"""A thread in which environments run, on an event loop of its own; in their processes that is the main one.
 
 Keeps true
 - A slow environment holds nobody up, and one that fails, hangs or lies fails its own trajectory alone.
@@ -83,7 +83,7 @@ class Runner:
         fitness: Fitness | None = None,
     ) -> None:
         """`create` makes a new environment of a name; `answer` is called in its thread. With `signs` jobs have numbers
-        for tickets. `fitness` is that of a process in which nothing else runs.
+        for tickets. `fitness` is that of a process in which nothing else runs: whoever calls `run` there is the thread.
         """
         self.beats = 0
         """Grows while nobody blocks the loop."""
@@ -112,8 +112,9 @@ class Runner:
         self._threads = Threads()
         self._shared = Loop(self._loop, self._threads)
         self._loop.call_soon(self._beat)
-        self._thread = Thread(target=self._run, name="environments", daemon=True)
-        self._thread.start()
+        self._thread = Thread(target=self.run, name="environments", daemon=True)
+        if fitness is None:
+            self._thread.start()
 
     @property
     def live(self) -> int:
@@ -163,17 +164,14 @@ class Runner:
             log.warning("environments_not_closed", seconds=seconds)
             self.abandon()
 
-    def wait(self) -> None:
-        """Until its thread has ended."""
-        self._thread.join()
-
     def leave(self) -> None:
         """Have the thread close everything and end."""
         if not self._closing:
             self._closing = True
             asyncio.run_coroutine_threadsafe(self._shut(), self._loop)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Do jobs in this thread, until all is closed after `leave` or the event loop is lost."""
         while not self._stopped:  # an environment may stop the loop, too
             with suppress(SystemExit, KeyboardInterrupt):  # of its callback, or as `abandon` raises it in whatever runs
                 try:

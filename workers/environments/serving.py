@@ -2,12 +2,15 @@
 
 Keeps true
 - The process ends when the worker hangs up, and nothing here waits for the worker.
+- Environments have the main thread, where Python lets code handle signals: graders bound their time with SIGALRM.
+- What ROSE imports here is there before the user's folders are looked through: no file in them takes its place.
 - Whatever an environment does to standard output or input, the line is not touched by it.
 """
 
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
+import numpy  # noqa: F401  tokens are unpacked with it, and a user's folder may have a file of that name
 import structlog
 
 from schemas.errors import UsageError, in_words
@@ -52,8 +56,7 @@ def serve(descriptor: int, shared: int) -> NoReturn:
     try:
         kind = msgspec.msgpack.decode(line.recv_bytes(MOST_BYTES), type=Kind)
         show_as(f"env {kind.environment}")
-        sys.path[:] = kind.import_paths
-        _Served(line, kind, signs).listen()
+        status = _Served(line, kind, signs).run()
     except (EOFError, OSError):
         pass  # the worker is gone
     except UsageError as error:
@@ -73,6 +76,7 @@ class _Served:
         self._line = line
         self._leaving = False
         turn_format = TurnFormat(Path(kind.model_folder))
+        sys.path[:] = kind.import_paths
         try:
             create = load_environment(kind.environment)
         except KeyboardInterrupt:  # nobody else's: Ctrl-C is for the command
@@ -89,27 +93,38 @@ class _Served:
         )
         self._send(msgspec.msgpack.encode(("ready",)))
 
-    def listen(self) -> None:
-        """Do what the worker asks, until it says that this is all."""
+    def run(self) -> int:
+        """Do what the worker asks, until it says that this is all; the exit status."""
+        threading.Thread(target=self._listen, name="worker-asks", daemon=True).start()
+        self._runner.run()
+        return 0 if self._leaving else 1
+
+    def _listen(self) -> None:
+        status = 1
+        try:
+            self._obey()
+            time.sleep(CLOSE_SECONDS)  # the runner ends by then, and this process with it, if nothing blocks it
+            status = 0
+        except (EOFError, OSError):
+            status = 0  # the worker is gone
+        except BaseException:  # noqa: BLE001 - the worker learns the status
+            traceback.print_exc()
+        _exit(status)
+
+    def _obey(self) -> None:
         asked: dict[str, Callable[[Any], None]] = {
             "start": self._start,
             "let_go": self._runner.let_go,
             "withdraw": self._runner.withdraw,
             "new_life": self._runner.new_life,
         }
-        threading.Thread(target=self._end_with_runner, name="watches-runner", daemon=True).start()
         while True:
             what, detail = msgspec.msgpack.decode(self._line.recv_bytes(MOST_BYTES))
             if what == "leave":
                 self._leaving = True
-                self._runner.close(CLOSE_SECONDS)
+                self._runner.leave()
                 return
             asked[what](detail)
-
-    def _end_with_runner(self) -> None:
-        self._runner.wait()
-        if not self._leaving:
-            _exit(1)
 
     def _give_up(self, change: str) -> NoReturn:
         """End, so that all that was under way here is done again in a process that is as it should be."""
