@@ -32,7 +32,7 @@ from schemas.wire import encode, headers_of
 from topics.catalog import REQUESTED
 from topics.settings import BusSettings
 from topics.writer import Writer
-from workers.executor.contexts import Contexts
+from workers.executor.contexts import ContextStore
 
 TURNS = 20
 LONG = 16_000
@@ -156,13 +156,13 @@ def read_back(settings: BusSettings, context: int) -> Check:
     chains = _written(settings, context, rng)
     router = _router(turns=MISSES)
     seconds = []
-    with closing(Contexts(settings, "bench")) as contexts:
+    with closing(ContextStore(settings, "bench")) as contexts:
         for offset, last in chains:
             (dispatch,) = router.on(Asked.anew(last, offset), 1.0)
             assert isinstance(dispatch, TurnDispatch)
             began = time.perf_counter()
             assert contexts.find(dispatch) is None, "nothing is kept of it"
-            while not (found := list(contexts.found())):
+            while not (found := list(contexts.take_found())):
                 time.sleep(0.0005)  # the executor looks as its loop comes by, every 2 ms at most
             seconds.append(time.perf_counter() - began)
             assert not isinstance(found[0][1], Torn), found[0][1]

@@ -29,10 +29,10 @@ from typing import NamedTuple
 
 from schemas.slack import ExecutorState, SlackHeartbeat, WorkerClass
 from schemas.turns import TurnDispatch, TurnKey, TurnOutcome, TurnResult, VersionSpan
-from workers.executor.answers import Start, ended, refused
 from workers.executor.heartbeats import Heartbeats
-from workers.executor.inbox import Inbox, Verdict
-from workers.executor.words import Done, Tick
+from workers.executor.inbox import Inbox, InboxAction
+from workers.executor.ipc.messages import EngineStatus, TurnFinished
+from workers.executor.results import ExecutorIncarnation, finished_result, refused_result
 
 INCARNATION, VERSION = 1, 0
 """Of an emulated executor: it starts once, with the first policy version."""
@@ -271,19 +271,19 @@ class EmulatedExecutor:
 
     def __init__(self, machine: Machine, *, worker: str, slot: int) -> None:
         self.engine = Engine(machine)
-        self._start = Start(worker, WorkerClass.DEDICATED, INCARNATION)
+        self._start = ExecutorIncarnation(worker, WorkerClass.DEDICATED, INCARNATION)
         self._inbox = Inbox(worker, INCARNATION, max_turns=machine.lanes, token_budget=machine.token_budget)
         self._heartbeats = Heartbeats(self._start, slot)
         self._received: dict[TurnKey, float] = {}
 
     def take(self, dispatch: TurnDispatch, work: Work, now: float) -> TurnResult | None:
         """Take a dispatch on, of which `work` says what it will come to; or refuse it."""
-        answer = self._inbox.offer(dispatch, VERSION, offset=dispatch.offset)
-        if answer.verdict is Verdict.TAKE:
+        answer = self._inbox.on_dispatch(dispatch, VERSION, offset=dispatch.offset)
+        if answer.action is InboxAction.ACCEPT:
             self._received[dispatch.key] = now
             self.engine.add(work, now)
             return None
-        return refused(self._start, dispatch, answer.reason, answer.refusal, now=now)
+        return refused_result(self._start, dispatch, answer.reason, answer.refusal, now=now)
 
     def advance(self, now: float) -> list[tuple[TurnResult, Finished]]:
         """What it has answered up to now."""
@@ -292,7 +292,7 @@ class EmulatedExecutor:
     def beat(self, now: float) -> SlackHeartbeat:
         """How it stands."""
         engine, machine = self.engine, self.engine.machine
-        tick = Tick(
+        tick = EngineStatus(
             version=VERSION,
             device=f"emulated {machine.kind}",
             running=engine.running,
@@ -306,12 +306,14 @@ class EmulatedExecutor:
             step_seconds=0.0,
         )
         state = ExecutorState.READY
-        return self._heartbeats.next(tick, self._inbox, state=state, version=VERSION, paused="", now=now)
+        return self._heartbeats.next_heartbeat(
+            tick, self._inbox, state=state, version=VERSION, pause_reason="", now=now
+        )
 
     def _answer(self, finished: Finished) -> TurnResult:
         work = finished.work
         sampled = bytes(4 * work.new_tokens)
-        done = Done(
+        done = TurnFinished(
             name="",
             tokens=sampled,
             logprobs=sampled,
@@ -326,4 +328,4 @@ class EmulatedExecutor:
         )
         dispatch = self._inbox.release(work.key)
         received_at = self._received.pop(work.key)
-        return ended(self._start, dispatch, done, TurnOutcome.COMPLETED, "", received_at=received_at)
+        return finished_result(self._start, dispatch, done, TurnOutcome.COMPLETED, "", received_at=received_at)

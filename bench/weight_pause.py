@@ -24,7 +24,7 @@ MOST_STEPS = 2.0
 
 def pause(folder: Path) -> Section:
     """Raises EngineStartError."""
-    import workers.executor.vllm.alone  # noqa: F401
+    import workers.executor.vllm.process_env  # noqa: F401
     from workers.executor.vllm.engine import Engine
     from workers.executor.vllm.types import EngineConfig
 
@@ -53,9 +53,9 @@ def pause(folder: Path) -> Section:
         pauses: list[float] = []
         for version in range(1, SWAPS + 1):
             steps += [engine.step().seconds for _ in range(STEPS_BETWEEN)]
-            for _ in engine.preparing(versions[version % 2].items()):
+            for _ in engine.stage(versions[version % 2].items()):
                 pass
-            pauses.append(engine.serve(version))
+            pauses.append(engine.activate(version))
     finally:
         engine.close()
     step, longest = statistics.median(steps), statistics.quantiles(pauses, n=100)[98]

@@ -30,7 +30,7 @@ import pytest
 from topics.processes import end_with
 
 WANTED = (
-    "workers.executor.vllm.alone",
+    "workers.executor.vllm.process_env",
     "pipeline.command.client",
     "pipeline.command.roles",
     "workers.environments.main",

@@ -96,7 +96,7 @@ def evaluate_policy(
     with closing(_Environments(environment, make, turn_format, games, limits)) as environments:
         environments.begin(arguments)
 
-        import workers.executor.vllm.alone  # noqa: F401
+        import workers.executor.vllm.process_env  # noqa: F401
         from workers.executor.vllm.engine import Engine
 
         engine = Engine(config)

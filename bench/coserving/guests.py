@@ -1,4 +1,4 @@
-"""The process beside a lending server, with trajectories in place of a bus: orders turns of the guest, counts tokens.
+"""The sidecar of a lending server, with trajectories in place of a bus: orders turns of the guest, counts tokens.
 
     python -m bench.coserving.guests
 
@@ -25,9 +25,20 @@ from safetensors.torch import load_file
 from bench.coserving.clients import LESS_URGENT, OBSERVATION_TOKENS, PROMPT_TOKENS, TURN_TOKENS, TURNS, Rolled, words
 from schemas.arrays import count, pack_tokens, unpack_tokens
 from schemas.prompts import Sampling
-from workers.executor.link import EngineLink
-from workers.executor.words import Done, GiveUp, NotTaken, Prepared, Refused, Serve, Serving, Take, Tick, Wake
-from workers.lender.link import knock
+from workers.executor.ipc.engine_client import EngineClient
+from workers.executor.ipc.messages import (
+    AbortTurn,
+    ActivateWeights,
+    EngineStatus,
+    Resume,
+    SubmitTurn,
+    TurnFinished,
+    TurnRejected,
+    WeightsActivated,
+    WeightsRejected,
+    WeightsStaged,
+)
+from workers.lender.sidecar_link import connect
 
 LOOK_SECONDS = 0.002
 """Between two looks for reports, as an executor's."""
@@ -37,7 +48,7 @@ GIVE_UP_SECONDS = 10.0
 
 
 class GuestOrders(msgspec.Struct, frozen=True):
-    """What a process beside is to keep going."""
+    """What a sidecar is to keep going."""
 
     socket: str
     trajectories: int
@@ -51,7 +62,7 @@ class GuestOrders(msgspec.Struct, frozen=True):
 class Trajectories:
     """Turns of a number of trajectories, each asked for when the one before has been answered and there is room."""
 
-    def __init__(self, orders: GuestOrders, link: EngineLink, version: int) -> None:
+    def __init__(self, orders: GuestOrders, link: EngineClient, version: int) -> None:
         self._link = link
         self._spike_seconds = orders.spike_seconds or math.inf
         self._next_spike = time.monotonic() + self._spike_seconds
@@ -76,7 +87,7 @@ class Trajectories:
         self.give_up()
         if not self._changing:
             self._changing = True
-            self._link.order(self._link.lay(self._version + 1, self._tensors))
+            self._link.send(self._link.stage_weights(self._version + 1, self._tensors))
 
     def _ask_on(self) -> None:
         held = sum(len(self._contexts[number]) + TURN_TOKENS for number in self._open.values())
@@ -101,7 +112,7 @@ class Trajectories:
         name = f"{number}/{next(self._numbers)}"
         self._open[name] = number
         sampling = Sampling(max_tokens=TURN_TOKENS, temperature=1.0)
-        self._link.order(Take(name, pack_tokens(self._contexts[number]), sampling, self._version))
+        self._link.send(SubmitTurn(name, pack_tokens(self._contexts[number]), sampling, self._version))
 
     def hear(self, *, more: bool) -> int:
         """Take reports in, ask on if `more`; returns how many turns are open."""
@@ -109,29 +120,29 @@ class Trajectories:
         if more and time.monotonic() >= self._next_spike:
             self._spike()
         for report in self._link.reports():
-            if isinstance(report, Tick):
+            if isinstance(report, EngineStatus):
                 self._room_tokens = report.kv_bytes_total // report.kv_bytes_per_token
                 self.rolled.steps += report.steps
                 self.rolled.step_seconds += report.step_seconds
-                if report.slack is not None:
-                    self.rolled.longest_seconds.append(report.slack.longest_seconds)
-                    self.rolled.computed_seconds.append(report.slack.computed_seconds)
-                    for hold, times in report.slack.held_back.items():
+                if report.serving is not None:
+                    self.rolled.longest_seconds.append(report.serving.longest_seconds)
+                    self.rolled.computed_seconds.append(report.serving.computed_seconds)
+                    for hold, times in report.serving.held_back.items():
                         self.rolled.held_back[hold] = self.rolled.held_back.get(hold, 0) + times
-            elif isinstance(report, Prepared):
-                self._link.order(Serve(report.version))
-            elif isinstance(report, Serving):
+            elif isinstance(report, WeightsStaged):
+                self._link.send(ActivateWeights(report.version))
+            elif isinstance(report, WeightsActivated):
                 self._version, self._changing = report.version, False
-            elif isinstance(report, Refused) and "policy version" in report.reason:
+            elif isinstance(report, TurnRejected) and "policy version" in report.reason:
                 number = self._open.pop(report.name)  # it was on its way while the version changed
                 self._turns[number] -= 1
                 self._due.append(number)
-            elif isinstance(report, Refused):
+            elif isinstance(report, TurnRejected):
                 self._open.pop(report.name)
                 self.rolled.errors.append(report.reason)
-            elif isinstance(report, NotTaken):
+            elif isinstance(report, WeightsRejected):
                 self.rolled.errors.append(report.reason)
-            elif isinstance(report, Done):
+            elif isinstance(report, TurnFinished):
                 number = self._open.pop(report.name)
                 self._count(report)
                 self._contexts[number] += unpack_tokens(report.tokens)
@@ -143,9 +154,9 @@ class Trajectories:
     def give_up(self) -> None:
         """Every open turn comes back with what it has."""
         for name in self._open:
-            self._link.order(GiveUp(name))
+            self._link.send(AbortTurn(name))
 
-    def _count(self, done: Done) -> None:
+    def _count(self, done: TurnFinished) -> None:
         made = count(done.tokens)
         behind = time.time() - time.monotonic()
         first, last = done.first_token_at - behind, done.finished_at - behind
@@ -156,12 +167,12 @@ class Trajectories:
 
 def run_beside(orders: GuestOrders, told: threading.Event) -> Rolled:
     """Until it is told to stop. Raises EngineBroken, or OSError where no server lends."""
-    with closing(knock(Path(orders.socket))) as end:
-        link = EngineLink(end.wires, end.connection.fileno())
-        link.order(Wake())
-        tick = link.first_tick(told)
-        while tick is not None and tick.parked:
-            tick = link.first_tick(told)
+    with closing(connect(Path(orders.socket))) as end:
+        link = EngineClient(end.channel, end.connection.fileno())
+        link.send(Resume())
+        tick = link.wait_until_ready(told)
+        while tick is not None and tick.suspended_reason:
+            tick = link.wait_until_ready(told)
         print("ready", flush=True)
         if tick is None:
             return Rolled([], [], [])

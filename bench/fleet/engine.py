@@ -23,7 +23,7 @@ import msgspec
 from schemas.arrays import count, pack_logprobs, pack_tokens
 from schemas.prompts import Sampling
 from schemas.turns import TurnRequest, VersionSpan
-from workers.executor.words import ABORTED, Done
+from workers.executor.ipc.messages import ABORTED, TurnFinished
 
 VERSION = 0
 """That emulated executors serve: nobody trains."""
@@ -133,7 +133,7 @@ class Engine:
             prefill_left=context_tokens - cached,
         )
 
-    def advance(self, seconds: float, now: float) -> list[Done]:
+    def advance(self, seconds: float, now: float) -> list[TurnFinished]:
         """So much was computed up to now; the turns that have ended."""
         ended, prefill = [], seconds
         decoding = [work for work in self.running.values() if work.prefill_left <= NEARLY]
@@ -159,7 +159,7 @@ class Engine:
                 ended.append(self._leave(work, work.finish_reason, now))
         return ended
 
-    def give_up(self, name: str, now: float, reason: str = "") -> Done:
+    def give_up(self, name: str, now: float, reason: str = "") -> TurnFinished:
         """Take a turn out, with what was sampled of it."""
         return self._leave(self.running[name], ABORTED, now, reason)
 
@@ -172,12 +172,12 @@ class Engine:
         self._cache.clear()
         self._cached = 0
 
-    def _leave(self, work: Work, finish_reason: str, now: float, reason: str = "") -> Done:
+    def _leave(self, work: Work, finish_reason: str, now: float, reason: str = "") -> TurnFinished:
         del self.running[work.name]
         many = work.done_tokens
         if work.prefill_left <= NEARLY:
             self._keep(work.trajectory, work.context_tokens + many)
-        return Done(
+        return TurnFinished(
             name=work.name,
             tokens=work.tokens[: 4 * many],
             logprobs=pack_logprobs([-0.25 * (place % 8) for place in range(many)]),

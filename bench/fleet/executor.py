@@ -31,14 +31,20 @@ from schemas.capacity import CapacityGrant, Voice
 from schemas.contexts import Torn
 from schemas.slack import HELD, ExecutorState, SlackHeartbeat, WorkerClass
 from schemas.turns import Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, held_hash
-from workers.executor.answers import Start, ended, refused
-from workers.executor.gate import FREELY, Gate, Leave
+from workers.executor.grants import UNRESTRICTED, IntakeGate, Lease, Permission
 from workers.executor.heartbeats import TTL_SECONDS, Heartbeats
-from workers.executor.inbox import Inbox, Verdict, tokens_of
-from workers.executor.lease import Lease
-from workers.executor.parts import begun_from
-from workers.executor.words import ABORTED, Done, Lent, Park, Slack, Tick, Wake
-from workers.lender.memory import Memory, Shares, Use
+from workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed
+from workers.executor.ipc.messages import (
+    ABORTED,
+    EngineStatus,
+    LendingStats,
+    Resume,
+    ServingStats,
+    Suspend,
+    TurnFinished,
+)
+from workers.executor.results import ExecutorIncarnation, finished_result, refused_result, resumed_context
+from workers.lender.kv_budget import KvBudget, KvShares, KvUsage
 
 BEAT_SECONDS = 0.2
 """Between two heartbeats while nothing changes."""
@@ -138,7 +144,7 @@ class FleetExecutor:
         now: float,
         *,
         lease: Lease | None = None,
-        memory: Memory | None = None,
+        memory: KvBudget | None = None,
     ) -> None:
         """`lease` and `memory`: of a lender."""
         self.terms = terms
@@ -146,12 +152,14 @@ class FleetExecutor:
         self._lease = lease
         self._memory = memory
         self._now = self._beat_at = now
-        self._start = Start(terms.name, WorkerClass.SERVING if terms.lends else WorkerClass.DEDICATED, incarnation)
+        self._start = ExecutorIncarnation(
+            terms.name, WorkerClass.SERVING if terms.lends else WorkerClass.DEDICATED, incarnation
+        )
         self._inbox = Inbox(terms.name, incarnation, max_turns=terms.rates.max_turns, token_budget=0)
         self._beats = Heartbeats(self._start, terms.slot, by_grant=terms.lends)
-        self._gate = Gate(self._leave, lends=terms.lends)
+        self._gate = IntakeGate(self._leave, lends=terms.lends)
         self._engine = Engine(terms.rates)
-        self._shares: Shares | None = None
+        self._shares: KvShares | None = None
         self._offers = Offers()
         self._waiting: dict[TurnKey, float] = {}
         """Whose contexts are awaited; since when."""
@@ -184,12 +192,12 @@ class FleetExecutor:
 
     def claimed(self, claim: int) -> None:
         """A router has claimed the inbox."""
-        self._inbox.claimed(claim)
+        self._inbox.on_claim(claim)
 
     def granted(self, grant: CapacityGrant | None, now: float, *, voice: Voice, seen: bool) -> list[Said]:
         """The newest grant under one of its two keys was read."""
         assert self._lease is not None
-        self._lease.take(grant, now, voice=voice, seen=seen)
+        self._lease.on_grant(grant, now, source=voice, live=seen)
         if grant is None or not grant.lend or not seen:
             return []
         self._granted_at = grant.granted_at
@@ -197,12 +205,12 @@ class FleetExecutor:
 
     def dispatched(self, dispatch: TurnDispatch, offset: int, now: float) -> list[Said]:
         """A dispatch came from its inbox."""
-        answer = self._inbox.offer(dispatch, self._version, offset=offset)
-        if answer.verdict is Verdict.DROP:
+        answer = self._inbox.on_dispatch(dispatch, self._version, offset=offset)
+        if answer.action is InboxAction.DROP:
             return []
-        if answer.verdict is Verdict.REFUSE:
+        if answer.action is InboxAction.REFUSE:
             said: list[Said] = [self._refused(dispatch, answer.reason, answer.refusal, now)]
-            fits = self._offers.fit(len(self._inbox) + 1, self._inbox.tokens + tokens_of(dispatch))
+            fits = self._offers.fit(len(self._inbox) + 1, self._inbox.tokens + kv_tokens_needed(dispatch))
             if answer.refusal is Refusal.ROOM and not fits:
                 said.append(Note(What.OVERFILLED, now, now, "/".join(map(str, dispatch.key))))
             return said
@@ -232,7 +240,7 @@ class FleetExecutor:
             self._inbox.release(dispatch.key)
             return [self._refused(dispatch, "nothing of it is left to sample", Refusal.ENGINE, now)]
         self._keys[name] = dispatch.key, now
-        self._engine.take(name, request, count(begun_from(dispatch, context)), rest, finish, now)
+        self._engine.take(name, request, count(resumed_context(dispatch, context)), rest, finish, now)
         return []
 
     def step(self, users: Step, idle_seconds: float, now: float) -> list[Said]:
@@ -266,15 +274,15 @@ class FleetExecutor:
     def _state(self) -> ExecutorState:
         return ExecutorState.PAUSED if self._gate.reason else ExecutorState.READY
 
-    def _leave(self) -> Leave:
-        return FREELY if self._lease is None else self._lease.leave(self._now)
+    def _leave(self) -> Permission:
+        return UNRESTRICTED if self._lease is None else self._lease.permission(self._now)
 
     def _share_memory(self, now: float) -> list[Said]:
         """What turns may hold beside users; those that have to go for them."""
         if self._memory is None or self._parked:
             return []
         per_token = self.terms.kv_bytes_per_token
-        use = Use(serving_bytes=self._users.tokens, guest_bytes=self._engine.held_tokens * per_token)
+        use = KvUsage(serving_bytes=self._users.tokens, guest_bytes=self._engine.held_tokens * per_token)
         most, grow = self.terms.rates.kv_tokens * per_token, not self._users.running
         self._shares = self._memory.decide(use, most_bytes=most, policy_version=VERSION, grow=grow, now=now)
         self._cuts += self._shares.cuts
@@ -288,15 +296,15 @@ class FleetExecutor:
     def _open_or_close(self, now: float) -> list[Said]:
         """Follow what the grant and the users let it."""
         before = self._gate.reason
-        order = self._gate.follow(self._tick(), busy=bool(self._keys))
-        if isinstance(order, Wake) and self._parked == NOT_TOLD:
+        order = self._gate.update(self._tick(), busy=bool(self._keys))
+        if isinstance(order, Resume) and self._parked == NOT_TOLD:
             self._parked, self._built_at = BUILT, now + self.terms.wake_seconds
-        elif isinstance(order, Park):
+        elif isinstance(order, Suspend):
             self._parked, self._shares = NOT_TOLD, None
-        self._inbox.token_budget = self._gate.budget_tokens
+        self._inbox.token_budget = self._gate.allowed_tokens
         why, since = (GRANT, now) if self._parked else (USERS, self._computed_at)
         back = self._give_up(self._gate.reason, now) if self._gate.reason and not before else []
-        if isinstance(order, Park):
+        if isinstance(order, Suspend):
             self._engine.drop()
         return [Back(back, Note(What.OFF, now, since, why))] if back else []
 
@@ -332,34 +340,34 @@ class FleetExecutor:
             back.append(self._refused(self._inbox.release(key), reason, Refusal.ROOM, now))
         return back
 
-    def _done(self, done: Done) -> TurnResult:
+    def _done(self, done: TurnFinished) -> TurnResult:
         key, received_at = self._keys.pop(done.name)
         dispatch = self._inbox.release(key)
         outcome = TurnOutcome.PREEMPTED if done.finish_reason == ABORTED else TurnOutcome.COMPLETED
         self._answered.append(held_hash(key))
-        return ended(self._start, dispatch, done, outcome, done.reason, received_at=received_at)
+        return finished_result(self._start, dispatch, done, outcome, done.reason, received_at=received_at)
 
     def _refused(self, dispatch: TurnDispatch, reason: str, refusal: Refusal | None, now: float) -> TurnResult:
         self._answered.append(held_hash(dispatch.key))
-        return refused(self._start, dispatch, reason, refusal, now=now)
+        return refused_result(self._start, dispatch, reason, refusal, now=now)
 
     def _beat(self, state: ExecutorState, now: float, turns: Collection[int] | None = None) -> SlackHeartbeat:
         tick = self._tick()
-        self._beats.heard(tick)
+        self._beats.on_status(tick)
         self._cuts = 0
-        beat = self._beats.next(
-            tick, self._inbox, state=state, version=self._version, paused=self._gate.reason, now=now, turns=turns
+        beat = self._beats.next_heartbeat(
+            tick, self._inbox, state=state, version=self._version, pause_reason=self._gate.reason, now=now, turns=turns
         )
         self._offers.take(beat, now)
         return beat
 
-    def _tick(self) -> Tick:
+    def _tick(self) -> EngineStatus:
         rates, per_token = self.terms.rates, self.terms.kv_bytes_per_token
         total = rates.kv_tokens * per_token
         if self._memory is not None:
             total = self._shares.budget_bytes if self._shares is not None else 0
         lends, busy = self.terms.lends, bool(self._users.running)
-        return Tick(
+        return EngineStatus(
             version=self._version,
             device="emulated",
             running=len(self._engine.running),
@@ -371,8 +379,8 @@ class FleetExecutor:
             decode_tokens_per_second=rates.decode_tokens_per_second,
             steps=0,
             step_seconds=0.0,
-            held_seconds=self._now - self._computed_at if busy and not self._parked else 0.0,
-            parked=self._parked,
-            slack=Slack(self._users.running, 0, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {}) if lends else None,
-            lent=Lent(total, self._shares.frozen, cuts=self._cuts) if self._shares is not None else None,
+            blocked_seconds=self._now - self._computed_at if busy and not self._parked else 0.0,
+            suspended_reason=self._parked,
+            serving=ServingStats(self._users.running, 0, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {}) if lends else None,
+            lending=LendingStats(total, self._shares.frozen, cuts=self._cuts) if self._shares is not None else None,
         )

@@ -41,11 +41,11 @@ from topics.reader import Reader
 from topics.records import Envelope, Item
 from topics.settings import BusSettings
 from topics.writer import Writer
-from workers.executor.contexts import Contexts
-from workers.executor.lease import Lease
+from workers.executor.cell_membership import INCARNATION_RANDOM_BITS
+from workers.executor.contexts import ContextStore
+from workers.executor.grants import Lease
 from workers.executor.loop import INBOX_BATCH
-from workers.executor.stay import START_BITS
-from workers.lender.memory import Bounds, Memory
+from workers.lender.kv_budget import KvBudget, KvLimits
 from workers.users.traces import read_trace
 
 STEP_SECONDS = 0.04
@@ -155,7 +155,7 @@ class Fleet:
         self._lines: list[Line] = []
         self._starts = count()
         self._turns = dict.fromkeys(TurnOutcome, 0)
-        self._contexts = Contexts(plan.bus, NAME)
+        self._contexts = ContextStore(plan.bus, NAME)
         self._writer = Writer(plan.bus, NAME)
         self._reader = Reader(plan.bus, NAME)
         self._reader.assign(
@@ -187,7 +187,7 @@ class Fleet:
                 self._hear_grants()
                 for seat in self._seats.values():
                     self._look(seat, now)
-            for dispatch, context, _ in self._contexts.found():
+            for dispatch, context, _ in self._contexts.take_found():
                 self._deliver(self._seats[dispatch.worker], partial(_context, dispatch, context))
             self._writer.poll()
         self._end()
@@ -202,9 +202,9 @@ class Fleet:
 
         def marked(_: int, offset: int) -> None:
             now = self._now()
-            incarnation = offset << START_BITS | next(self._starts)
+            incarnation = offset << INCARNATION_RANDOM_BITS | next(self._starts)
             lends = terms.lends and self._plan.serving is not None
-            lease = Lease(self._plan.job, needed=True) if lends else None
+            lease = Lease(self._plan.job, grant_required=True) if lends else None
             memory = memory_of(terms, self._plan.serving) if lends and self._plan.serving else None
             seat.executor = FleetExecutor(terms, self._plan.lengths, incarnation, now, lease=lease, memory=memory)
             seat.frozen, seat.looked_at = False, now
@@ -362,19 +362,19 @@ def _users_of(serving: Serving | None, lenders: int) -> Sequence[Users]:
     return users_of(read_trace(serving.trace), serving.pace, workers=lenders, speed=serving.speed)
 
 
-def memory_of(terms: Terms, serving: Serving) -> Memory:
+def memory_of(terms: Terms, serving: Serving) -> KvBudget:
     """How a lender shares its KV memory with its users."""
     pool = terms.rates.kv_tokens * terms.kv_bytes_per_token
-    bounds = Bounds(
+    bounds = KvLimits(
         total_bytes=serving.kv_bytes,
         pool_bytes=pool,
         block_bytes=BLOCK_TOKENS * terms.kv_bytes_per_token,
         headroom_bytes=int(serving.headroom * serving.kv_bytes),
         quiet_seconds=serving.quiet_seconds / serving.speed,
         piece_bytes=pool,
-        moves=True,
+        transferable=True,
     )
-    return Memory(bounds)
+    return KvBudget(bounds)
 
 
 def main() -> None:

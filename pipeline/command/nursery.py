@@ -35,7 +35,7 @@ from types import TracebackType
 from pipeline.command.guard import HEARD, guard
 from topics.processes import adopt_orphans, end_children, end_with, show_as
 
-ENGINE = ("workers.executor.vllm.alone", "workers.executor.vllm.engine", "workers.executor.vllm.start")
+ENGINE = ("workers.executor.vllm.process_env", "workers.executor.vllm.engine", "workers.executor.vllm.start")
 WANTED = {
     "control": ("pipeline.command.roles", "pipeline.control.main", "pipeline.control.app"),
     "environment": ("pipeline.command.roles", "workers.environments.main", "tokenizers"),

@@ -49,19 +49,19 @@ def run_executor_role(common: Common) -> None:
         EngineProcess(wanted) as engine,
         _begun(config, EXECUTOR, port, number_of(name), name=name) as (settings, stop),
     ):
-        run_executor(settings, wanted, engine.link, engine.shapes, stop, weights=config.weights)
+        run_executor(settings, wanted, engine.client, engine.shapes, stop, weights=config.weights)
 
 
 def run_lender_role(common: Common, serving: Path, flags: Sequence[str], *, observe: bool) -> None:
     """A vLLM server that lends, or is observed; it takes the place of this process."""
-    from workers.lender.beside import Plan, lend
+    from workers.lender.sidecar import LendingPlan, lend
 
     config = load(common)
     if not observe:
         _take_signed_alone(config)
     settings, name = config.settings, config.settings.executor.worker
     os.environ.update(settings.serving.environment)
-    plan = Plan(
+    plan = LendingPlan(
         settings=None if observe else config.bus(),
         executor=settings.executor,
         lender=settings.lender,
@@ -165,7 +165,7 @@ def _exporting(config: Config, metrics_port: int, number: int, *, name: str) -> 
 
 @contextmanager
 def _exporting_lender(config: Config, name: str, *, observe: bool) -> Iterator[None]:
-    """Of the process beside a server, which tells that it begins unless it only observes."""
+    """Of the sidecar of a server, which tells that it begins unless it only observes."""
     told = nullcontext() if observe else telling(config.bus(), name)
     with _exporting(config, config.settings.metrics.executor, number_of(name), name=name), told:
         yield

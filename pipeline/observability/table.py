@@ -38,7 +38,7 @@ SOURCES = (
         "executor, lender",
         (("rose_lender_serving_requests", "lender, observed server"), ("rose_lender_", "lender")),
     ),
-    Source("workers.lender.observed", "observed server"),
+    Source("workers.lender.observe", "observed server"),
     Source("workers.weights.receive", "executor, lender"),
     Source("workers.trainer.metrics", "trainer"),
     Source("workers.weights.publish", "trainer"),
@@ -122,7 +122,7 @@ INTRODUCTION = """# Metrics
 
 Every process serves Prometheus metrics on a port of its own where one is set (`metrics.*`, see `rose config`): the \
 trainer on its own, router, control app, environment worker, executor and lender *n* on the first one's plus *n*; of a \
-lender the process beside the server has it, and the server's own `/metrics` says how its users fare. A histogram has \
+lender the sidecar of the server has it, and the server's own `/metrics` says how its users fare. A histogram has \
 `_bucket`, `_sum` and `_count`. What counts restarts at 0 with its process, so take `rate` or `increase`. Counters \
 whose labels are known begin at 0. An executor or lender that begins anew, as while its guest or the broker is away, \
 exports nothing of its engine and of versions until it has begun: such figures are missing rather than old. The \

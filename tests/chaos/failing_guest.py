@@ -10,7 +10,7 @@ import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.chaos.lending import GUEST_FAULTS
-from workers.executor.vllm.engine import Engine, Step
+from workers.executor.vllm.engine import Engine, StepResult
 
 MOST_STEPS = 300
 """From one failure to the next."""
@@ -54,7 +54,7 @@ class Failing(Scheduler):  # type: ignore[misc]
         dice = random.Random(file.read_text())
         left = dice.randint(1, MOST_STEPS)
 
-        def a_step_that_may_fail(engine: Engine, most_tokens: int | None = None) -> Step:
+        def a_step_that_may_fail(engine: Engine, most_tokens: int | None = None) -> StepResult:
             nonlocal left
             left -= 1
             fails = left <= 0 and file.exists()

@@ -19,7 +19,7 @@ from tests.integration.executor_kit import SLOT
 from topics.broker import free_ports
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
-from workers.lender.endpoint.api import SEEN
+from workers.lender.endpoint.api import VISIBILITY_TENSOR
 from workers.lender.endpoint.config import EndpointConfig
 from workers.lender.endpoint.main import lend_endpoint
 from workers.weights.config import WeightsConfig
@@ -162,7 +162,11 @@ class ScriptedEndpoint:
         asked = called["kwargs"]
         folder = Path(asked["weights_path"])
         if not asked.get("is_checkpoint_format", True):
-            there = f"PolicyForCausalLM has no attribute `{SEEN}`" if self.sees_folders else "Repo id must be otherwise"
+            there = (
+                f"PolicyForCausalLM has no attribute `{VISIBILITY_TENSOR}`"
+                if self.sees_folders
+                else "Repo id must be otherwise"
+            )
             return await _json({"error": {"message": there}}, status=500)
         self.loaded.append(folder.name)
         if self.loads:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-import workers.executor.vllm.alone  # noqa: F401
+import workers.executor.vllm.process_env  # noqa: F401
 from schemas.prompts import Sampling
 from tests.integration.policies import VOCABULARY, logprobs_of, new_policy, save_policy, tensors_of
 from workers.executor.vllm.engine import (
     Engine,
     EngineConfig,
-    Finished,
+    FinishedTurn,
 )
 
 TOLERANCE = 1e-4
@@ -44,13 +44,13 @@ class Rig:
     def add(self, key: str, context: Sequence[int], **sampling: Any) -> None:
         self.engine.add(key, context, Sampling(**sampling), policy_version=self.engine.version)
 
-    def drain(self) -> dict[str, Finished]:
-        done: dict[str, Finished] = {}
+    def drain(self) -> dict[str, FinishedTurn]:
+        done: dict[str, FinishedTurn] = {}
         while len(self.engine):
             done |= {turn.key: turn for turn in self.engine.step().finished}
         return done
 
-    def run(self, context: Sequence[int], **sampling: Any) -> Finished:
+    def run(self, context: Sequence[int], **sampling: Any) -> FinishedTurn:
         self.add("only", context, **sampling)
         return self.drain()["only"]
 
@@ -85,7 +85,7 @@ def contexts_of(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCABULARY) for _ in range(length)]
 
 
-def difference(model: Any, context: Sequence[int], turn: Finished, temperature: float = 1.0) -> float:
+def difference(model: Any, context: Sequence[int], turn: FinishedTurn, temperature: float = 1.0) -> float:
     expected = logprobs_of(model, context, turn.tokens, temperature)
     return float((expected - torch.from_numpy(turn.logprobs)).abs().max())
 

@@ -127,8 +127,8 @@ def _play(folder: Path, version: dict[str, Tensor]) -> list[Turn]:
         model_folder=folder, max_model_len=128, max_running=8, step_tokens=128, kv_cache_bytes=16 << 20, seed=1
     )
     with closing(Engine(config)) as engine:
-        engine.hold_spare()
-        engine.prove()
+        engine.allocate_spare()
+        engine.self_test()
 
         def turn() -> Turn:
             engine.add("turn", CONTEXT, Sampling(max_tokens=12), policy_version=engine.version)

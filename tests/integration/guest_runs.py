@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 from schemas.arrays import pack_logprobs, pack_tokens
 from schemas.prompts import Sampling
-from tests.integration.lender_kit import VOCABULARY, Answer, Beside, Server
+from tests.integration.lender_kit import VOCABULARY, Answer, PlayedSidecar, Server
+from workers.executor.ipc.messages import Resume, Suspend
 from workers.executor.vllm.engine import Engine
-from workers.executor.words import Park, Wake
 
 PROMPTS = [[3 + (7 * prompt + place) % (VOCABULARY - 3) for place in range(10 + prompt)] for prompt in range(6)]
 SHORT = ([3, 4, 5], Sampling(max_tokens=4, temperature=0.0))
@@ -52,7 +52,7 @@ def same(answers: Sequence[tuple[int, Answer]], alone: Sequence[Answer]) -> bool
     return all(answer.text == alone[prompt].text for prompt, answer in answers)
 
 
-def run_guest(beside: Beside, version: int = -1) -> list[tuple[bytes, bytes]]:
+def run_guest(beside: PlayedSidecar, version: int = -1) -> list[tuple[bytes, bytes]]:
     """TURNS one after another: tokens and logprobs."""
     made = []
     beside.awake()
@@ -75,9 +75,9 @@ def run_standalone(engine: Engine) -> list[tuple[bytes, bytes]]:
     return made
 
 
-def wake_and_park(beside: Beside) -> None:
-    beside.order(Wake())
+def wake_and_park(beside: PlayedSidecar) -> None:
+    beside.order(Resume())
     beside.awake()
-    beside.order(Park())
+    beside.order(Suspend())
     assert beside.parked()
     beside.forget()

@@ -1,4 +1,4 @@
-"""A vLLM server in whose engine process a guest may run, and the process beside it, played by the test."""
+"""A vLLM server in whose engine process a guest may run, and the sidecar, played by the test."""
 
 import http.client
 import json
@@ -21,11 +21,20 @@ from schemas.arrays import pack_tokens
 from schemas.prompts import Sampling
 from tests.waiting import WAIT_SECONDS, until
 from topics.broker import free_ports
-from workers.executor.line import Line
-from workers.executor.words import REPORTS, Done, Order, Outbox, Report, Take, Tick, Wake
+from workers.executor.ipc.messages import (
+    REPORT_DECODER,
+    Command,
+    EngineStatus,
+    MessageSender,
+    Report,
+    Resume,
+    SubmitTurn,
+    TurnFinished,
+)
+from workers.executor.ipc.shared_memory import RingBuffer
 from workers.lender.admission import Promise
 from workers.lender.config import LendConfig
-from workers.lender.link import knock
+from workers.lender.sidecar_link import connect
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "workers/models/calculator"
@@ -52,7 +61,7 @@ SERVING = {
 RANKS = 2
 ON_RANKS = (
     *("--tensor-parallel-size", str(RANKS), "--distributed-executor-backend", "mp"),
-    *("--worker-extension-cls", "tests.integration.rank_witness.RankWitness"),
+    *("--worker-extension-cls", "tests.integration.tp_worker_witness.RankWitness"),
 )
 """Flags of a server with a worker for each rank, that has a witness in it."""
 
@@ -121,35 +130,35 @@ class Answer:
     """Seconds after the request, of each piece of the text."""
 
 
-class Beside:
-    """The process beside: knocks, orders turns, hears reports."""
+class PlayedSidecar:
+    """The sidecar: knocks, orders turns, hears reports."""
 
     def __init__(self, config: LendConfig) -> None:
         until(lambda: Path(config.socket).is_socket())
-        self.end = knock(Path(config.socket))
-        self.orders = Line(self.end.wires.orders)
-        self.reports = Line(self.end.wires.reports)
+        self.end = connect(Path(config.socket))
+        self.orders = RingBuffer(self.end.channel.commands)
+        self.reports = RingBuffer(self.end.channel.reports)
         self.heard: list[Report] = []
-        self.order(Wake())
+        self.order(Resume())
 
-    def order(self, word: Order) -> None:
-        Outbox(self.orders).say(word)
-        self.end.wires.ring()
+    def order(self, word: Command) -> None:
+        MessageSender(self.orders).send(word)
+        self.end.channel.wake_engine()
 
     @property
     def ended(self) -> bool:
         return bool(select.select([self.end.connection], [], [], 0)[0])
 
     def take(self, name: str, context: Sequence[int], sampling: Sampling, version: int = -1) -> None:
-        self.order(Take(name, pack_tokens(context), sampling, version))
+        self.order(SubmitTurn(name, pack_tokens(context), sampling, version))
 
     def hear(self, kind: type[Wanted], count: int = 1) -> list[Wanted]:
         """Wait until that many reports of a kind have come since the last `forget`."""
         until(lambda: len(self._of(kind)) >= count)
         return self._of(kind)
 
-    def done(self, count: int) -> dict[str, Done]:
-        return {turn.name: turn for turn in self.hear(Done, count)}
+    def done(self, count: int) -> dict[str, TurnFinished]:
+        return {turn.name: turn for turn in self.hear(TurnFinished, count)}
 
     def forget(self) -> None:
         self._read()
@@ -157,18 +166,18 @@ class Beside:
 
     def awake(self) -> None:
         """Wait until the guest lends: it is built beside serving, on ranks of a busy server for minutes."""
-        until(lambda: bool(ticks := self._of(Tick)) and not ticks[-1].parked, 4 * WAIT_SECONDS)
+        until(lambda: bool(ticks := self._of(EngineStatus)) and not ticks[-1].suspended_reason, 4 * WAIT_SECONDS)
 
     def parked(self) -> str:
         """Wait until there is no guest; why."""
-        until(lambda: bool(ticks := self._of(Tick)) and bool(ticks[-1].parked))
-        return self._of(Tick)[-1].parked
+        until(lambda: bool(ticks := self._of(EngineStatus)) and bool(ticks[-1].suspended_reason))
+        return self._of(EngineStatus)[-1].suspended_reason
 
     def silent_for(self) -> float:
         """Seconds until the next report of how the engine stands."""
         self.forget()
         began = time.monotonic()
-        self.hear(Tick)
+        self.hear(EngineStatus)
         return time.monotonic() - began
 
     def _of(self, kind: type[Wanted]) -> list[Wanted]:
@@ -176,7 +185,7 @@ class Beside:
         return [report for report in self.heard if isinstance(report, kind)]
 
     def _read(self) -> None:
-        self.heard += [REPORTS.decode(message) for message in self.reports.read()]
+        self.heard += [REPORT_DECODER.decode(message) for message in self.reports.read()]
 
 
 def server_flags(port: int) -> list[str]:

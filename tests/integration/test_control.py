@@ -17,8 +17,8 @@ from schemas.slack import ExecutorState
 from schemas.turns import TurnOutcome, VersionSpan
 from tests.brokers import AnyBroker, flags, kafka_first
 from tests.integration.executor_kit import Router
-from tests.integration.played_engine import NAME, Engine, running
 from tests.integration.router_kit import router_process
+from tests.integration.scripted_engine import NAME, Engine, running
 from tests.integration.test_executor_gate import common_of, grant
 from tests.roles import freeze, kill, role_process, rose, stop, thaw
 from tests.unit.routing_world import request
@@ -29,9 +29,19 @@ from topics.letters import read_letters
 from topics.log import read_topics
 from topics.settings import BusSettings
 from topics.writer import Writer
-from workers.executor.grants import Grants
-from workers.executor.lease import Lease
-from workers.executor.words import ORDERS, Done, GiveUp, Park, Prepare, Prepared, Serve, Serving, Take, Wake
+from workers.executor.grants import GrantFollower, Lease
+from workers.executor.ipc.messages import (
+    COMMAND_DECODER,
+    AbortTurn,
+    ActivateWeights,
+    Resume,
+    StageWeights,
+    SubmitTurn,
+    Suspend,
+    TurnFinished,
+    WeightsActivated,
+    WeightsStaged,
+)
 from workers.weights.trust import run_id
 
 pytestmark = pytest.mark.slow
@@ -45,28 +55,28 @@ class Guest(Engine):
     answers = True
 
     def _run(self) -> None:
-        self.say(parked="it was not told to lend", version=-1)
+        self.say(suspended_reason="it was not told to lend", version=-1)
         while not self._stop.wait(0.02):
-            for order in map(ORDERS.decode, self._orders.read()):
+            for order in map(COMMAND_DECODER.decode, self._orders.read()):
                 self._obey(order)
-            self.reports.say(self.tick)
+            self.reports.send(self.tick)
 
     def _obey(self, order: Any) -> None:
         match order:
-            case Wake():
-                self.say(parked="")
-            case Park():
-                self.say(parked="it was not told to lend", version=-1)
-            case Prepare():
-                self.reports.say(Prepared(order.version))
-            case Serve():
-                self.reports.say(Serving(order.version, 0.0))
+            case Resume():
+                self.say(suspended_reason="")
+            case Suspend():
+                self.say(suspended_reason="it was not told to lend", version=-1)
+            case StageWeights():
+                self.reports.send(WeightsStaged(order.version))
+            case ActivateWeights():
+                self.reports.send(WeightsActivated(order.version, 0.0))
                 self.say(version=order.version)
-            case Take() if self.answers:
+            case SubmitTurn() if self.answers:
                 tokens, logprobs = pack_tokens([7]), pack_logprobs([-1.0])
                 spans = (VersionSpan(0, 1, 3),)
-                self.reports.say(Done(order.name, tokens, logprobs, "stop", spans, 3, 0, 1.0, 2.0, 3.0, 0.5))
-            case GiveUp():
+                self.reports.send(TurnFinished(order.name, tokens, logprobs, "stop", spans, 3, 0, 1.0, 2.0, 3.0, 0.5))
+            case AbortTurn():
                 self.give_up(order.name, [])
 
 
@@ -80,9 +90,9 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 @contextmanager
 def lender(settings: BusSettings) -> Iterator[tuple[Guest, Router]]:
     """One that needs a grant, and who hears it."""
-    grants = Grants(settings, NAME, Lease(run_id(settings.namespace, "demo"), needed=True))
+    grants = GrantFollower(settings, NAME, Lease(run_id(settings.namespace, "demo"), grant_required=True))
     try:
-        with running(settings, grants.leave, kind=Guest) as (guest, router):
+        with running(settings, grants.permission, kind=Guest) as (guest, router):
             assert isinstance(guest, Guest)
             yield guest, router
     finally:

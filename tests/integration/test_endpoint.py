@@ -263,7 +263,7 @@ def test_a_lender_that_ends_amid_a_load_leaves_an_endpoint_that_answers_its_user
 def test_an_endpoint_whose_lender_was_killed_amid_a_load_goes_on_with_the_next(
     settings: BusSettings, endpoint: ScriptedEndpoint, policy: Path, config: EndpointConfig
 ) -> None:
-    mark = config.folder / config.place / PAUSED
+    mark = config.folder / config.folder_name / PAUSED
     mark.parent.mkdir(parents=True)
     mark.touch()
     endpoint.pause()

@@ -34,11 +34,11 @@ from tests.integration.engine_rig import (
 from tests.integration.families import tiny_policy
 from tests.integration.policies import VOCABULARY, new_mixture, new_policy, save_policy, tensors_of
 from tests.unit.samples import sample, turns_of
-from workers.executor.vllm import writing
+from workers.executor.vllm import weights as engine_weights
 from workers.executor.vllm.engine import (
     Engine,
     EngineStartError,
-    Finished,
+    FinishedTurn,
     SwapRefused,
 )
 from workers.trainer.policy import token_logprobs
@@ -106,7 +106,7 @@ class Drawn:
         self.turns: list[SampleTurn] = []
         self._logprobs = [0.0] * len(tokens)
 
-    def add(self, turn: Finished, sampling: Sampling, *, observed: list[int]) -> None:
+    def add(self, turn: FinishedTurn, sampling: Sampling, *, observed: list[int]) -> None:
         self.turns += turns_of([0] * len(self.mask) + [1] * len(turn.tokens), sampling)
         self.tokens += [*turn.tokens, *observed]
         self.mask += [1] * len(turn.tokens) + [0] * len(observed)
@@ -182,12 +182,12 @@ class Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def test_no_piece_of_preparing_touches_more_elements_than_it_may(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.swap()
-    monkeypatch.setattr(writing, "PIECE_ELEMENTS", MOST_ELEMENTS)
+    monkeypatch.setattr(engine_weights, "PIECE_ELEMENTS", MOST_ELEMENTS)
     rig.model = new_policy(93, tied=rig.tied)
     tensors = tensors_of(rig.model)
     if rig.tied:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    pieces = rig.engine.preparing(tensors.items())
+    pieces = rig.engine.stage(tensors.items())
     touched = []
     while True:
         with Elements() as elements, monkeypatch.context() as counting:
@@ -196,7 +196,7 @@ def test_no_piece_of_preparing_touches_more_elements_than_it_may(rig: Rig, monke
         touched.append(elements.seen)
         if done:
             break
-    rig.engine.serve(rig.engine.version + 1)
+    rig.engine.activate(rig.engine.version + 1)
     assert max(touched) <= MOST_ELEMENTS
     written = sum(tensor.numel() for tensor in tensors.values())
     assert sum(touched) >= 2 * written - 2 * tensors["model.embed_tokens.weight"].numel(), "copied, and layers packed"
@@ -211,10 +211,10 @@ def test_no_piece_of_preparing_touches_more_elements_than_it_may(rig: Rig, monke
 def test_a_version_that_is_being_prepared_changes_nothing_until_it_serves(rig: Rig) -> None:
     rig.swap()
     later = new_policy(97, tied=rig.tied)
-    for _ in rig.engine.preparing(tensors_of(later).items()):
+    for _ in rig.engine.stage(tensors_of(later).items()):
         pass
     assert rig.check(5) < TOLERANCE
-    rig.engine.serve(rig.engine.version + 1)
+    rig.engine.activate(rig.engine.version + 1)
     rig.model = later
     assert rig.check(5) < TOLERANCE
     rig.swap()
@@ -323,7 +323,7 @@ def test_the_next_turn_finds_its_prefix_and_no_version_finds_anothers(rig: Rig) 
     rig.swap()
 
 
-def overflows(turn: Finished) -> bool:
+def overflows(turn: FinishedTurn) -> bool:
     return not bool(np.isfinite(turn.logprobs).all())
 
 
@@ -424,17 +424,17 @@ def test_heads_that_a_cpu_has_no_kernel_for_are_refused_at_the_start(tmp_path: P
 
 
 def test_an_engine_that_has_proven_itself_has_a_turn_like_any_other(rig: Rig) -> None:
-    rig.engine.prove()
+    rig.engine.self_test()
     assert len(rig.engine) == 0
     assert rig.check(19, turns=4) < TOLERANCE
 
 
 MAKE = """
 import sys
-import workers.executor.vllm.alone
+import workers.executor.vllm.process_env
 from pathlib import Path
 from workers.executor.vllm.engine import Engine, EngineConfig
-Engine(EngineConfig(model_folder=Path(sys.argv[1]))).hold_spare()
+Engine(EngineConfig(model_folder=Path(sys.argv[1]))).allocate_spare()
 """
 
 

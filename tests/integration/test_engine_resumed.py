@@ -16,9 +16,9 @@ from schemas.turns import Part, TurnDispatch
 from tests.integration.engine_rig import BLOCK, TOLERANCE, Rig, contexts_of, folder_config
 from tests.integration.policies import VOCABULARY, new_policy, save_policy
 from tests.unit.routing_world import dispatched, request
-from workers.executor.parts import begun_from, joined, sampling_of
-from workers.executor.vllm.engine import Engine, EngineRefusal, Finished
-from workers.executor.vllm.seeds import seed_at
+from workers.executor.results import concatenate_parts, remaining_sampling, resumed_context
+from workers.executor.vllm.engine import Engine, EngineRefusal, FinishedTurn
+from workers.executor.vllm.seeded_sampling import seed_at
 
 pytestmark = pytest.mark.slow
 
@@ -40,19 +40,19 @@ def dispatch_of(context: Sequence[int], sampling: Sampling) -> TurnDispatch:
     return dispatched(asked)
 
 
-def part_of(finished: Finished) -> Part:
+def part_of(finished: FinishedTurn) -> Part:
     return Part(tokens=pack_tokens(finished.tokens), logprobs=pack_logprobs(finished.logprobs), spans=finished.spans)
 
 
-def go_on(rig: Rig, dispatch: TurnDispatch, steps: int | None = None) -> tuple[TurnDispatch, Finished]:
+def go_on(rig: Rig, dispatch: TurnDispatch, steps: int | None = None) -> tuple[TurnDispatch, FinishedTurn]:
     """Run a turn for so many steps, or to its end, beside others; the dispatch that goes on from there."""
     rng, others = random.Random(steps), list[str]()
     for number in range(rng.randint(0, 3)):
         others.append(f"other{number}")
         rig.add(others[-1], contexts_of(rng, rng.randint(1, 60)), max_tokens=rng.randint(1, 60))
-    context = unpack_tokens(begun_from(dispatch, dispatch.request.appended))
-    rig.engine.add("turn", context, sampling_of(dispatch), policy_version=rig.engine.version)
-    done: dict[str, Finished] = {}
+    context = unpack_tokens(resumed_context(dispatch, dispatch.request.appended))
+    rig.engine.add("turn", context, remaining_sampling(dispatch), policy_version=rig.engine.version)
+    done: dict[str, FinishedTurn] = {}
     taken = 0
     while "turn" not in done and taken != steps:
         done |= {turn.key: turn for turn in rig.engine.step().finished}
@@ -61,7 +61,7 @@ def go_on(rig: Rig, dispatch: TurnDispatch, steps: int | None = None) -> tuple[T
     assert finished is not None
     for name in others:
         rig.engine.abort(name)
-    return msgspec.structs.replace(dispatch, begun=joined(dispatch.begun, part_of(finished))), finished
+    return msgspec.structs.replace(dispatch, begun=concatenate_parts(dispatch.begun, part_of(finished))), finished
 
 
 def whole_of(rig: Rig, dispatch: TurnDispatch) -> Part:

@@ -21,7 +21,7 @@ from schemas.slack import ExecutorState
 from schemas.turns import Refusal, TurnOutcome, held_hash
 from tests.brokers import AnyBroker, kafka_first
 from tests.integration.executor_kit import SLOT
-from tests.integration.played_engine import NAME, TICK, running
+from tests.integration.scripted_engine import NAME, TICK, running
 from tests.waiting import until
 from topics.admin import create_topics
 from topics.catalog import COMPLETED, HEARTBEATS, Partitions, Topic
@@ -31,13 +31,19 @@ from topics.records import Envelope
 from topics.settings import BusSettings
 from topics.writer import Writer
 from workers.executor.config import ExecutorConfig
-from workers.executor.gate import FREELY, Leave
-from workers.executor.grants import Grants
-from workers.executor.lease import Lease
-from workers.executor.link import EngineLink
+from workers.executor.grants import UNRESTRICTED, GrantFollower, Lease, Permission
+from workers.executor.ipc.engine_client import EngineClient
+from workers.executor.ipc.messages import (
+    AbortTurn,
+    LendingStats,
+    Resume,
+    StageWeights,
+    SubmitTurn,
+    Suspend,
+    WeightsRejected,
+)
+from workers.executor.ipc.shared_memory import ChannelFds
 from workers.executor.main import run_executor
-from workers.executor.wires import Wires
-from workers.executor.words import GiveUp, Lent, NotTaken, Park, Prepare, Take, Wake
 from workers.weights.trust import run_id
 
 pytestmark = [pytest.mark.slow, kafka_first]
@@ -53,18 +59,18 @@ def settings(broker: AnyBroker, namespace: str) -> BusSettings:
 
 
 @pytest.fixture
-def grants(settings: BusSettings) -> Iterator[Grants]:
-    grants = Grants(settings, NAME, Lease(run_id(settings.namespace, "demo"), needed=False))
-    grants.known(threading.Event())
+def grants(settings: BusSettings) -> Iterator[GrantFollower]:
+    grants = GrantFollower(settings, NAME, Lease(run_id(settings.namespace, "demo"), grant_required=False))
+    grants.wait_until_read(threading.Event())
     yield grants
     grants.stop()
 
 
 @contextmanager
-def drains(settings: BusSettings) -> Iterator[Grants]:
+def drains(settings: BusSettings) -> Iterator[GrantFollower]:
     """What an executor that is no lender follows."""
-    grants = Grants(settings, NAME, Lease())
-    grants.known(threading.Event())
+    grants = GrantFollower(settings, NAME, Lease())
+    grants.wait_until_read(threading.Event())
     yield grants
     grants.stop()
 
@@ -85,9 +91,9 @@ def grant(settings: BusSettings, *, lend: bool, worker: str = NAME, token_budget
 
 def test_an_executor_is_alive_for_as_long_as_an_engine_may_take_to_load(settings: BusSettings) -> None:
     """It has not passed for one that hangs, and been started again, time after time."""
-    wires, stop, life = Wires.new(), threading.Event(), os.pidfd_open(os.getpid())
+    channel, stop, life = ChannelFds.create(), threading.Event(), os.pidfd_open(os.getpid())
     config = ExecutorConfig(model_folder=Path(), name=NAME, slot=SLOT)
-    executor = threading.Thread(target=run_executor, args=(settings, config, EngineLink(wires, life), {}, stop))
+    executor = threading.Thread(target=run_executor, args=(settings, config, EngineClient(channel, life), {}, stop))
     executor.start()
     try:
         until(lambda: "loads" in HEALTH.standing.sentence)
@@ -99,31 +105,33 @@ def test_an_executor_is_alive_for_as_long_as_an_engine_may_take_to_load(settings
         os.close(life)
 
 
-def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings: BusSettings, grants: Grants) -> None:
+def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(
+    settings: BusSettings, grants: GrantFollower
+) -> None:
     grant(settings, lend=False)
     grant(settings, lend=True, worker="another")
-    until(lambda: bool(grants.leave().refused))
-    with running(settings, grants.leave) as (engine, router):
-        engine.hear(Park)
+    until(lambda: bool(grants.permission().denied_reason))
+    with running(settings, grants.permission) as (engine, router):
+        engine.hear(Suspend)
         router.until(lambda: bool(router.beats) and "night" in router.beats[-1].paused_reason)
         assert router.beats[-1].state is ExecutorState.PAUSED
         grant(settings, lend=True, token_budget=500)
-        engine.hear(Wake)
+        engine.hear(Resume)
         engine.serve()
         router.until(lambda: router.beats[-1].state is ExecutorState.READY)
         assert (router.beats[-1].token_budget, router.beats[-1].paused_reason) == (500, "")
 
-        engine.say(lent=Lent(budget_bytes=64, frozen=True))
+        engine.say(lending=LendingStats(budget_bytes=64, frozen=True))
         until(lambda: exported("rose_lender_budget_bytes") == 64 and exported("rose_lender_frozen") == 1)
         router.dispatch("held", [3, 4, 5])
-        taken = engine.hear(Take)
+        taken = engine.hear(SubmitTurn)
         began = time.monotonic()
         grant(settings, lend=False)
-        assert engine.hear(GiveUp).name == taken.name
-        engine.hear(Park)
+        assert engine.hear(AbortTurn).name == taken.name
+        engine.hear(Suspend)
         assert time.monotonic() - began < 5.0, "a second, on a machine with nothing else to do"
         engine.give_up(taken.name, [7, 8])
-        engine.say(parked="nobody has woken it", version=-1, kv_bytes_total=0, lent=None)
+        engine.say(suspended_reason="nobody has woken it", version=-1, kv_bytes_total=0, lending=None)
         back = router.result("held")
         assert (back.outcome, back.reason, len(back.tokens)) == (TurnOutcome.PREEMPTED, "a grant parked it: night", 8)
         router.until(lambda: router.beats[-1].policy_version == -1)
@@ -133,9 +141,9 @@ def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings
         assert router.result("late").refusal is not None
 
         grant(settings, lend=True)
-        engine.hear(Wake)
-        assert not any(isinstance(order, Prepare) for order in engine.heard), "it is not there yet"
-        engine.say(parked="", kv_bytes_total=10_000)
+        engine.hear(Resume)
+        assert not any(isinstance(order, StageWeights) for order in engine.heard), "it is not there yet"
+        engine.say(suspended_reason="", kv_bytes_total=10_000)
         engine.serve()
         router.until(lambda: router.beats[-1].state is ExecutorState.READY)
         assert router.beats[-1].policy_version == exported("rose_executor_policy_version") == 3
@@ -145,10 +153,10 @@ def test_a_grant_parks_a_lender_and_wakes_it_and_what_it_held_goes_back(settings
 def test_a_guest_that_was_gone_and_is_back_before_anybody_looked_is_told_its_version_anew(
     settings: BusSettings,
 ) -> None:
-    with running(settings, lambda: FREELY) as (engine, router):
-        engine.hear(Prepare)
-        engine.reports.say(msgspec.structs.replace(TICK, parked="its guest is being built"))
-        engine.reports.say(TICK)
+    with running(settings, lambda: UNRESTRICTED) as (engine, router):
+        engine.hear(StageWeights)
+        engine.reports.send(msgspec.structs.replace(TICK, suspended_reason="its guest is being built"))
+        engine.reports.send(TICK)
         engine.serve()
         router.until(lambda: router.serves(3))
 
@@ -165,7 +173,7 @@ def test_what_waits_for_its_context_while_the_guest_changes_is_never_run_without
             yield from super().__iter__()
 
     monkeypatch.setattr("workers.executor.contexts.Fetch", Late)
-    with running(settings, lambda: FREELY) as (engine, router):
+    with running(settings, lambda: UNRESTRICTED) as (engine, router):
         try:
             engine.serve()
             router.until(lambda: router.serves(3))
@@ -173,33 +181,33 @@ def test_what_waits_for_its_context_while_the_guest_changes_is_never_run_without
             router.send(asked, offset=router.log(asked), cut=True)
             router.until(lambda: bool(router.beats[-1].holds))
             engine.say(version=-1)
-            engine.reports.say(NotTaken(engine.hear(Prepare).version, "no memory"))
+            engine.reports.send(WeightsRejected(engine.hear(StageWeights).version, "no memory"))
             answers.set()
             router.until(lambda: not router.beats[-1].holds)
             assert router.result("held").refusal is Refusal.VERSION
-            assert not any(isinstance(order, Take) for order in engine.heard)
+            assert not any(isinstance(order, SubmitTurn) for order in engine.heard)
         finally:
             answers.set()
 
 
 def test_a_server_that_is_never_idle_gives_its_turns_back_until_it_was(settings: BusSettings) -> None:
-    with running(settings, lambda: FREELY) as (engine, router):
+    with running(settings, lambda: UNRESTRICTED) as (engine, router):
         engine.serve()
         router.until(lambda: router.serves(3))
         router.dispatch("held", [3, 4, 5])
-        taken = engine.hear(Take)
-        engine.say(held_seconds=4.9)
+        taken = engine.hear(SubmitTurn)
+        engine.say(blocked_seconds=4.9)
         router.until(lambda: bool(router.beats[-1].holds))
-        assert not any(isinstance(order, GiveUp) for order in engine.heard)
-        engine.say(held_seconds=5.1)
-        assert engine.hear(GiveUp).name == taken.name
+        assert not any(isinstance(order, AbortTurn) for order in engine.heard)
+        engine.say(blocked_seconds=5.1)
+        assert engine.hear(AbortTurn).name == taken.name
         engine.give_up(taken.name, [])
         back = router.result("held")
         assert back.outcome is TurnOutcome.PREEMPTED and "no moment" in back.reason
         router.dispatch("refused", [3, 4, 5])
         assert router.result("refused").refusal is Refusal.ROOM
         assert router.beats[-1].state is ExecutorState.PAUSED
-        engine.say(held_seconds=0.0)
+        engine.say(blocked_seconds=0.0)
         router.until(lambda: router.beats[-1].state is ExecutorState.READY)
 
 
@@ -233,7 +241,7 @@ def test_what_is_answered_is_listed_until_that_is_stored_and_takes_no_room(
         engine.serve()
         router.until(lambda: router.serves(3))
         done, _ = router.dispatch("done", [3, 4, 5]), router.dispatch("refused", [3, 4, 5], max_tokens=60_000)
-        engine.complete(engine.hear(Take).name, [7])
+        engine.complete(engine.hear(SubmitTurn).name, [7])
         until(lambda: len(withheld.answers) == 2)
         heard = len(router.beats)
         router.until(lambda: len(router.beats) >= heard + 10)
@@ -242,7 +250,7 @@ def test_what_is_answered_is_listed_until_that_is_stored_and_takes_no_room(
 
         again = router.dispatch("done", [3, 4, 5], attempt=1)
         router.until(lambda: router.lists(again))
-        engine.complete(engine.hear(Take).name, [7])
+        engine.complete(engine.hear(SubmitTurn).name, [7])
         withheld.back.set()
         assert router.result("done").outcome is router.result("done", attempt=1).outcome is TurnOutcome.COMPLETED
         router.until(lambda: not router.beats[-1].holds)
@@ -251,15 +259,15 @@ def test_what_is_answered_is_listed_until_that_is_stored_and_takes_no_room(
 def test_who_goes_to_another_cell_is_here_until_its_answers_are_stored(
     broker: AnyBroker, namespace: str, withheld: type[Withheld]
 ) -> None:
-    settings, leave = broker.settings(namespace), [FREELY]
+    settings, leave = broker.settings(namespace), [UNRESTRICTED]
     create_topics(settings, Partitions(home=2, slots=2, samples=1, chunks=2, cells=2))
     with running(settings, lambda: leave[0], lends=False) as (engine, router):
         router.reader.assign({(topic, part): 0 for topic in (HEARTBEATS, COMPLETED) for part in range(2)})
         engine.serve()
         router.until(lambda: router.serves(3))
         key, here = router.dispatch("held", [3, 4, 5]), router.beats[-1].incarnation
-        name = engine.hear(Take).name
-        leave[0] = Leave(cell=0)
+        name = engine.hear(SubmitTurn).name
+        leave[0] = Permission(cell=0)
         engine.complete(name, [7])
         until(lambda: bool(withheld.answers))
         heard = len(router.beats)
@@ -280,9 +288,9 @@ def test_a_goodbye_lists_what_was_answered_just_before(settings: BusSettings) ->
         router.until(lambda: router.serves(3))
         keys = [router.dispatch(name, [3, 4, 5]) for name in ("before", "with")]
         for key in keys[:1]:
-            engine.give_up(engine.hear(Take).name, [7])
+            engine.give_up(engine.hear(SubmitTurn).name, [7])
             router.result(key.trajectory_id)
-        engine.hear(Take)
+        engine.hear(SubmitTurn)
     # the last one is never answered: its engine hangs, and the router issues it again
     router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
     assert router.beats[-1].holds == held_hash(keys[0]).to_bytes(8, "little")
@@ -299,12 +307,12 @@ def test_who_is_drained_ends_what_runs_in_its_time_and_takes_nothing_until_that_
     with (
         ThreadPoolExecutor(2) as operator,
         drains(settings) as told,
-        running(settings, told.leave, lends=False) as (engine, router),
+        running(settings, told.permission, lends=False) as (engine, router),
     ):
         engine.serve()
         router.until(lambda: router.serves(3))
         keys = [router.dispatch(name, [3, 4, 5]) for name in ("ends", "stays")]
-        taken = [engine.hear(Take).name for _ in keys]
+        taken = [engine.hear(SubmitTurn).name for _ in keys]
         asked = operator.submit(drained, 600.0)
         router.until(lambda: router.beats[-1].paused_reason == "it is drained: a new disk")
         assert router.beats[-1].state is ExecutorState.PAUSED
@@ -313,10 +321,10 @@ def test_who_is_drained_ends_what_runs_in_its_time_and_takes_nothing_until_that_
         engine.complete(taken[0], [7])
         assert router.result("ends").outcome is TurnOutcome.COMPLETED
         router.until(lambda: router.beats[-1].holds == held_hash(keys[1]).to_bytes(8, "little"))
-        assert not asked.done() and not any(isinstance(order, GiveUp | Park) for order in engine.heard)
+        assert not asked.done() and not any(isinstance(order, AbortTurn | Suspend) for order in engine.heard)
 
         sooner = operator.submit(drained, 0.0)
-        assert engine.hear(GiveUp).name == taken[1]
+        assert engine.hear(AbortTurn).name == taken[1]
         engine.give_up(taken[1], [7, 8])
         back = router.result("stays")
         assert (back.outcome, back.reason) == (TurnOutcome.PREEMPTED, "it is drained: a new disk")
@@ -324,7 +332,7 @@ def test_who_is_drained_ends_what_runs_in_its_time_and_takes_nothing_until_that_
         assert "it holds nothing" in capsys.readouterr().out
         former = router.beats[-1].incarnation
 
-    with drains(settings) as told, running(settings, told.leave, lends=False) as (engine, router):
+    with drains(settings) as told, running(settings, told.permission, lends=False) as (engine, router):
         router.until(lambda: any(beat.incarnation != former and beat.paused_reason for beat in router.beats))
         assert "new disk" in router.beats[-1].paused_reason
         now = [beat.state for beat in router.beats if beat.incarnation != former]
@@ -335,24 +343,24 @@ def test_who_is_drained_ends_what_runs_in_its_time_and_takes_nothing_until_that_
 
 
 def test_a_lender_that_is_drained_parks_once_nothing_runs_and_goes_back_to_what_was_granted_before(
-    settings: BusSettings, grants: Grants
+    settings: BusSettings, grants: GrantFollower
 ) -> None:
     grant(settings, lend=True, token_budget=500)
-    until(lambda: grants.leave().token_budget == 500)
-    with ThreadPoolExecutor(1) as operator, running(settings, grants.leave) as (engine, router):
-        engine.hear(Wake)
+    until(lambda: grants.permission().token_budget == 500)
+    with ThreadPoolExecutor(1) as operator, running(settings, grants.permission) as (engine, router):
+        engine.hear(Resume)
         engine.serve()
         router.until(lambda: router.serves(3))
         router.dispatch("ends", [3, 4, 5])
-        name = engine.hear(Take).name
+        name = engine.hear(SubmitTurn).name
         asked = operator.submit(drain, common_of(settings), NAME, within_seconds=600.0, reason="")
         router.until(lambda: router.beats[-1].state is ExecutorState.PAUSED)
-        assert not any(isinstance(order, Park | Wake) for order in engine.heard), "while something runs"
+        assert not any(isinstance(order, Suspend | Resume) for order in engine.heard), "while something runs"
         engine.complete(name, [7])
-        engine.hear(Park)
+        engine.hear(Suspend)
         asked.result()
         release_drain(common_of(settings), NAME)
-        engine.hear(Wake)
+        engine.hear(Resume)
         router.until(lambda: router.beats[-1].state is ExecutorState.READY)
         assert router.beats[-1].token_budget == 500
 
@@ -374,10 +382,10 @@ def test_a_turn_whose_logprobs_cannot_be_is_refused_and_not_completed(settings: 
         engine.serve()
         router.until(lambda: bool(router.beats) and router.beats[-1].state is ExecutorState.READY)
         router.dispatch("spoiled", [3, 4, 5])
-        engine.complete(engine.hear(Take).name, [7, 8], logprob)
+        engine.complete(engine.hear(SubmitTurn).name, [7, 8], logprob)
         answer = router.result("spoiled")
         assert (answer.outcome, answer.refusal, answer.tokens) == (TurnOutcome.REFUSED, Refusal.ENGINE, b"")
         assert f"a logprob of {logprob:g}" in answer.reason
         router.dispatch("sound", [3, 4, 5])
-        engine.complete(engine.hear(Take).name, [7, 8])
+        engine.complete(engine.hear(SubmitTurn).name, [7, 8])
         assert router.result("sound").outcome is TurnOutcome.COMPLETED

@@ -14,8 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import workers.executor.vllm.alone
-import workers.executor.vllm.engine  # noqa: F401 - once, and not in each process that plays
 from schemas.errors import UsageError
 from tests.integration.families import CONTEXT, Turn, played, sent, tiny_policy, train
 from workers.executor.vllm.folder import check_folder

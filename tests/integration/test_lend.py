@@ -41,7 +41,7 @@ from topics.broker import Broker, free_ports
 from topics.catalog import GRANTS, Partitions
 from topics.settings import BusSettings
 from workers.lender.config import LendConfig
-from workers.lender.server import CORE_LOST
+from workers.lender.vllm_server import CORE_LOST_STATUS
 from workers.weights.config import DEFAULT_RUN
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -120,7 +120,7 @@ def lending(folder: Path, *arguments: str, vllm: tuple[str, ...] = (), **more: o
 def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_until_its_guest_hangs(
     settings: BusSettings, tmp_path: Path
 ) -> None:
-    hanging = ("--scheduler-cls", "tests.integration.lend_hang.Hanging")
+    hanging = ("--scheduler-cls", "tests.integration.lend_hanging_guest.Hanging")
     with lending(tmp_path, *flags(settings), vllm=hanging) as server:
         router = Router(settings, server.process)
         answer = server.complete(CONTEXT).text
@@ -152,7 +152,7 @@ def test_a_server_runs_turns_of_the_bus_and_serves_through_a_kill_beside_it_unti
         began = time.monotonic()
         psutil.wait_procs([core], timeout=WAIT_SECONDS)
         assert not core.is_running() and time.monotonic() - began > HANG_SECONDS / 2
-        assert server.process.wait(WAIT_SECONDS) == CORE_LOST
+        assert server.process.wait(WAIT_SECONDS) == CORE_LOST_STATUS
         assert "a_step_that_hangs" in server.log.read_text()
         assert "has had the thread" in (tmp_path / "stop").read_text()
         router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
@@ -254,7 +254,7 @@ def test_a_server_that_is_observed_lends_nothing_and_tells_what_it_could(tmp_pat
 
 
 def metric(port: int, name: str, labels: str = "") -> float:
-    """Of the process beside; 0 while it does not tell."""
+    """Of the sidecar; 0 while it does not tell."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
             lines = answer.read().decode().splitlines()
@@ -265,7 +265,7 @@ def metric(port: int, name: str, labels: str = "") -> float:
 
 
 def child(server: Server, name: str) -> psutil.Process:
-    """Of the server's process, or of the keeper."""
+    """Of the server's process, or of the watchdog."""
     there = psutil.Process(server.process.pid).children(recursive=True)
     (found,) = [each for each in there if each.name().startswith(name)]
     return found

@@ -23,9 +23,9 @@ from tests.integration.lender_kit import MODEL
 from tests.integration.test_lend import CONTEXT, START_SECONDS, child, lending, prove, started, with_topics
 from tests.waiting import WAIT_SECONDS, until
 from topics.settings import BusSettings
-from workers.lender.pulse import KEEPER_SECONDS
-from workers.lender.server import CORE_LOST
 from workers.lender.shared_folder import PREFIX
+from workers.lender.vllm_server import CORE_LOST_STATUS
+from workers.lender.watchdog_page import WATCHDOG_SILENT_SECONDS
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -69,22 +69,22 @@ def test_a_server_serves_on_whatever_is_done_to_the_processes_beside_it(
         answer = server.complete(CONTEXT).text
         router.publish_tensors(load_file(MODEL / "model.safetensors"), 0)
         lends(router, "first")
-        keeper = child(server, "keeper")
-        with halted(keeper, dice.uniform(*HALTED_SECONDS)):
+        watchdog = child(server, "watchdog")
+        with halted(watchdog, dice.uniform(*HALTED_SECONDS)):
             assert server.complete(CONTEXT).text == answer
-        lends(router, "after a keeper that was halted for a moment")
-        with halted(keeper, 0.0):
-            router.until(lambda: "keeper is silent" in router.beats[-1].paused_reason)
+        lends(router, "after a watchdog that was halted for a moment")
+        with halted(watchdog, 0.0):
+            router.until(lambda: "watchdog is silent" in router.beats[-1].paused_reason)
             assert server.complete(CONTEXT).text == answer
-        lends(router, "after a keeper that was halted for longer")
+        lends(router, "after a watchdog that was halted for longer")
 
         incarnation = router.beats[-1].incarnation
         with halted(child(server, "beside"), dice.uniform(*HALTED_SECONDS)):
             assert server.complete(CONTEXT).text == answer
-        lends(router, "after the process beside was halted")
+        lends(router, "after the sidecar was halted")
         assert router.beats[-1].incarnation == incarnation
 
-        with halted(server.core, 2 * KEEPER_SECONDS):  # longer than its guest may hang
+        with halted(server.core, 2 * WATCHDOG_SILENT_SECONDS):  # longer than its guest may hang
             pass
         assert server.complete(CONTEXT).text == answer
         lends(router, "after the engine core was halted")
@@ -92,10 +92,10 @@ def test_a_server_serves_on_whatever_is_done_to_the_processes_beside_it(
         child(server, "beside").kill()
         assert server.complete(CONTEXT).text == answer
         router.until(lambda: router.beats[-1].incarnation > incarnation)
-        lends(router, "after the process beside was killed")
+        lends(router, "after the sidecar was killed")
         assert server.log.read_text().count("another is built") == 0
 
-        keeper.kill()
+        watchdog.kill()
         router.executor = None
         router.until(lambda: router.beats[-1].state is ExecutorState.STOPPING)
         assert server.complete(CONTEXT).text == answer
@@ -116,7 +116,7 @@ def test_a_server_whose_engine_core_is_killed_leaves_with_a_status_and_without_a
         router.until(lambda: router.serves(0))
         children = psutil.Process(server.process.pid).children(recursive=True)
         server.core.kill()
-        assert server.process.wait(WAIT_SECONDS) == CORE_LOST
+        assert server.process.wait(WAIT_SECONDS) == CORE_LOST_STATUS
         assert "nobody had asked it to" in server.log.read_text()
         assert not psutil.wait_procs(children, WAIT_SECONDS)[1]
         assert not list(folders.glob(f"{PREFIX}*"))

@@ -17,25 +17,25 @@ from safetensors.torch import load_file
 from schemas.arrays import unpack_tokens
 from schemas.prompts import Sampling
 from tests.integration.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
-from tests.integration.lender_kit import MODEL, VOCABULARY, Answer, Beside, Server, lending_server
+from tests.integration.lender_kit import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server
 from tests.waiting import WAIT_SECONDS, until
-from workers.executor.slabs import lay
-from workers.executor.vllm.engine import Engine
-from workers.executor.words import (
+from workers.executor.ipc.messages import (
     ABORTED,
-    Done,
-    GiveUp,
-    Gone,
-    Park,
-    Prepare,
-    Prepared,
-    Refused,
-    Serve,
-    Serving,
-    Tick,
-    Wake,
+    AbortTurn,
+    ActivateWeights,
+    EngineLost,
+    EngineStatus,
+    Resume,
+    StageWeights,
+    Suspend,
+    TurnFinished,
+    TurnRejected,
+    WeightsActivated,
+    WeightsStaged,
 )
-from workers.lender.vllm.building import engine_of
+from workers.executor.ipc.shared_memory import write_tensors
+from workers.executor.vllm.engine import Engine
+from workers.lender.vllm.guest_build import build_engine
 
 MEASURED_SECONDS = 3.0
 """Of an idle guest."""
@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    witness = ("--scheduler-cls", "tests.integration.lend_witness.Witness")
+    witness = ("--scheduler-cls", "tests.integration.lend_globals_witness.Witness")
     with lending_server(tmp_path_factory.mktemp("lend"), *witness) as running:
         yield running
 
@@ -59,20 +59,20 @@ def alone(server: Server) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def beside(server: Server, alone: list[Answer]) -> Beside:
-    return Beside(server.config)
+def beside(server: Server, alone: list[Answer]) -> PlayedSidecar:
+    return PlayedSidecar(server.config)
 
 
 @pytest.fixture(scope="module")
 def standalone(server: Server) -> Iterator[Engine]:
     """The same engine as the guest, with no host."""
-    engine = engine_of(server.config)
+    engine = build_engine(server.config)
     yield engine
     engine.close()
 
 
 def test_serving_answers_the_same_while_a_guest_is_built_and_runs(
-    server: Server, alone: list[Answer], beside: Beside
+    server: Server, alone: list[Answer], beside: PlayedSidecar
 ) -> None:
     with traffic(server) as answers:
         run_guest(beside)
@@ -111,43 +111,45 @@ def test_the_process_looked_the_same_to_every_step_of_serving(server: Server, al
     assert names <= {"VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME"}, "vLLM names it, after the scheduler is made"
 
 
-def test_the_guest_computes_what_an_engine_of_its_own_does(server: Server, beside: Beside, standalone: Engine) -> None:
+def test_the_guest_computes_what_an_engine_of_its_own_does(
+    server: Server, beside: PlayedSidecar, standalone: Engine
+) -> None:
     with traffic(server):
         made = run_guest(beside)
     assert made == run_standalone(standalone)
 
 
-def test_a_turn_that_the_engine_cannot_run_is_refused(beside: Beside) -> None:
+def test_a_turn_that_the_engine_cannot_run_is_refused(beside: PlayedSidecar) -> None:
     beside.forget()
     beside.take("unknown token", [VOCABULARY + 1], Sampling(max_tokens=2))
-    assert "vocabulary" in beside.hear(Refused)[0].reason
+    assert "vocabulary" in beside.hear(TurnRejected)[0].reason
 
 
 def test_a_version_is_prepared_in_pieces_and_served_from_one_step_on(
-    server: Server, alone: list[Answer], beside: Beside, standalone: Engine
+    server: Server, alone: list[Answer], beside: PlayedSidecar, standalone: Engine
 ) -> None:
     torch.manual_seed(5)
     version = {
         name: tensor + 0.05 * torch.randn_like(tensor)
         for name, tensor in load_file(MODEL / "model.safetensors").items()
     }
-    layout = lay(beside.end.wires.slabs[1], version)
+    layout = write_tensors(beside.end.channel.weight_buffers[1], version)
     before = run_guest(beside)
     beside.forget()
     with traffic(server) as answers:
-        beside.order(Prepare(1, 1, layout))
-        beside.hear(Prepared)
+        beside.order(StageWeights(1, 1, layout))
+        beside.hear(WeightsStaged)
         assert run_guest(beside) == before, "the old version serves on"
         beside.forget()
-        beside.order(Serve(1))
-        assert beside.hear(Serving)[0].version == 1
+        beside.order(ActivateWeights(1))
+        assert beside.hear(WeightsActivated)[0].version == 1
         made = run_guest(beside, version=1)
     standalone.swap(1, version.items())
     assert made == run_standalone(standalone) != before
     assert same(answers, alone)
 
 
-def test_an_idle_guest_is_heard_and_takes_no_time(server: Server, beside: Beside) -> None:
+def test_an_idle_guest_is_heard_and_takes_no_time(server: Server, beside: PlayedSidecar) -> None:
     assert beside.silent_for() < 1.0
     core, began = server.core, time.monotonic()
     before = core.cpu_times()
@@ -159,29 +161,29 @@ def test_an_idle_guest_is_heard_and_takes_no_time(server: Server, beside: Beside
     assert beside.silent_for() < 1.0
 
 
-def test_the_process_beside_comes_back_to_the_guest_that_it_left(server: Server, beside: Beside) -> None:
+def test_the_process_beside_comes_back_to_the_guest_that_it_left(server: Server, beside: PlayedSidecar) -> None:
     for number in range(20):
         beside.take(f"left {number}", PROMPTS[0], Sampling(max_tokens=200), 1)
     beside.end.close()
-    other = Beside(server.config)
+    other = PlayedSidecar(server.config)
     beside.end, beside.orders, beside.reports, beside.heard = other.end, other.orders, other.reports, other.heard
-    assert beside.hear(Tick)[0].version == 1
-    until(lambda: beside.hear(Tick)[-1].running == 0 or beside.forget() is not None)  # type: ignore[func-returns-value]
+    assert beside.hear(EngineStatus)[0].version == 1
+    until(lambda: beside.hear(EngineStatus)[-1].running == 0 or beside.forget() is not None)  # type: ignore[func-returns-value]
     first = run_guest(beside, version=1)
     assert first == run_guest(beside, version=1)
     assert server.log.read_text().count("the guest is built") == 1
 
 
 def test_a_guest_that_fails_is_dropped_told_and_built_again(
-    server: Server, alone: list[Answer], beside: Beside
+    server: Server, alone: list[Answer], beside: PlayedSidecar
 ) -> None:
     threads = server.core.num_threads()
     with traffic(server) as answers:
         for _ in range(3):
             beside.forget()
             beside.orders.write(b"\xc1 is no word")
-            beside.end.wires.ring()
-            assert "DecodeError" in beside.hear(Gone)[0].reason
+            beside.end.channel.wake_engine()
+            assert "DecodeError" in beside.hear(EngineLost)[0].reason
             beside.forget()
             run_guest(beside)
     assert same(answers, alone)
@@ -189,7 +191,7 @@ def test_a_guest_that_fails_is_dropped_told_and_built_again(
     assert server.log.read_text().count("the guest is dropped, serving goes on") == 3
 
 
-def test_ten_wakes_and_parks_leave_no_thread_and_no_memory_behind(server: Server, beside: Beside) -> None:
+def test_ten_wakes_and_parks_leave_no_thread_and_no_memory_behind(server: Server, beside: PlayedSidecar) -> None:
     core = server.core
     for _ in range(2):
         wake_and_park(beside)
@@ -202,16 +204,18 @@ def test_ten_wakes_and_parks_leave_no_thread_and_no_memory_behind(server: Server
     assert grown < server.config.kv_cache_bytes, "less than one guest's cache"
 
 
-def test_a_turn_that_a_park_interrupts_comes_back_with_what_was_sampled(beside: Beside, standalone: Engine) -> None:
+def test_a_turn_that_a_park_interrupts_comes_back_with_what_was_sampled(
+    beside: PlayedSidecar, standalone: Engine
+) -> None:
     """A guest that was built anew has the version of the folder."""
     standalone.swap(2, load_file(MODEL / "model.safetensors").items())
     sampling = Sampling(max_tokens=230, temperature=0.0)
-    beside.order(Wake())
+    beside.order(Resume())
     beside.awake()
     beside.forget()
     beside.take("parked", PROMPTS[0], sampling)
-    until(lambda: any(tick.steps > 5 for tick in beside.hear(Tick)))
-    beside.order(Park())
+    until(lambda: any(tick.steps > 5 for tick in beside.hear(EngineStatus)))
+    beside.order(Suspend())
     given = beside.done(1)["parked"]
     assert "told" in beside.parked()
     sampled = unpack_tokens(given.tokens)
@@ -228,9 +232,9 @@ def run_alone(engine: Engine, context: list[int], sampling: Sampling) -> list[in
 
 
 def test_a_server_that_is_never_idle_says_so_and_hands_back_what_it_is_told_to(
-    server: Server, alone: list[Answer], beside: Beside
+    server: Server, alone: list[Answer], beside: PlayedSidecar
 ) -> None:
-    beside.order(Wake())
+    beside.order(Resume())
     beside.awake()
     with ExitStack() as clients:
         answers = [clients.enter_context(traffic(server, 0.0)) for _ in range(4)]
@@ -239,24 +243,24 @@ def test_a_server_that_is_never_idle_says_so_and_hands_back_what_it_is_told_to(
         for number in range(8):
             beside.take(f"held {number}", PROMPTS[0], Sampling(max_tokens=240))
         began = time.monotonic()
-        beside.order(GiveUp("held 3"))
-        assert "held 3" in {turn.name for turn in beside.hear(Done)}
-        beside.order(Park())
+        beside.order(AbortTurn("held 3"))
+        assert "held 3" in {turn.name for turn in beside.hear(TurnFinished)}
+        beside.order(Suspend())
         assert {f"held {number}" for number in range(8)} == set(beside.done(8))
         assert beside.parked()
         assert time.monotonic() - began < 5.0, "a second, on a machine with nothing else to do"
-        print(f"held {max(tick.held_seconds for tick in beside.hear(Tick)):.2f} s", file=sys.__stderr__)
+        print(f"held {max(tick.blocked_seconds for tick in beside.hear(EngineStatus)):.2f} s", file=sys.__stderr__)
     assert all(same(each, alone) for each in answers)
-    beside.order(Wake())
+    beside.order(Resume())
     beside.awake()
 
 
-def test_the_servers_log_holds_no_error_of_its_own(server: Server, beside: Beside) -> None:
+def test_the_servers_log_holds_no_error_of_its_own(server: Server, beside: PlayedSidecar) -> None:
     errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
     assert all("the guest is dropped" in line for line in errors), errors
 
 
-def test_a_guest_with_turns_in_it_holds_up_no_server_that_ends(server: Server, beside: Beside) -> None:
+def test_a_guest_with_turns_in_it_holds_up_no_server_that_ends(server: Server, beside: PlayedSidecar) -> None:
     """The last test. How vLLM ends, with what lines in its log, is chance with and without a guest."""
     for number in range(8):
         beside.take(f"last {number}", PROMPTS[0], Sampling(max_tokens=200))

@@ -15,10 +15,18 @@ from safetensors.torch import load_file
 
 from schemas.arrays import unpack_tokens
 from schemas.prompts import Sampling
-from tests.integration.lender_kit import MODEL, VOCABULARY, Answer, Beside, Server, lending_server
+from tests.integration.lender_kit import MODEL, VOCABULARY, Answer, PlayedSidecar, Server, lending_server
 from tests.waiting import until
-from workers.executor.slabs import lay
-from workers.executor.words import ABORTED, Lent, Prepare, Prepared, Serve, Serving, Tick
+from workers.executor.ipc.messages import (
+    ABORTED,
+    ActivateWeights,
+    EngineStatus,
+    LendingStats,
+    StageWeights,
+    WeightsActivated,
+    WeightsStaged,
+)
+from workers.executor.ipc.shared_memory import write_tensors
 from workers.lender.admission import Promise
 from workers.lender.config import MemoryConfig
 
@@ -67,8 +75,8 @@ def alone(server: Server) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def beside(server: Server, alone: list[Answer]) -> Beside:
-    beside = Beside(server.config)
+def beside(server: Server, alone: list[Answer]) -> PlayedSidecar:
+    beside = PlayedSidecar(server.config)
     beside.awake()
     return beside
 
@@ -92,28 +100,28 @@ def burst(server: Server, requests: int, first: int = 100, tokens: int = 64) -> 
     return answers
 
 
-def lent(beside: Beside) -> list[Lent]:
-    return [tick.lent for tick in beside.hear(Tick) if tick.lent is not None]
+def lent(beside: PlayedSidecar) -> list[LendingStats]:
+    return [tick.lending for tick in beside.hear(EngineStatus) if tick.lending is not None]
 
 
-def grown(beside: Beside) -> int:
+def grown(beside: PlayedSidecar) -> int:
     """The budget, once there is one that a test can use."""
     beside.awake()
     until(lambda: bool(told := lent(beside)) and told[-1].budget_bytes > GUEST_BYTES // 2)
     beside.forget()
-    beside.hear(Tick, 2)
+    beside.hear(EngineStatus, 2)
     return lent(beside)[-1].budget_bytes
 
 
-def next_version(beside: Beside, version: int) -> None:
+def next_version(beside: PlayedSidecar, version: int) -> None:
     torch.manual_seed(version)
     tensors = load_file(MODEL / "model.safetensors")
     beside.forget()
-    slab = version % 2
-    beside.order(Prepare(version, slab, lay(beside.end.wires.slabs[slab], tensors)))
-    beside.hear(Prepared)
-    beside.order(Serve(version))
-    beside.hear(Serving)
+    buffer = version % 2
+    beside.order(StageWeights(version, buffer, write_tensors(beside.end.channel.weight_buffers[buffer], tensors)))
+    beside.hear(WeightsStaged)
+    beside.order(ActivateWeights(version))
+    beside.hear(WeightsActivated)
 
 
 @dataclass
@@ -123,15 +131,15 @@ class Turn:
     most: int
 
 
-def fill(beside: Beside, version: int, name: str) -> list[Turn]:
+def fill(beside: PlayedSidecar, version: int, name: str) -> list[Turn]:
     """Give the guest turns until its memory is taken, and let them run for a while."""
     turns = [Turn(f"{name} {number}", prompt(1000 + number, CONTEXT), SAMPLED) for number in range(TURNS)]
     begin(beside, turns, version)
-    until(lambda: beside.hear(Tick)[-1].kv_bytes_free < GUEST_BYTES // 3)
+    until(lambda: beside.hear(EngineStatus)[-1].kv_bytes_free < GUEST_BYTES // 3)
     return turns
 
 
-def begin(beside: Beside, turns: Sequence[Turn], version: int) -> None:
+def begin(beside: PlayedSidecar, turns: Sequence[Turn], version: int) -> None:
     beside.forget()
     for turn in turns:
         sampling = Sampling(max_tokens=turn.most, temperature=1.0, seed=1)
@@ -142,15 +150,15 @@ def rss(server: Server) -> float:
     return float(server.core.memory_info().rss / 2**20)
 
 
-def test_the_guest_grows_into_what_serving_leaves(server: Server, beside: Beside) -> None:
+def test_the_guest_grows_into_what_serving_leaves(server: Server, beside: PlayedSidecar) -> None:
     budget = grown(beside)
     assert 0.9 * GUEST_BYTES < budget < GUEST_BYTES
-    tick = beside.hear(Tick)[-1]
+    tick = beside.hear(EngineStatus)[-1]
     assert tick.kv_bytes_total == budget == tick.kv_bytes_free and not lent(beside)[-1].frozen
 
 
 def test_what_is_cut_comes_back_whole_and_goes_on_from_its_prefix(
-    server: Server, alone: list[Answer], beside: Beside
+    server: Server, alone: list[Answer], beside: PlayedSidecar
 ) -> None:
     budget = grown(beside)
     turns = fill(beside, -1, "cut")
@@ -182,7 +190,7 @@ def test_what_is_cut_comes_back_whole_and_goes_on_from_its_prefix(
     tell(f"{len(given_up)} of {TURNS} turns were cut; resumed, they found {found} of {reusable} tokens", cuts)
 
 
-def test_a_freeze_ends_with_the_next_version(server: Server, beside: Beside) -> None:
+def test_a_freeze_ends_with_the_next_version(server: Server, beside: PlayedSidecar) -> None:
     assert lent(beside)[-1].frozen
     next_version(beside, 1)
     until(lambda: not lent(beside)[-1].frozen)
@@ -190,7 +198,7 @@ def test_a_freeze_ends_with_the_next_version(server: Server, beside: Beside) -> 
 
 
 def test_lent_bytes_go_back_to_the_system_when_nobody_is_there_to_lend_to(
-    server: Server, alone: list[Answer], beside: Beside
+    server: Server, alone: list[Answer], beside: PlayedSidecar
 ) -> None:
     fill(beside, 1, "left")
     before = rss(server)
@@ -198,39 +206,39 @@ def test_lent_bytes_go_back_to_the_system_when_nobody_is_there_to_lend_to(
     until(lambda: rss(server) < before - 8)
     tell(f"resident: {before:.0f} MiB with a guest at work, {rss(server):.0f} MiB after", [])
     assert [server.complete(prompt(number)).text for number in range(3)] == [answer.text for answer in alone]
-    other = Beside(server.config)
+    other = PlayedSidecar(server.config)
     beside.end, beside.orders, beside.reports, beside.heard = other.end, other.orders, other.reports, other.heard
     assert grown(beside) > GUEST_BYTES // 2
 
 
-def test_serving_gets_all_of_it_at_once(server: Server, beside: Beside) -> None:
+def test_serving_gets_all_of_it_at_once(server: Server, beside: PlayedSidecar) -> None:
     fill(beside, 1, "all")
     filled = rss(server)
     answers: list[Answer] = []
     client = threading.Thread(target=lambda: answers.extend(burst(server, 40, 300)))
     client.start()
     until(lambda: lent(beside)[-1].frozen)
-    at_once = beside.hear(Tick)
+    at_once = beside.hear(EngineStatus)
     client.join()
     ended = beside.done(TURNS)
     assert len(answers) == 40 and all(done.reason == "cut" for done in ended.values() if done.finish_reason == ABORTED)
-    beside.hear(Tick, len(at_once) + 3)
+    beside.hear(EngineStatus, len(at_once) + 3)
     assert lent(beside)[-1].budget_bytes == 0
     tell(f"resident: {filled:.0f} MiB before the burst, {rss(server):.0f} after it", lent(beside))
 
 
-def test_what_could_never_fit_goes_back_at_once(beside: Beside) -> None:
+def test_what_could_never_fit_goes_back_at_once(beside: PlayedSidecar) -> None:
     begin(beside, [Turn("too late", prompt(7, 40), 10)], 1)
     done = beside.done(1)["too late"]
     assert (done.finish_reason, done.reason, done.tokens) == (ABORTED, "cut", b"")
 
 
-def test_the_servers_log_holds_no_error(server: Server, beside: Beside) -> None:
+def test_the_servers_log_holds_no_error(server: Server, beside: PlayedSidecar) -> None:
     errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
     assert not errors
 
 
-def tell(what: str, figures: Sequence[Lent]) -> None:
+def tell(what: str, figures: Sequence[LendingStats]) -> None:
     """A direction, not a measurement."""
     looks, cuts = sum(each.looks for each in figures), sum(each.cuts for each in figures)
     cut = sum(each.cut_seconds for each in figures)

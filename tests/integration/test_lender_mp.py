@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.guest_runs import PROMPTS, wake_and_park
-from tests.integration.lender_kit import Beside, lending_server
+from tests.integration.lender_kit import PlayedSidecar, lending_server
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 def test_a_guest_that_was_parked_wakes_again_as_often_as_it_is_told_to(tmp_path: Path) -> None:
     with lending_server(tmp_path, "--distributed-executor-backend", "mp") as server:
         answer = server.complete(PROMPTS[0]).text
-        beside = Beside(server.config)
+        beside = PlayedSidecar(server.config)
         beside.awake()
         wake_and_park(beside)
         threads, descriptors = server.core.num_threads(), server.core.num_fds()

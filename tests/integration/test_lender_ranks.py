@@ -17,11 +17,20 @@ from safetensors.torch import load_file
 
 from schemas.arrays import unpack_logprobs
 from tests.integration.guest_runs import PROMPTS, TURNS, run_guest, run_standalone, same, traffic, wake_and_park
-from tests.integration.lender_kit import MODEL, ON_RANKS, RANKS, Answer, Beside, Server, lending_server
-from workers.executor.slabs import lay
+from tests.integration.lender_kit import MODEL, ON_RANKS, RANKS, Answer, PlayedSidecar, Server, lending_server
+from workers.executor.ipc.messages import (
+    ActivateWeights,
+    EngineLost,
+    EngineStatus,
+    Resume,
+    StageWeights,
+    WeightsActivated,
+    WeightsRejected,
+    WeightsStaged,
+)
+from workers.executor.ipc.shared_memory import write_tensors
 from workers.executor.vllm.engine import Engine
-from workers.executor.words import Gone, NotTaken, Prepare, Prepared, Serve, Serving, Tick, Wake
-from workers.lender.vllm.building import engine_of
+from workers.lender.vllm.guest_build import build_engine
 from workers.weights.shards import VOCABULARY_PADDING, Rank, wanted_by
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -48,14 +57,14 @@ def alone(server: Server) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def beside(server: Server, alone: list[Answer]) -> Beside:
-    return Beside(server.config)
+def beside(server: Server, alone: list[Answer]) -> PlayedSidecar:
+    return PlayedSidecar(server.config)
 
 
 @pytest.fixture(scope="module")
 def one_rank(server: Server) -> Iterator[Engine]:
     """The guest's policy in an engine that is whole."""
-    engine = engine_of(server.config)
+    engine = build_engine(server.config)
     yield engine
     engine.close()
 
@@ -87,7 +96,7 @@ def fault(server: Server, kind: str) -> Path:
 
 
 def test_serving_answers_the_same_while_a_guest_is_built_on_its_ranks_and_runs(
-    server: Server, alone: list[Answer], beside: Beside, one_rank: Engine
+    server: Server, alone: list[Answer], beside: PlayedSidecar, one_rank: Engine
 ) -> None:
     with traffic(server) as answers:
         made = run_guest(beside)
@@ -97,7 +106,7 @@ def test_serving_answers_the_same_while_a_guest_is_built_on_its_ranks_and_runs(
     assert_close(made, run_standalone(one_rank))
 
 
-def test_each_rank_holds_its_share_of_the_guest(server: Server, beside: Beside, one_rank: Engine) -> None:
+def test_each_rank_holds_its_share_of_the_guest(server: Server, beside: PlayedSidecar, one_rank: Engine) -> None:
     said = re.findall(r"the guest's parameters by rank: ([\d, ]+)", server.log.read_text())
     held = [int(count) for count in said[-1].split(",")]
     config = json.loads((MODEL / "config.json").read_text())
@@ -113,30 +122,30 @@ def test_each_rank_holds_its_share_of_the_guest(server: Server, beside: Beside, 
         share = sum(box.elements for box in wanted_by(rank, one_rank.shapes).values())
         padding = 2 * VOCABULARY_PADDING * config["hidden_size"]
         assert share <= count < share + padding < sum(map(math.prod, one_rank.shapes.values()))
-    tick = beside.hear(Tick)[-1]
+    tick = beside.hear(EngineStatus)[-1]
     assert tick.kv_bytes_per_token == one_rank.load().kv_bytes_per_token, "of all ranks together"
 
 
 def test_a_version_is_served_by_no_rank_before_all_have_prepared_it(
-    server: Server, alone: list[Answer], beside: Beside, one_rank: Engine, version: dict[str, torch.Tensor]
+    server: Server, alone: list[Answer], beside: PlayedSidecar, one_rank: Engine, version: dict[str, torch.Tensor]
 ) -> None:
-    layout = lay(beside.end.wires.slabs[1], version)
+    layout = write_tensors(beside.end.channel.weight_buffers[1], version)
     old = run_standalone(one_rank)
     with traffic(server) as answers:
         failing = fault(server, "prepare")
         beside.forget()
-        beside.order(Prepare(1, 1, layout))
-        assert "rank 1: SwapRefused" in beside.hear(NotTaken)[0].reason
+        beside.order(StageWeights(1, 1, layout))
+        assert "rank 1: SwapRefused" in beside.hear(WeightsRejected)[0].reason
         assert_close(run_guest(beside), old)
         failing.unlink()
 
         beside.forget()
-        beside.order(Prepare(2, 1, layout))
-        beside.hear(Prepared)
+        beside.order(StageWeights(2, 1, layout))
+        beside.hear(WeightsStaged)
         assert_close(run_guest(beside), old)
         beside.forget()
-        beside.order(Serve(2))
-        assert beside.hear(Serving)[0].version == 2
+        beside.order(ActivateWeights(2))
+        assert beside.hear(WeightsActivated)[0].version == 2
         made = run_guest(beside, version=2)
     one_rank.swap(2, version.items())
     new = run_standalone(one_rank)
@@ -146,23 +155,23 @@ def test_a_version_is_served_by_no_rank_before_all_have_prepared_it(
 
 
 def test_a_turn_that_a_swap_overtakes_goes_on_under_the_new_version_on_every_rank(
-    beside: Beside, one_rank: Engine, version: dict[str, torch.Tensor]
+    beside: PlayedSidecar, one_rank: Engine, version: dict[str, torch.Tensor]
 ) -> None:
-    layout = lay(beside.end.wires.slabs[0], load_file(MODEL / "model.safetensors"))
+    layout = write_tensors(beside.end.channel.weight_buffers[0], load_file(MODEL / "model.safetensors"))
     beside.forget()
     context, sampling = PROMPTS[5], TURNS[1][1]
     long = type(sampling)(max_tokens=200, temperature=0.0)
     beside.take("overtaken", context, long, 2)
-    beside.order(Prepare(3, 0, layout))
-    beside.hear(Prepared)
-    beside.order(Serve(3))
+    beside.order(StageWeights(3, 0, layout))
+    beside.hear(WeightsStaged)
+    beside.order(ActivateWeights(3))
     done = beside.done(1)["overtaken"]
     assert [span.version for span in done.spans] == [2, 3] and done.spans[-1].end == 200
     assert np.isfinite(unpack_logprobs(done.logprobs)).all()
 
 
 def test_a_rank_that_fails_amid_a_step_is_told_and_the_guest_dropped_on_all(
-    server: Server, alone: list[Answer], beside: Beside, one_rank: Engine
+    server: Server, alone: list[Answer], beside: PlayedSidecar, one_rank: Engine
 ) -> None:
     beside.awake()  # the thread that builds a guest is none that is left behind
     threads = [worker.num_threads() for worker in server.workers]
@@ -170,11 +179,11 @@ def test_a_rank_that_fails_amid_a_step_is_told_and_the_guest_dropped_on_all(
     with traffic(server) as answers:
         for _ in range(2):
             beside.awake()
-            version = beside.hear(Tick)[-1].version
+            version = beside.hear(EngineStatus)[-1].version
             beside.forget()
             failing = fault(server, "step")
             beside.take("fails", *TURNS[1], version)
-            reason = beside.hear(Gone)[0].reason
+            reason = beside.hear(EngineLost)[0].reason
             assert "rank 1: RuntimeError: RuntimeError: a fault amid a step" in reason
             assert "rank 0: RuntimeError" in reason, "it does not wait for a rank that has left"
             failing.unlink()
@@ -190,7 +199,9 @@ def held_bytes(process: int) -> int:
     return 1024 * sum(int(said[name].split()[0]) for name in ("RssAnon", "VmSwap"))
 
 
-def test_ten_wakes_and_parks_leave_no_thread_and_no_memory_behind_in_a_rank(server: Server, beside: Beside) -> None:
+def test_ten_wakes_and_parks_leave_no_thread_and_no_memory_behind_in_a_rank(
+    server: Server, beside: PlayedSidecar
+) -> None:
     workers = server.workers
     for _ in range(2):
         wake_and_park(beside)
@@ -201,11 +212,11 @@ def test_ten_wakes_and_parks_leave_no_thread_and_no_memory_behind_in_a_rank(serv
     print(f"ten wakes and parks: {grown / 1024:.0f} KiB more in a rank", file=sys.__stderr__)
     assert [each.num_threads() for each in workers] == threads
     assert grown < server.config.kv_cache_bytes // RANKS, "less than one guest's cache"
-    beside.order(Wake())
+    beside.order(Resume())
     beside.awake()
 
 
-def test_serving_sees_nothing_of_the_guest_in_its_workers(server: Server, beside: Beside) -> None:
+def test_serving_sees_nothing_of_the_guest_in_its_workers(server: Server, beside: PlayedSidecar) -> None:
     """From the first of its steps to the last, with builds, steps, swaps and faults of the guest between them."""
     for number in range(RANKS):
         lines = Path(f"{server.notes}.{number}").read_text().splitlines()
@@ -215,7 +226,7 @@ def test_serving_sees_nothing_of_the_guest_in_its_workers(server: Server, beside
         assert [note["changed"] for note in notes if note["changed"]] == []
 
 
-def test_no_guest_binds_the_memory_of_a_rank_again(server: Server, beside: Beside) -> None:
+def test_no_guest_binds_the_memory_of_a_rank_again(server: Server, beside: PlayedSidecar) -> None:
     """Linux waits there for a thread on each CPU: a guest was built for up to two minutes, beside ranks that spin."""
     bound = server.log.read_text().count("NUMA binding")
     if not bound:
@@ -223,6 +234,6 @@ def test_no_guest_binds_the_memory_of_a_rank_again(server: Server, beside: Besid
     assert bound == RANKS
 
 
-def test_the_servers_log_holds_no_error_of_its_own(server: Server, beside: Beside) -> None:
+def test_the_servers_log_holds_no_error_of_its_own(server: Server, beside: PlayedSidecar) -> None:
     errors = [line for line in server.log.read_text().splitlines() if "ERROR" in line or "Traceback" in line]
     assert all("the guest is dropped" in line for line in errors), errors

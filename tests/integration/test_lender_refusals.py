@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
-from workers.lender.vllm import attach, touched
+from workers.lender.vllm import attach, compatibility
 from workers.lender.vllm.attach import register_lender
-from workers.lender.vllm.refusals import ALONE, why_not
+from workers.lender.vllm.compatibility import LONE_CORE_NAME, guest_refusal
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)
 def in_the_process_of_an_engine_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current_process(), "name", ALONE)
+    monkeypatch.setattr(current_process(), "name", LONE_CORE_NAME)
 
 
 def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
@@ -52,7 +52,7 @@ def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
     core: Any = object.__new__(EngineCoreProc)
     core.vllm_config = config
     core.scheduler = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=["one"]))
-    assert why_not(core) == ""
+    assert guest_refusal(core) == ""
     for place, name, value, said in [
         (current_process(), "name", "EngineCore_DP0", "data parallelism"),
         (current_process(), "name", "another of vLLM's names", "data parallelism"),
@@ -68,11 +68,11 @@ def test_servers_that_no_guest_was_tried_in_are_refused_in_a_sentence() -> None:
     ]:
         usual = getattr(place, name)
         setattr(place, name, value)
-        assert said in why_not(core)
+        assert said in guest_refusal(core)
         setattr(place, name, usual)
     several: Any = object.__new__(DPEngineCoreProc)
     several.__dict__ |= vars(core)
-    assert "data parallelism" in why_not(several)
+    assert "data parallelism" in guest_refusal(several)
 
 
 @pytest.mark.parametrize("kind", [EngineCoreProc, DPEngineCoreProc])
@@ -96,19 +96,21 @@ def test_every_engine_core_begins_with_a_look_for_its_server(
 
 def test_nothing_that_the_lender_touches_has_moved() -> None:
     """Fails where another vLLM is installed: read there what has become of it, mend the lender, then the table."""
-    assert touched.another_version() == touched.moved() == ""
+    assert compatibility.unsupported_version() == compatibility.missing_internals() == ""
 
 
-@pytest.mark.parametrize("part", touched.TOUCHED, ids=lambda part: f"{part.module}.{part.name}")
-def test_a_part_of_vllm_that_moved_is_named(part: touched.Touched, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", compatibility.REQUIRED_INTERNALS, ids=lambda part: f"{part.module}.{part.name}")
+def test_a_part_of_vllm_that_moved_is_named(
+    part: compatibility.RequiredInternal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = replace(part, name=part.name + "_gone")
-    monkeypatch.setattr(touched, "TOUCHED", (gone,))
-    assert part.name in touched.moved()
+    monkeypatch.setattr(compatibility, "REQUIRED_INTERNALS", (gone,))
+    assert part.name in compatibility.missing_internals()
     if part.digest:
-        monkeypatch.setattr(touched, "TOUCHED", (replace(part, digest="another"),))
-        assert "has another" in touched.moved()
+        monkeypatch.setattr(compatibility, "REQUIRED_INTERNALS", (replace(part, digest="another"),))
+        assert "has another" in compatibility.missing_internals()
 
 
 def test_another_minor_version_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(touched, "__version_tuple__", (0, 33, 0))
-    assert "0.33" in touched.another_version()
+    monkeypatch.setattr(compatibility, "__version_tuple__", (0, 33, 0))
+    assert "0.33" in compatibility.unsupported_version()

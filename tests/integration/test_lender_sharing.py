@@ -11,11 +11,11 @@ import pytest
 
 from schemas.prompts import Sampling
 from tests.integration.lender_kit import MODEL, VOCABULARY
-from workers.executor.vllm.engine import Engine, EngineConfig, Finished
+from workers.executor.vllm.engine import Engine, EngineConfig, FinishedTurn
 from workers.lender.config import LendConfig, MemoryConfig
-from workers.lender.vllm.building import engine_of
-from workers.lender.vllm.serving_memory import ServingMemory
-from workers.lender.vllm.sharing import Sharing, guest_pool
+from workers.lender.vllm.guest_build import build_engine
+from workers.lender.vllm.kv_sharing import KvSharing, guest_pool
+from workers.lender.vllm.serving import ServingMemory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -33,8 +33,8 @@ class Both:
     serving: Engine
     guest: Engine
     memory: ServingMemory
-    sharing: Sharing
-    given_up: list[Finished] = field(default_factory=list)
+    sharing: KvSharing
+    given_up: list[FinishedTurn] = field(default_factory=list)
     told: int = 0
 
     def give_up(self, name: str, reason: str) -> None:
@@ -44,14 +44,14 @@ class Both:
         self.given_up.append(finished)
 
     def look(self, *, grow: bool = False) -> None:
-        self.sharing.look(self.give_up, grow=grow)
-        self.told += self.sharing.take_news()
+        self.sharing.rebalance(self.give_up, grow=grow)
+        self.told += self.sharing.take_changed()
         pool, guest = self.memory.pool, self.sharing._guest
-        lent = guest.there * guest.block_bytes
-        assert pool.there * pool.block_bytes + lent <= pool.blocks * pool.block_bytes
+        lent = guest.available * guest.block_bytes
+        assert pool.available * pool.block_bytes + lent <= pool.blocks * pool.block_bytes
         assert guest.used * guest.block_bytes <= self.sharing._shares.budget_bytes
 
-    def passes(self, count: int = 1) -> list[Finished]:
+    def passes(self, count: int = 1) -> list[FinishedTurn]:
         """So many passes of serving's loop; the guest steps while serving has nothing to do."""
         ended = []
         for _ in range(count):
@@ -61,7 +61,7 @@ class Both:
                 ended += self.serving.step().finished
                 preempted = [each for each in self.serving._scheduler.waiting if each.num_preemptions]
                 assert not preempted and (not waited or not self.serving._scheduler.waiting), "serving waits for blocks"
-            elif self.sharing.grows:
+            elif self.sharing.can_grow:
                 self.look(grow=True)
             elif len(self.guest):
                 ended += self.guest.step().finished
@@ -104,9 +104,9 @@ def both() -> Iterator[Both]:
         step_tokens=1024,
         memory=MemoryConfig(quiet_seconds=3600.0),
     )
-    guest = engine_of(config)
+    guest = build_engine(config)
     memory = ServingMemory(serving._core)
-    yield Both(serving, guest, memory, Sharing(memory, guest, guest_pool(guest), config))
+    yield Both(serving, guest, memory, KvSharing(memory, guest, guest_pool(guest), config))
     guest.close()
     serving.close()
 
@@ -117,11 +117,11 @@ def resident() -> float:
 
 def test_the_guest_grows_in_pieces_and_serving_gives_its_pages_to_the_system(both: Both) -> None:
     before = resident()
-    assert both.memory.moves
+    assert both.memory.transferable
     budgets = []
     while True:
         both.passes()
-        if not both.sharing.grows:
+        if not both.sharing.can_grow:
             break
         budgets.append(both.budget)
     assert len(budgets) >= 10 and both.budget > 20 * MIB
@@ -171,10 +171,10 @@ def test_serving_can_reset_its_cache_and_its_usage_is_its_own(both: Both) -> Non
 
 
 def test_what_was_lent_comes_back_while_nobody_is_there_to_lend_to(both: Both) -> None:
-    both.sharing.look(None)
-    assert both.memory.pool.there == both.memory.pool.blocks and both.budget == 0
+    both.sharing.rebalance(None)
+    assert both.memory.pool.available == both.memory.pool.blocks and both.budget == 0
     while both.sharing.busy:
-        both.sharing.look(None)
+        both.sharing.rebalance(None)
     both.passes(30)
     assert both.budget > 12 * MIB
 
@@ -194,19 +194,19 @@ def test_a_burst_is_taken_in_whole_in_the_pass_in_which_it_comes_and_cuts_go_dow
     both.passes()
     assert [finished.tokens for finished in both.given_up] == [[]]
     both.sharing.close()
-    assert both.memory.pool.there == both.memory.pool.blocks
+    assert both.memory.pool.available == both.memory.pool.blocks
 
 
 def test_where_serving_s_cache_lies_elsewhere_the_guest_has_a_pool_of_its_own_and_is_not_cut(both: Both) -> None:
-    both.memory.moves = False
+    both.memory.transferable = False
     config = LendConfig(model_folder=str(MODEL), socket="", max_model_len=512)
-    sharing = Sharing(both.memory, both.guest, both.sharing._guest, config)
+    sharing = KvSharing(both.memory, both.guest, both.sharing._guest, config)
     both.ask(40, 200)
-    sharing.look(both.give_up)
-    told = sharing.told()
+    sharing.rebalance(both.give_up)
+    told = sharing.take_stats()
     assert (told.budget_bytes, told.cuts, told.frozen) == (both.sharing._guest.blocks * 32768, 0, False)
-    assert not sharing.busy and both.memory.pool.there == both.memory.pool.blocks
-    sharing.look(None)
+    assert not sharing.busy and both.memory.pool.available == both.memory.pool.blocks
+    sharing.rebalance(None)
     while sharing.busy:
-        sharing.look(None)
-    assert both.sharing._guest.there == 0
+        sharing.rebalance(None)
+    assert both.sharing._guest.available == 0

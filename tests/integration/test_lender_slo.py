@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from schemas.prompts import Sampling
-from tests.integration.lender_kit import Answer, Beside, Server, lending_server
+from tests.integration.lender_kit import Answer, PlayedSidecar, Server, lending_server
 from tests.waiting import until
-from workers.executor.words import Tick
+from workers.executor.ipc.messages import EngineStatus
 from workers.lender.admission import Promise
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -56,7 +56,7 @@ def test_a_server_that_is_never_idle_wakes_its_guest_only_where_the_dial_lets_it
         for client in clients:
             client.start()
         server.complete(PROMPTS[0], ANSWER_TOKENS)
-        beside = Beside(server.config)
+        beside = PlayedSidecar(server.config)
         if server.config.promise.dial > 0:
             beside.awake()
             beside.take("first", PROMPTS[0], Sampling(max_tokens=20, seed=1))
@@ -75,7 +75,7 @@ def test_a_server_that_is_never_idle_wakes_its_guest_only_where_the_dial_lets_it
 def test_a_guest_computes_while_serving_does_only_where_the_dial_lets_it(server: Server) -> None:
     """And serving's answers are the same, token for token."""
     alone = answers(server)
-    beside = Beside(server.config)
+    beside = PlayedSidecar(server.config)
     beside.awake()
     beside.take("warm", PROMPTS[0], Sampling(max_tokens=50, seed=1))
     beside.done(1)
@@ -84,14 +84,16 @@ def test_a_guest_computes_while_serving_does_only_where_the_dial_lets_it(server:
     served: list[list[Answer]] = []
     client = threading.Thread(target=lambda: served.append(answers(server)))
     client.start()
-    until(lambda: any(tick.slack is not None and tick.slack.running for tick in beside.hear(Tick)))
+    until(lambda: any(tick.serving is not None and tick.serving.running for tick in beside.hear(EngineStatus)))
     beside.forget()
     for number in range(4):
         beside.take(f"turn {number}", PROMPTS[0], Sampling(max_tokens=100, seed=number))
     client.join()
     assert len(beside.done(4)) == 4
     assert [answer.text for answer in served[0]] == [answer.text for answer in alone]
-    meanwhile = [(tick.steps, tick.slack) for tick in beside.hear(Tick) if tick.slack and tick.slack.running]
+    meanwhile = [
+        (tick.steps, tick.serving) for tick in beside.hear(EngineStatus) if tick.serving and tick.serving.running
+    ]
     assert any(slack.decode_headroom is not None for _, slack in meanwhile)
     steps = sum(steps for steps, _ in meanwhile)
     assert steps > 0 if slo else (steps == 0 and any(slack.held_back.get("occupancy") for _, slack in meanwhile))

@@ -14,8 +14,8 @@ from schemas.record import Record
 from schemas.slack import ExecutorState, SlackHeartbeat
 from schemas.turns import TurnDispatch, TurnOutcome, TurnResult
 from tests.brokers import AnyBroker, kafka_first
-from tests.integration.played_engine import Played, played
 from tests.integration.router_kit import router_process
+from tests.integration.scripted_engine import Played, played
 from tests.integration.test_control import control_process
 from tests.unit.routing_world import request
 from topics.admin import create_topics

@@ -26,12 +26,12 @@ def live(number: int, port: int, told: Connection) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    from workers.lender.vllm.rank import Rank
+    from workers.lender.vllm.tp_worker import GuestWorker
 
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(RANKS, number, f"tcp://127.0.0.1:{port}", number, "gloo")
     host: Any = SimpleNamespace(rpc_rank=number, global_rank=number)
-    rank: Any = Rank(host)
+    rank: Any = GuestWorker(host)
 
     def until_done(name: str, *arguments: Any) -> str:
         rank.begin(name, *arguments)

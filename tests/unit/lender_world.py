@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from workers.executor.want import Want, Work
-from workers.lender.admission import Admission, Promise, Serving
+from workers.executor.ipc.messages import NextWork, WorkKind
+from workers.lender.admission import Admission, Promise, ServingState
 
 STEP_TOKENS = 512
 GUEST_BASE, GUEST_TOKEN = 0.004, 0.0002
@@ -80,7 +80,7 @@ def run(world: World, dial: float | None, seed: int) -> Seen:
             now = max(now, coming[0][0])
         while coming and coming[0][0] <= now:
             waiting.append(Held(*coming.popleft()))
-            admission.arrived(world.prompt, now)
+            admission.on_arrival(world.prompt, now)
         if running or waiting:
             decoding = len(running)
             while waiting and len(running) < world.slots and (len(running) - decoding) * world.prompt < STEP_TOKENS:
@@ -88,7 +88,7 @@ def run(world: World, dial: float | None, seed: int) -> Seen:
             prompts = (len(running) - decoding) * world.prompt
             seconds = (world.base + world.token * (prompts + decoding)) * noise.uniform(0.9, 1.1)
             now += seconds
-            admission.served(prompt_tokens=prompts, decoding=decoding, held=len(running), seconds=seconds)
+            admission.on_serving_step(prompt_tokens=prompts, decoding=decoding, held=len(running), seconds=seconds)
             for held in running:
                 longest = max(longest, now - held.last if held.last else 0.0)
                 held.left, held.last = held.left - 1, now
@@ -97,17 +97,17 @@ def run(world: World, dial: float | None, seed: int) -> Seen:
             running = [held for held in running if held.left]
         if dial is None:
             continue
-        moment = Serving(
+        moment = ServingState(
             last_tokens=[held.last for held in running],
             waiting=len(waiting),
             queued=bool(coming) and coming[0][0] <= now,
         )
-        allowed = admission.admit(moment, Want(Work.STEP, admission.guest.seconds(GUEST_WANTS)), now=now)
-        if allowed.hold is None:
+        allowed = admission.admit(moment, NextWork(WorkKind.STEP, admission.guest.seconds(GUEST_WANTS)), now=now)
+        if allowed.hold_reason is None:
             tokens = min(allowed.tokens, GUEST_WANTS)
             seconds = (GUEST_BASE + GUEST_TOKEN * tokens) * noise.uniform(0.9, 1.1)
             now += seconds
             guest_tokens += tokens
             admission.guest.observe(tokens, seconds)
-            admission.ran(held=moment.held, seconds=seconds)
+            admission.on_guest_run(held=moment.held, seconds=seconds)
     return Seen(stays / now, guest_tokens, longest, served)

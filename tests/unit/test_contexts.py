@@ -20,7 +20,7 @@ from tests.waiting import until
 from topics.errors import BusError
 from topics.records import Envelope, Place
 from topics.settings import BusSettings
-from workers.executor.contexts import ENTRY_BYTES, Contexts, Kept, ReadBack
+from workers.executor.contexts import ENTRY_BYTES, ContextCache, ContextReadBack, ContextStore
 
 APPENDED = st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5), min_size=1, max_size=8)
 
@@ -75,7 +75,7 @@ def test_a_chain_that_is_not_what_was_written_is_torn(parts: list[list[int]], da
 @given(APPENDED, st.data())
 def test_an_executor_has_the_whole_or_reads_it_back(parts: list[list[int]], data: st.DataObject) -> None:
     """Turns of it are served here or elsewhere, dispatched whole or cut, once or again."""
-    kept, requests = Kept(), asked(parts)
+    kept, requests = ContextCache(), asked(parts)
     links = links_of(requests)
     for turn, each in enumerate(requests):
         for _ in range(data.draw(st.integers(0, 2), label=f"times that turn {turn} comes here")):
@@ -84,47 +84,47 @@ def test_an_executor_has_the_whole_or_reads_it_back(parts: list[list[int]], data
             dispatch = msgspec.structs.replace(
                 dispatched(each), asked=msgspec.Raw(msgspec.msgpack.encode(carried)), offset=10 + 10 * turn, cut=cut
             )
-            context = kept.of(dispatch)
+            context = kept.lookup(dispatch)
             if context is None:
-                back = ReadBack(dispatch)
+                back = ContextReadBack(dispatch)
                 assert back.offsets, "there is something to read back"
                 for offset in back.offsets:
-                    back.take(offset, links[offset])
+                    back.on_request(offset, links[offset])
                 read = back.context()
                 assert isinstance(read, bytes)
                 context = read
-                kept.keep(each.trajectory_id, context)
+                kept.store(each.trajectory_id, context)
             assert context == whole(parts[: turn + 1])
 
 
 def test_what_was_served_is_kept_and_the_longest_unused_goes_first() -> None:
-    kept = Kept(most_bytes=2 * (ENTRY_BYTES + 16) + 8)
+    kept = ContextCache(most_bytes=2 * (ENTRY_BYTES + 16) + 8)
     for number in (0, 1, 0, 2):
         carried = msgspec.structs.replace(request(f"g{number}:0"), **appending(pack_tokens([number] * 4)))
-        assert kept.of(dispatched(carried)) == pack_tokens([number] * 4)
+        assert kept.lookup(dispatched(carried)) == pack_tokens([number] * 4)
     assert (len(kept), kept.size) == (2, 2 * (ENTRY_BYTES + 16))
     (_, later) = asked([[0] * 4, [9]])
-    assert kept.of(dispatched(later)) == pack_tokens([0, 0, 0, 0, 9]), "the trajectory that was served since"
-    assert kept.of(dispatched(msgspec.structs.replace(later, trajectory_id="g1:0"))) is None
+    assert kept.lookup(dispatched(later)) == pack_tokens([0, 0, 0, 0, 9]), "the trajectory that was served since"
+    assert kept.lookup(dispatched(msgspec.structs.replace(later, trajectory_id="g1:0"))) is None
 
 
 def test_contexts_of_no_tokens_are_as_few_as_room_allows() -> None:
-    kept = Kept(most_bytes=10 * ENTRY_BYTES)
+    kept = ContextCache(most_bytes=10 * ENTRY_BYTES)
     for number in range(100):
         nothing = msgspec.structs.replace(request(f"g{number}:0"), **appending(b""))
-        assert kept.of(dispatched(nothing)) == b""
+        assert kept.lookup(dispatched(nothing)) == b""
     assert len(kept) <= 10
 
 
 def test_a_digest_that_is_wrong_is_never_served() -> None:
     (first, second) = asked([[1, 2], [3]])
-    kept = Kept()
-    assert kept.of(dispatched(first)) == pack_tokens([1, 2])
+    kept = ContextCache()
+    assert kept.lookup(dispatched(first)) == pack_tokens([1, 2])
     wrong = msgspec.structs.replace(second, digest=bytes(16))
-    assert kept.of(dispatched(wrong)) is None
+    assert kept.lookup(dispatched(wrong)) is None
     with pytest.raises(Torn):
         context_of(wrong, links_of([first, wrong]))
-    assert kept.of(dispatched(second)) == pack_tokens([1, 2, 3])
+    assert kept.lookup(dispatched(second)) == pack_tokens([1, 2, 3])
 
 
 def cut_of(asked: TurnRequest, offset: int) -> TurnDispatch:
@@ -136,10 +136,10 @@ def test_of_what_a_dispatch_names_no_more_is_held_than_its_context_has_tokens() 
     """A forged chain of 64 anchors of 65,536 tokens took 16 MB for each turn that was read back, however short."""
     long, own = pack_tokens([7] * 1000), asked([[1], [2]])[-1]
     forged = msgspec.structs.replace(own, chain=tuple(range(CHAIN)))
-    back = ReadBack(dispatched(forged))
+    back = ContextReadBack(dispatched(forged))
     tracemalloc.start()
     for offset in back.offsets:
-        back.take(offset, msgspec.structs.replace(own, **appending(bytes(bytearray(long)))))
+        back.on_request(offset, msgspec.structs.replace(own, **appending(bytes(bytearray(long)))))
         held, _ = tracemalloc.get_traced_memory()
         assert held < 2 * len(long)
     tracemalloc.stop()
@@ -152,11 +152,11 @@ def test_a_cut_dispatch_is_of_the_context_that_it_says_whatever_lies_at_its_plac
     (longer,) = asked([[1, 2, 3]])
     (same,) = asked([[3, 4]])
     for there in (longer, same):
-        back = ReadBack(cut_of(first, 10))
-        back.take(10, there)
+        back = ContextReadBack(cut_of(first, 10))
+        back.on_request(10, there)
         assert isinstance(back.context(), Torn)
-    back = ReadBack(cut_of(first, 10))
-    back.take(10, first)
+    back = ContextReadBack(cut_of(first, 10))
+    back.on_request(10, first)
     assert back.context() == pack_tokens([1, 2])
 
 
@@ -179,7 +179,7 @@ def test_a_request_that_contradicts_itself_is_told_from_a_sound_one(fields: dict
 def test_a_dispatch_without_its_tokens_is_read() -> None:
     (sound,) = asked([[1, 2]])
     read = decode(TurnDispatch, encode(cut_of(sound, 10)))
-    assert (read.request.context_tokens, ReadBack(read).offsets) == (2, (10,))
+    assert (read.request.context_tokens, ContextReadBack(read).offsets) == (2, (10,))
 
 
 def test_a_home_that_cannot_be_read_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_a_home_that_cannot_be_read_holds_up_no_other(monkeypatch: pytest.Monkey
     monkeypatch.setattr("workers.executor.contexts.Reader", Mock())
     monkeypatch.setattr("workers.executor.contexts.Fetch", Log)
     monkeypatch.setattr("workers.executor.contexts.AGAIN_SECONDS", 0.01)
-    contexts = Contexts(BusSettings("nowhere"), "executor")
+    contexts = ContextStore(BusSettings("nowhere"), "executor")
     answered: list[int] = []
 
     def asked(home: int, number: int) -> None:
@@ -208,7 +208,7 @@ def test_a_home_that_cannot_be_read_holds_up_no_other(monkeypatch: pytest.Monkey
         assert contexts.find(dispatched(cut, cut=True)) is None
 
     def so_far() -> list[int]:
-        answered.extend(dispatch.home for dispatch, _, _ in contexts.found())
+        answered.extend(dispatch.home for dispatch, _, _ in contexts.take_found())
         return sorted(answered)
 
     try:
@@ -220,6 +220,6 @@ def test_a_home_that_cannot_be_read_holds_up_no_other(monkeypatch: pytest.Monkey
         until(lambda: so_far() == [1, 1, 2])
         away.clear()
         until(lambda: so_far() == [0, 0, 1, 1, 2])
-        assert not contexts.reading
+        assert not contexts.is_reading
     finally:
         contexts.close()

@@ -15,8 +15,7 @@ from schemas.prompts import Sampling
 from schemas.slack import ExecutorState, SlackHeartbeat
 from schemas.turns import Part, Refusal, TurnDispatch, TurnKey, TurnOutcome, TurnResult, VersionSpan, held_hash
 from tests.unit.routing_world import dispatched, request
-from workers.executor.gate import HELD_SECONDS
-from workers.executor.lease import Lease
+from workers.executor.grants import MAX_BLOCKED_SECONDS, Lease
 
 RATES = Rates(prefill_tokens_per_second=500.0, decode_tokens_per_second=10.0, max_turns=2, kv_tokens=1024)
 LENGTHS = Lengths(median_tokens=14.0, trajectory_sigma=0.35, turn_sigma=0.5, token=21)
@@ -37,7 +36,7 @@ LEASE_SECONDS = 6.0
 def lender(wake_seconds: float = 0.5) -> FleetExecutor:
     terms = Terms(name="w0", slot=0, rates=RATES, lends=True, kv_bytes_per_token=16, wake_seconds=wake_seconds)
     memory = memory_of(terms, SERVING)
-    return FleetExecutor(terms, LENGTHS, INCARNATION, 0.0, lease=Lease(JOB, needed=True), memory=memory)
+    return FleetExecutor(terms, LENGTHS, INCARNATION, 0.0, lease=Lease(JOB, grant_required=True), memory=memory)
 
 
 def dedicated() -> FleetExecutor:
@@ -221,7 +220,7 @@ def test_users_who_want_its_memory_have_turns_off_at_once_and_those_who_stay_hav
     played.dispatch(turn("g:2"))
     played.serve(1, 100)
     played.grant()
-    played.go_on(HELD_SECONDS - 0.2)
+    played.go_on(MAX_BLOCKED_SECONDS - 0.2)
     assert played.executor.holds == 1
     played.go_on(0.4)
     assert played.executor.holds == 0 and played.answers[-1].reason.startswith("serving left it no moment")

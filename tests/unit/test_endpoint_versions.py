@@ -12,18 +12,18 @@ from safetensors.torch import save_file
 
 from workers.executor.vllm.types import SwapRefused
 from workers.lender.endpoint import versions as room
-from workers.lender.endpoint.versions import Versions
+from workers.lender.endpoint.versions import EndpointVersions
 
 TENSORS = {"model.norm.weight": torch.zeros(4)}
 
 
-def versions(folder: Path, *, sees: bool = True) -> Versions:
+def versions(folder: Path, *, sees: bool = True) -> EndpointVersions:
     async def answer(_: Path) -> bool:
         return sees
 
-    api: Any = SimpleNamespace(url="http://endpoint", sees=answer)
+    api: Any = SimpleNamespace(url="http://endpoint", can_read=answer)
     server: Any = SimpleNamespace(model_config=SimpleNamespace(model=str(folder / "own")))
-    return Versions(api, server, 48, SimpleNamespace(), folder / "versions")  # type: ignore[arg-type]
+    return EndpointVersions(api, server, 48, SimpleNamespace(), folder / "versions")  # type: ignore[arg-type]
 
 
 def left(folder: Path) -> list[str]:
@@ -35,7 +35,7 @@ def test_versions_that_the_endpoint_does_not_see_are_refused_and_leave_nothing(t
     blind = versions(tmp_path, sees=False)
     for number in range(3):
         with pytest.raises(SwapRefused, match="cannot read"):
-            asyncio.run(blind.prepare(number, TENSORS))
+            asyncio.run(blind.stage(number, TENSORS))
     assert left(tmp_path) == []
 
 
@@ -52,12 +52,12 @@ def test_a_version_for_which_the_disk_has_no_room_is_refused_and_leaves_nothing(
 
     monkeypatch.setattr(room, "save_file", full)
     with pytest.raises(SwapRefused, match="No space left"):
-        asyncio.run(versions(tmp_path).prepare(1, TENSORS))
+        asyncio.run(versions(tmp_path).stage(1, TENSORS))
     assert left(tmp_path) == []
 
 
 def test_of_versions_that_are_prepared_the_newest_stays(tmp_path: Path) -> None:
     patient = versions(tmp_path)
     for number in range(3):
-        asyncio.run(patient.prepare(number, TENSORS))
+        asyncio.run(patient.stage(number, TENSORS))
     assert left(tmp_path) == ["version-2"]

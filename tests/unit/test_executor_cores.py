@@ -13,11 +13,11 @@ from schemas.prompts import Sampling
 from schemas.slack import HELD, ExecutorState, SlackHeartbeat, WorkerClass
 from schemas.turns import PlacementCost, Refusal, TurnDispatch, TurnKey, TurnRequest, held_hash
 from schemas.wire import decode, encode
-from workers.executor.answers import Start
 from workers.executor.heartbeats import Heartbeats
-from workers.executor.inbox import Inbox, Verdict, packed_hashes, tokens_of
+from workers.executor.inbox import Inbox, InboxAction, kv_tokens_needed, packed_hashes
+from workers.executor.ipc.messages import EngineStatus, LendingStats
+from workers.executor.results import ExecutorIncarnation
 from workers.executor.step_cost import StepCost
-from workers.executor.words import Lent, Tick
 
 
 def dispatch(
@@ -54,25 +54,25 @@ def inbox(*, max_turns: int = 4, token_budget: int = 1000) -> Inbox:
 
 
 def test_a_turn_meant_for_an_earlier_start_is_dropped() -> None:
-    answer = inbox().offer(dispatch(incarnation=6), 0, offset=10)
-    assert (answer.verdict, answer.reason) == (Verdict.DROP, "incarnation")
+    answer = inbox().on_dispatch(dispatch(incarnation=6), 0, offset=10)
+    assert (answer.action, answer.reason) == (InboxAction.DROP, "incarnation")
 
 
 def test_a_turn_is_taken_once_and_its_next_attempt_is_another_turn() -> None:
     box = inbox()
-    assert box.offer(dispatch(), 0, offset=10).verdict is Verdict.TAKE
-    assert box.offer(dispatch(), 0, offset=10).verdict is Verdict.DROP
-    assert box.offer(dispatch(attempt=1), 0, offset=10).verdict is Verdict.TAKE
+    assert box.on_dispatch(dispatch(), 0, offset=10).action is InboxAction.ACCEPT
+    assert box.on_dispatch(dispatch(), 0, offset=10).action is InboxAction.DROP
+    assert box.on_dispatch(dispatch(attempt=1), 0, offset=10).action is InboxAction.ACCEPT
 
 
 def test_nothing_runs_before_a_version_is_proven() -> None:
-    answer = inbox().offer(dispatch(), -1, offset=10)
-    assert (answer.verdict, answer.refusal) == (Verdict.REFUSE, Refusal.VERSION)
+    answer = inbox().on_dispatch(dispatch(), -1, offset=10)
+    assert (answer.action, answer.refusal) == (InboxAction.REFUSE, Refusal.VERSION)
 
 
 def test_what_finds_no_room_is_refused_as_that() -> None:
-    assert inbox(max_turns=0).offer(dispatch(), 0, offset=10).refusal is Refusal.ROOM
-    assert inbox(token_budget=14).offer(dispatch(), 0, offset=10).refusal is Refusal.ROOM
+    assert inbox(max_turns=0).on_dispatch(dispatch(), 0, offset=10).refusal is Refusal.ROOM
+    assert inbox(token_budget=14).on_dispatch(dispatch(), 0, offset=10).refusal is Refusal.ROOM
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
@@ -80,19 +80,19 @@ def test_a_dispatch_of_a_router_that_was_replaced_is_dropped(events: list[tuple[
     box, newest = inbox(max_turns=100), 0
     for number, (tombstone, claim) in enumerate(events):
         if tombstone:
-            box.claimed(claim)
+            box.on_claim(claim)
         else:
-            answer = box.offer(dispatch(f"g:{number}", claim=claim), 0, offset=10)
-            assert (answer.verdict is Verdict.TAKE) == (claim >= newest)
+            answer = box.on_dispatch(dispatch(f"g:{number}", claim=claim), 0, offset=10)
+            assert (answer.action is InboxAction.ACCEPT) == (claim >= newest)
         newest = max(newest, claim)
 
 
 def test_a_claim_that_cannot_be_shuts_nobody_out_for_good() -> None:
     box = inbox()
-    box.offer(dispatch("g:1", incarnation=6, claim=2**53), 0, offset=20)
-    assert box.offer(dispatch("g:2", claim=12), 0, offset=21).reason == "claim"
-    box.claimed(22)  # by the router, which sees that nobody holds what it sent
-    assert box.offer(dispatch("g:2", attempt=1, claim=22), 0, offset=23).verdict is Verdict.TAKE
+    box.on_dispatch(dispatch("g:1", incarnation=6, claim=2**53), 0, offset=20)
+    assert box.on_dispatch(dispatch("g:2", claim=12), 0, offset=21).reason == "claim"
+    box.on_claim(22)  # by the router, which sees that nobody holds what it sent
+    assert box.on_dispatch(dispatch("g:2", attempt=1, claim=22), 0, offset=23).action is InboxAction.ACCEPT
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(1, 60), st.booleans()), max_size=80))
@@ -106,38 +106,38 @@ def test_what_is_held_never_passes_the_offer_is_listed_and_comes_back_once(
         if release and held:
             key = next(iter(held))
             assert box.release(key) is held.pop(key)
-        elif box.offer(offered, 0, offset=10).verdict is Verdict.TAKE:
+        elif box.on_dispatch(offered, 0, offset=10).action is InboxAction.ACCEPT:
             assert offered.key not in held
             held[offered.key] = offered
         assert len(box) == len(held) <= 3
-        assert box.tokens == sum(map(tokens_of, held.values())) <= 100
-        assert packed_hashes(box.hashes) == b"".join(held_hash(key).to_bytes(8, "little") for key in held)
+        assert box.tokens == sum(map(kv_tokens_needed, held.values())) <= 100
+        assert packed_hashes(box.listed_hashes) == b"".join(held_hash(key).to_bytes(8, "little") for key in held)
     for key in list(held):
         box.release(key)
         with pytest.raises(KeyError):
             box.release(key)
-    assert (len(box), box.tokens, box.hashes) == (0, 0, [])
+    assert (len(box), box.tokens, box.listed_hashes) == (0, 0, [])
 
 
 def test_what_is_answered_takes_no_room_and_is_listed_until_that_is_stored() -> None:
     box, first, second = inbox(max_turns=1), dispatch(), dispatch(attempt=1)
-    box.offer(first, 0, offset=10)
-    box.answered(box.release(first.key).key)
-    assert (len(box), box.tokens, box.listed, box.hashes) == (0, 0, 1, [held_hash(first.key)])
-    assert box.offer(first, 0, offset=11).reason == "duplicate"
-    assert box.offer(second, 0, offset=12).verdict is Verdict.TAKE
-    assert (len(box), box.hashes) == (1, [held_hash(second.key), held_hash(first.key)])
+    box.on_dispatch(first, 0, offset=10)
+    box.on_answer_sent(box.release(first.key).key)
+    assert (len(box), box.tokens, box.listed_turns, box.listed_hashes) == (0, 0, 1, [held_hash(first.key)])
+    assert box.on_dispatch(first, 0, offset=11).reason == "duplicate"
+    assert box.on_dispatch(second, 0, offset=12).action is InboxAction.ACCEPT
+    assert (len(box), box.listed_hashes) == (1, [held_hash(second.key), held_hash(first.key)])
     for _ in range(2):
-        box.stored(first.key)
-        assert (box.listed, box.hashes) == (1, [held_hash(second.key)])
+        box.on_answer_stored(first.key)
+        assert (box.listed_turns, box.listed_hashes) == (1, [held_hash(second.key)])
 
 
 def test_however_much_is_not_stored_a_heartbeat_can_be_written_and_lists_what_is_held() -> None:
     box = inbox()
     for number in range(HELD):
-        box.answered(TurnKey("g:1", 0, number))
-    box.offer(dispatch(), 0, offset=10)
-    assert len(box.hashes) == HELD and box.hashes[0] == held_hash(dispatch().key)
+        box.on_answer_sent(TurnKey("g:1", 0, number))
+    box.on_dispatch(dispatch(), 0, offset=10)
+    assert len(box.listed_hashes) == HELD and box.listed_hashes[0] == held_hash(dispatch().key)
 
 
 @given(
@@ -203,19 +203,23 @@ def test_a_processor_that_is_taken_away_now_and_then_leaves_an_engine_steps_that
 
 
 def test_heartbeats_are_numbered_list_what_is_held_and_count_each_cut_once() -> None:
-    box, beats = inbox(), Heartbeats(Start("e", WorkerClass.SERVING, 7), slot=3)
-    box.offer(dispatch(), 0, offset=10)
-    tick = Tick(0, "cpu", 0, 0, 1000, 1000, 10, 1.0, 1.0, 0, 0.0, lent=Lent(cuts=2, frozen=True), seeded=False)
-    beats.heard(tick)
+    box, beats = inbox(), Heartbeats(ExecutorIncarnation("e", WorkerClass.SERVING, 7), slot=3)
+    box.on_dispatch(dispatch(), 0, offset=10)
+    tick = EngineStatus(
+        0, "cpu", 0, 0, 1000, 1000, 10, 1.0, 1.0, 0, 0.0, lending=LendingStats(cuts=2, frozen=True), seeded=False
+    )
+    beats.on_status(tick)
     beats.swap_seconds, beats.refused = 0.5, (4, "off by 2")
     said = [
-        beats.next(tick, box, state=ExecutorState.READY, version=0, paused="", now=1.0),
-        beats.next(tick, box, state=ExecutorState.STOPPING, version=0, paused="it stops", now=2.0, turns=[]),
+        beats.next_heartbeat(tick, box, state=ExecutorState.READY, version=0, pause_reason="", now=1.0),
+        beats.next_heartbeat(
+            tick, box, state=ExecutorState.STOPPING, version=0, pause_reason="it stops", now=2.0, turns=[]
+        ),
     ]
     assert [(beat.sequence, beat.cuts, beat.frozen, beat.seeded) for beat in said] == [
         (0, 2, True, False),
         (1, 2, True, False),
     ]
-    assert [beat.holds for beat in said] == [packed_hashes(box.hashes), b""]
+    assert [beat.holds for beat in said] == [packed_hashes(box.listed_hashes), b""]
     assert (said[0].incarnation, said[0].slot, said[0].swap_seconds, said[0].refused_version) == (7, 3, 0.5, 4)
     assert said[1].paused_reason == "it stops" and decode(SlackHeartbeat, encode(said[1])) == said[1]

@@ -10,7 +10,7 @@ from schemas.turns import CLAIM_KEY, TurnDispatch
 from tests.unit.routing_world import dispatched, request
 from topics.catalog import DISPATCHED
 from topics.records import Envelope, Raw
-from workers.executor.inbox import Inbox, Verdict
+from workers.executor.inbox import Inbox, InboxAction
 
 WORKERS = 3
 MUCH = 2**40
@@ -21,7 +21,7 @@ class Reader:
     """One start of an executor, and what it said of each dispatch that it read."""
 
     box: Inbox
-    said: dict[int, Verdict] = field(default_factory=dict)
+    said: dict[int, InboxAction] = field(default_factory=dict)
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Mailbox:
         self.log.append(Envelope(record, DISPATCHED, 0, at, key, 0.0, Raw(None, None)))
         for reader in self.readers:
             if record is not None:
-                reader.said[at] = reader.box.offer(record, 0, offset=at).verdict
+                reader.said[at] = reader.box.on_dispatch(record, 0, offset=at).action
             elif key == CLAIM_KEY:
-                reader.box.claimed(at)
+                reader.box.on_claim(at)
         return at
 
     def start(self, worker: int) -> None:
@@ -82,10 +82,10 @@ def test_what_is_valid_is_taken_once_by_whom_it_is_for_and_passes_everybody_else
             continue
         assert isinstance(record, TurnDispatch)
         read = [each for each in mail.readers if at in each.said]
-        assert all(each.said[at] is Verdict.PASS for each in read if each.box.worker != record.worker)
+        assert all(each.said[at] is InboxAction.IGNORE for each in read if each.box.worker != record.worker)
         own = [each for each in read if each.box.worker == record.worker]
-        assert all(each.said[at] is not Verdict.PASS for each in own)
-        taken = [each.box.incarnation for each in own if each.said[at] is Verdict.TAKE]
+        assert all(each.said[at] is not InboxAction.IGNORE for each in own)
+        taken = [each.box.incarnation for each in own if each.said[at] is InboxAction.ACCEPT]
         assert taken in ([], [record.incarnation])
         if id(record) in accepted and any(each.box.incarnation == record.incarnation for each in own):
             assert taken, "a router that is restored believes that it is there"
@@ -101,12 +101,12 @@ def test_what_others_do_in_it_changes_nothing_for_whoever_knows_the_claims(
     for move, *said in history:
         if move == "claim":
             mail.claims.append(mail.put(None, CLAIM_KEY))
-            alone.claimed(mail.claims[-1])
+            alone.on_claim(mail.claims[-1])
         elif move == "start" and said != [worker]:
             mail.start(*said)  # type: ignore[arg-type]
         elif move == "send":
             mail.send(*said)  # type: ignore[arg-type]
             record = mail.log[-1].record
             if said[0] == worker and isinstance(record, TurnDispatch):
-                assert alone.offer(record, 0, offset=len(mail.log) - 1).verdict is reader.said[len(mail.log) - 1]
-    assert alone.hashes == reader.box.hashes
+                assert alone.on_dispatch(record, 0, offset=len(mail.log) - 1).action is reader.said[len(mail.log) - 1]
+    assert alone.listed_hashes == reader.box.listed_hashes

@@ -3,10 +3,12 @@
 from prometheus_client import REGISTRY
 
 from workers.executor import metrics
-from workers.executor.words import Lent, Slack, Tick
+from workers.executor.ipc.messages import EngineStatus, LendingStats, ServingStats
 
-TICK = Tick(7, "cpu", 0, 0, 200, 100, 1, 1.0, 1.0, 0, 0.0, lent=Lent(budget_bytes=64, frozen=True, cuts=2))
-SLACK = Slack(5, 2, 0.5, 0.25, 0.01, 0.01, 0.1, 0.1, 0.1, {})
+TICK = EngineStatus(
+    7, "cpu", 0, 0, 200, 100, 1, 1.0, 1.0, 0, 0.0, lending=LendingStats(budget_bytes=64, frozen=True, cuts=2)
+)
+SLACK = ServingStats(5, 2, 0.5, 0.25, 0.01, 0.01, 0.1, 0.1, 0.1, {})
 GAUGES = ("rose_executor_policy_version", "rose_executor_kv_free_bytes", "rose_lender_budget_bytes")
 
 
@@ -17,14 +19,14 @@ def told(name: str) -> float | None:
 def test_an_executor_that_begins_anew_says_nothing_meanwhile_and_counts_on() -> None:
     with metrics.exported():
         metrics.show_held(TICK, turns=1, version=7)
-        metrics.show_lent(TICK)
-        metrics.show(SLACK)
+        metrics.show_lending(TICK)
+        metrics.show_serving(SLACK)
         cuts = told("rose_lender_cuts_total")
         assert [*map(told, GAUGES)] == [7, 100, 64] and cuts is not None
     assert [*map(told, (*GAUGES, "rose_lender_cuts_total"))] == [None] * 4
     with metrics.exported():
         assert [*map(told, GAUGES)] == [-1, 0, None], "it has heard of no guest yet"
-        metrics.show(SLACK)
+        metrics.show_serving(SLACK)
         assert (told("rose_lender_budget_bytes"), told("rose_lender_frozen")) == (0, 0)
-        metrics.show_lent(TICK)
+        metrics.show_lending(TICK)
         assert (told("rose_lender_budget_bytes"), told("rose_lender_cuts_total")) == (64, cuts + 2)

@@ -15,7 +15,7 @@ from pipeline.command.health import MOST_LINES, Unwell, serve, tell_health
 from pipeline.command.options import Common
 from schemas.errors import UsageError
 from topics.health import ANEW_SECONDS, HUNG_SECONDS, MANY_TIMES, START_SECONDS, Health, Word, standing
-from workers.executor.heartbeats import in_short
+from workers.executor.heartbeats import health_summary
 
 
 class Clock:
@@ -80,7 +80,7 @@ def test_who_begins_anew_again_and_again_is_not_ready_whatever_it_says_between()
 def test_an_executor_is_ready_that_takes_turns_of_the_present_policy(
     version: int, newest: int, refused: str, paused: str, ready: bool, words: str
 ) -> None:
-    said, is_ready = in_short(version, newest, refused, paused=paused)
+    said, is_ready = health_summary(version, newest, refused, pause_reason=paused)
     assert is_ready == ready and words in said
 
 

@@ -8,10 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import UsageError
-from workers.executor.want import Want, Work
-from workers.lender.admission import SLO, STRICT, WORTH, Admission, Answer, Hold, Promise, Serving
-from workers.lender.arrivals import Arrivals
-from workers.lender.occupancy import Occupancy
+from workers.executor.ipc.messages import NextWork, WorkKind
+from workers.lender.admission import (
+    MIN_USEFUL_SHARE,
+    SLO,
+    STRICT,
+    Admission,
+    AdmissionDecision,
+    ArrivalRate,
+    HoldReason,
+    OccupancyGuard,
+    Promise,
+    ServingState,
+)
 
 STEP_TOKENS = 512
 NOW = 1000.0
@@ -19,8 +28,8 @@ EXACT = 1e-6
 """Seconds by which sums of floats may differ."""
 
 
-def step(seconds: float) -> Want:
-    return Want(Work.STEP, seconds)
+def step(seconds: float) -> NextWork:
+    return NextWork(WorkKind.STEP, seconds)
 
 
 def admission(dial: float = SLO, *, ttft: float = 0.5, tpot: float = 0.05, longest: float = 0.02) -> Admission:
@@ -32,7 +41,9 @@ def taught(admission: Admission, *, steps: int = 400, held: int = 8) -> Admissio
     """Serving has steps of 2 ms and 0.02 ms a token, the guest of 4 ms and 0.1 ms a token."""
     for number in range(steps):
         prompt = 200 if number % 10 == 0 else 0
-        admission.served(prompt_tokens=prompt, decoding=held, held=held, seconds=0.002 + 0.00002 * (prompt + held))
+        admission.on_serving_step(
+            prompt_tokens=prompt, decoding=held, held=held, seconds=0.002 + 0.00002 * (prompt + held)
+        )
         tokens = 1 + number % 64
         admission.guest.observe(tokens, 0.004 + 0.0001 * tokens)
     return admission
@@ -48,7 +59,7 @@ histories = st.lists(
     max_size=60,
 )
 moments = st.builds(
-    Serving,
+    ServingState,
     prefills=st.lists(st.tuples(st.floats(NOW - 0.4, NOW), st.integers(1, 2000)), max_size=5),
     last_tokens=st.lists(st.floats(NOW - 0.04, NOW), max_size=40),
     waiting=st.sampled_from([0, 0, 0, 2]),
@@ -62,12 +73,12 @@ def after(history: list[tuple[str, int, int, float]], subject: Admission) -> Adm
     for what, tokens, held, duration in history:
         now += 10.0 / 60
         if what == "served":
-            subject.served(prompt_tokens=tokens, decoding=held, held=held + (tokens > 0), seconds=duration)
+            subject.on_serving_step(prompt_tokens=tokens, decoding=held, held=held + (tokens > 0), seconds=duration)
         elif what == "ran":
             subject.guest.observe(tokens, duration)
-            subject.ran(held=held, seconds=duration)
+            subject.on_guest_run(held=held, seconds=duration)
         else:
-            subject.arrived(tokens, now)
+            subject.on_arrival(tokens, now)
     return subject
 
 
@@ -76,34 +87,34 @@ def test_an_idle_serving_always_admits_one_bounded_step(
     history: list[tuple[str, int, int, float]], dial: float, wanted: float
 ) -> None:
     subject = after(history, admission(dial))
-    answer = subject.admit(Serving(), step(wanted), now=NOW)
-    assert answer.hold is None and answer.tokens >= 1
+    answer = subject.admit(ServingState(), step(wanted), now=NOW)
+    assert answer.hold_reason is None and answer.tokens >= 1
     assert answer.seconds == subject.promise.yield_seconds
     assert answer.tokens == 1 or subject.guest.cautious_seconds(answer.tokens) <= answer.seconds + EXACT
 
 
 @given(histories, moments, st.floats(0, 0.1), st.booleans())
 def test_strict_admits_nothing_while_serving_has_work(
-    history: list[tuple[str, int, int, float]], serving: Serving, wanted: float, well_known: bool
+    history: list[tuple[str, int, int, float]], serving: ServingState, wanted: float, well_known: bool
 ) -> None:
     subject = taught(admission(STRICT)) if well_known else after(history, admission(STRICT))
     answer = subject.admit(serving, step(wanted), now=NOW)
     if serving.held or serving.waiting or serving.queued:
-        assert (answer.seconds, answer.tokens) == (0.0, 0) and answer.hold is not None
+        assert (answer.seconds, answer.tokens) == (0.0, 0) and answer.hold_reason is not None
     else:
-        assert answer.hold is None
+        assert answer.hold_reason is None
 
 
 @given(moments, dials, st.floats(0, 0.05), st.lists(st.integers(1, 800), max_size=20), st.floats(0.01, 1))
 def test_a_step_that_is_admitted_makes_no_predicted_deadline_late(
-    serving: Serving, dial: float, wanted: float, prompts: list[int], tpot: float
+    serving: ServingState, dial: float, wanted: float, prompts: list[int], tpot: float
 ) -> None:
     subject = taught(admission(dial, tpot=tpot))
     for tokens in prompts:
-        subject.arrived(tokens, NOW - 0.1)
+        subject.on_arrival(tokens, NOW - 0.1)
     answer = subject.admit(serving, step(wanted), now=NOW)
     assert answer.seconds <= subject.promise.yield_seconds
-    if answer.hold is not None:
+    if answer.hold_reason is not None:
         assert (answer.seconds, answer.tokens) == (0.0, 0)
         return
     assert not serving.waiting and not serving.queued
@@ -115,63 +126,65 @@ def test_a_step_that_is_admitted_makes_no_predicted_deadline_late(
     for arrived, tokens in serving.prefills:
         before += tokens
         assert ends + cost.prefill_seconds(before, decoding) <= arrived + subject.promise.ttft_seconds + EXACT
-    newcomers = Arrivals()
+    newcomers = ArrivalRate()
     for tokens in prompts:
-        newcomers.arrived(tokens, NOW - 0.1)
-    before += newcomers.within(subject.promise.yield_seconds, NOW)
+        newcomers.on_arrival(tokens, NOW - 0.1)
+    before += newcomers.expected_tokens(subject.promise.yield_seconds, NOW)
     assert answer.seconds + cost.prefill_seconds(before, decoding) <= subject.promise.ttft_seconds + EXACT
     for last in serving.last_tokens:
         assert ends + cost.step_seconds(before, decoding) <= last + subject.promise.tpot_seconds + EXACT
 
 
 def test_slo_lends_inside_the_slack_and_says_what_holds_it_back() -> None:
-    decoding = Serving(last_tokens=[NOW] * 8)
+    decoding = ServingState(last_tokens=[NOW] * 8)
     subject = taught(admission())
     answer = subject.admit(decoding, step(0.01), now=NOW)
-    assert answer.hold is None and answer.tokens > 10 and answer.decode_headroom is not None
+    assert answer.hold_reason is None and answer.tokens > 10 and answer.decode_headroom is not None
 
-    def hold(serving: Serving, wanted: float = 0.01) -> Hold | None:
-        return subject.admit(serving, step(wanted), now=NOW).hold
+    def hold(serving: ServingState, wanted: float = 0.01) -> HoldReason | None:
+        return subject.admit(serving, step(wanted), now=NOW).hold_reason
 
-    assert hold(Serving(last_tokens=[NOW], waiting=1)) is Hold.WAITING
-    assert hold(Serving(last_tokens=[NOW], queued=True)) is Hold.WAITING
-    assert hold(Serving(last_tokens=[NOW, NOW - 0.049])) is Hold.DECODE
-    assert hold(Serving(prefills=[(NOW - 0.499, 100)])) is Hold.PREFILL
-    subject.ran(held=8, seconds=0.02)
-    assert hold(decoding) is Hold.OCCUPANCY
+    assert hold(ServingState(last_tokens=[NOW], waiting=1)) is HoldReason.WAITING
+    assert hold(ServingState(last_tokens=[NOW], queued=True)) is HoldReason.WAITING
+    assert hold(ServingState(last_tokens=[NOW, NOW - 0.049])) is HoldReason.DECODE
+    assert hold(ServingState(prefills=[(NOW - 0.499, 100)])) is HoldReason.PREFILL
+    subject.on_guest_run(held=8, seconds=0.02)
+    assert hold(decoding) is HoldReason.OCCUPANCY
 
 
-@given(st.integers(1, 40), st.sampled_from(Work), st.floats(0, 1), st.floats(0, 0.001))
+@given(st.integers(1, 40), st.sampled_from(WorkKind), st.floats(0, 1), st.floats(0, 0.001))
 def test_a_serving_that_is_never_idle_lends_from_nothing_where_it_has_slack(
-    held: int, work: Work, wanted: float, after: float
+    held: int, work: WorkKind, wanted: float, after: float
 ) -> None:
     """A guest of which nothing is known: to build it, to prepare its version, and its first step."""
     slo, strict, queued = admission(), admission(STRICT), admission()
     answers = []
     for subject in (slo, strict, queued):
         for number in range(400):
-            subject.ran(held=0, seconds=0.0)
+            subject.on_guest_run(held=0, seconds=0.0)
             decoding = 1 + number % held
             seconds = 0.002 + 0.00002 * decoding + after * (number % 2)
-            subject.served(prompt_tokens=0, decoding=decoding, held=held, seconds=seconds)
-        moment = Serving(last_tokens=[NOW] * held, waiting=int(subject is queued))
-        answers.append(subject.admit(moment, Want(work, wanted), now=NOW))
-    assert [answer.hold for answer in answers] == [None, Hold.OCCUPANCY, Hold.WAITING]
-    assert (answers[0].tokens > 0) is (work is Work.STEP), "a step that has no price yet is of one token, and asked for"
+            subject.on_serving_step(prompt_tokens=0, decoding=decoding, held=held, seconds=seconds)
+        moment = ServingState(last_tokens=[NOW] * held, waiting=int(subject is queued))
+        answers.append(subject.admit(moment, NextWork(work, wanted), now=NOW))
+    assert [answer.hold_reason for answer in answers] == [None, HoldReason.OCCUPANCY, HoldReason.WAITING]
+    assert (answers[0].tokens > 0) is (work is WorkKind.STEP), (
+        "a step that has no price yet is of one token, and asked for"
+    )
 
 
-@pytest.mark.parametrize("work", [Work.STEP, Work.PIECE])
+@pytest.mark.parametrize("work", [WorkKind.STEP, WorkKind.ATOMIC])
 def test_a_serving_that_is_never_idle_and_whose_budget_is_shorter_than_the_yield_bound_lends_what_slack_it_has(
-    work: Work,
+    work: WorkKind,
 ) -> None:
-    subject, now, answers = admission(0.5, tpot=0.018), NOW, list[Answer]()
+    subject, now, answers = admission(0.5, tpot=0.018), NOW, list[AdmissionDecision]()
     for _ in range(1000):
-        subject.served(prompt_tokens=0, decoding=4, held=4, seconds=0.003)
+        subject.on_serving_step(prompt_tokens=0, decoding=4, held=4, seconds=0.003)
         now += 0.003
-        answers.append(subject.admit(Serving(last_tokens=[now] * 4), Want(work, 0.02), now=now))
-        if answers[-1].hold is None:
-            subject.ran(held=4, seconds=0.01)
-    lent = [answer.seconds for answer in answers if answer.hold is None]
+        answers.append(subject.admit(ServingState(last_tokens=[now] * 4), NextWork(work, 0.02), now=now))
+        if answers[-1].hold_reason is None:
+            subject.on_guest_run(held=4, seconds=0.01)
+    lent = [answer.seconds for answer in answers if answer.hold_reason is None]
     assert lent and max(lent) < 0.018 - 0.003
 
 
@@ -182,15 +195,15 @@ def test_a_guest_of_a_serving_that_is_never_idle_goes_on_after_its_first_step_an
     for number in range(20_000):
         part = 0 if number < 2000 else 1 if number < 2500 else 2
         seconds = 0.03 * draw.uniform(0.97, 1.03)
-        subject.served(prompt_tokens=0, decoding=8, held=8, seconds=seconds)
+        subject.on_serving_step(prompt_tokens=0, decoding=8, held=8, seconds=seconds)
         now += seconds
         wanted = step(subject.guest.cautious_seconds(16))
-        answer = subject.admit(Serving(last_tokens=[now] * 8), wanted, now=now)
-        if answer.hold is None:
+        answer = subject.admit(ServingState(last_tokens=[now] * 8), wanted, now=now)
+        if answer.hold_reason is None:
             tokens = min(16, answer.tokens)
             taken = (slow if part == 1 else 1.0) * (0.01 + 0.0002 * tokens) * draw.uniform(0.97, 1.03)
             subject.guest.observe(tokens, taken)
-            subject.ran(held=8, seconds=taken)
+            subject.on_guest_run(held=8, seconds=taken)
             now += taken
             lent[part] += 1
     assert lent[0] > 1000 and lent[2] > 10_000
@@ -201,41 +214,43 @@ def test_a_guest_whose_steps_are_longer_than_the_yield_bound_is_seldom_tried_whi
     for _ in range(200):
         subject.guest.observe(1, 0.05)
     for _ in range(10_000):
-        subject.served(prompt_tokens=0, decoding=8, held=8, seconds=0.03)
+        subject.on_serving_step(prompt_tokens=0, decoding=8, held=8, seconds=0.03)
         now += 0.03
-        if subject.admit(Serving(last_tokens=[now] * 8), step(0.05), now=now).hold is None:
+        if subject.admit(ServingState(last_tokens=[now] * 8), step(0.05), now=now).hold_reason is None:
             subject.guest.observe(1, 0.05)
-            subject.ran(held=8, seconds=0.05)
+            subject.on_guest_run(held=8, seconds=0.05)
             tried += 1
     assert 1 <= tried <= 12
 
 
-@pytest.mark.parametrize(("budgets", "reason"), [({"ttft": 0.03}, Hold.PREFILL), ({"tpot": 0.012}, Hold.DECODE)])
-def test_prompts_that_may_arrive_meanwhile_have_their_price(budgets: dict[str, float], reason: Hold) -> None:
+@pytest.mark.parametrize(
+    ("budgets", "reason"), [({"ttft": 0.03}, HoldReason.PREFILL), ({"tpot": 0.012}, HoldReason.DECODE)]
+)
+def test_prompts_that_may_arrive_meanwhile_have_their_price(budgets: dict[str, float], reason: HoldReason) -> None:
     """Of what is held alone, nothing would be late."""
-    decoding = Serving(last_tokens=[NOW] * 8)
+    decoding = ServingState(last_tokens=[NOW] * 8)
     subject = taught(admission(1.0, **budgets))
-    assert subject.admit(decoding, step(0.005), now=NOW).hold is None
+    assert subject.admit(decoding, step(0.005), now=NOW).hold_reason is None
     for number in range(50):
-        subject.arrived(500, NOW - 0.5 + number / 100)
-    assert subject.admit(decoding, step(0.005), now=NOW).hold is reason
+        subject.on_arrival(500, NOW - 0.5 + number / 100)
+    assert subject.admit(decoding, step(0.005), now=NOW).hold_reason is reason
 
 
 def test_less_than_the_fixed_cost_is_worth_waits_for_more() -> None:
-    late = Serving(last_tokens=[NOW - 0.04] * 8)
+    late = ServingState(last_tokens=[NOW - 0.04] * 8)
     subject = taught(admission(1.0))
     headroom = subject.admit(late, step(0.0), now=NOW).decode_headroom
     assert headroom is not None
-    assert subject.admit(late, step(0.99 * headroom / WORTH), now=NOW).hold is None
-    assert subject.admit(late, step(1.01 * headroom / WORTH), now=NOW).hold is Hold.DECODE
-    assert subject.admit(late, Want(Work.PIECE, 0.99 * headroom), now=NOW).hold is None
-    assert subject.admit(late, Want(Work.PIECE, 1.01 * headroom), now=NOW).hold is Hold.DECODE
+    assert subject.admit(late, step(0.99 * headroom / MIN_USEFUL_SHARE), now=NOW).hold_reason is None
+    assert subject.admit(late, step(1.01 * headroom / MIN_USEFUL_SHARE), now=NOW).hold_reason is HoldReason.DECODE
+    assert subject.admit(late, NextWork(WorkKind.ATOMIC, 0.99 * headroom), now=NOW).hold_reason is None
+    assert subject.admit(late, NextWork(WorkKind.ATOMIC, 1.01 * headroom), now=NOW).hold_reason is HoldReason.DECODE
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 200), st.integers(1, 40))
 def test_a_higher_dial_never_admits_less(low: float, high: float, steps: int, held: int) -> None:
     low, high = sorted((low, high))
-    moment = Serving(last_tokens=[NOW] * held)
+    moment = ServingState(last_tokens=[NOW] * held)
     less, more = (
         taught(admission(dial), steps=steps, held=held).admit(moment, step(0.004), now=NOW) for dial in (low, high)
     )
@@ -251,15 +266,15 @@ def test_guests_take_of_what_serving_holds_what_its_own_steps_have_earned(
 ) -> None:
     """Over any stretch of a history: requests x seconds of guests against those of serving's fixed cost."""
     longest = 0.02
-    guard, earned, spent = Occupancy(dial=dial, longest_seconds=longest), 0.0, 0.0
+    guard, earned, spent = OccupancyGuard(dial=dial, longest_seconds=longest), 0.0, 0.0
     most = 0.0
     """That guests may have spent by now, as the tightest stretch up to here says."""
     for held, fixed, share, wants in history:
-        guard.served(held, fixed)
+        guard.on_serving_step(held, fixed)
         earned += held * fixed * dial / (1 - dial)
-        if wants and guard.seconds(held) > 0:
-            spend = min(guard.seconds(held), longest) * share
-            guard.spend(held, spend)
+        if wants and guard.available_seconds(held) > 0:
+            spend = min(guard.available_seconds(held), longest) * share
+            guard.on_guest_run(held, spend)
             spent += held * spend
         most = min(most, spent - earned + held * longest)
         assert spent - earned <= most + EXACT
@@ -273,10 +288,10 @@ def test_what_a_guest_makes_serving_s_next_step_longer_is_the_guest_s(after: flo
     for number in range(4000):
         held, guest = draw.randint(1, 20), number % every == 0
         if guest:
-            taken = max(0.0, min(subject._occupancy.seconds(held), 0.02))
-            subject.ran(held=held, seconds=taken)
+            taken = max(0.0, min(subject._occupancy.available_seconds(held), 0.02))
+            subject.on_guest_run(held=held, seconds=taken)
         seconds = (0.002 + 0.0001 * held) * draw.uniform(0.95, 1.05) + after * guest
-        subject.served(prompt_tokens=0, decoding=held, held=held, seconds=seconds)
+        subject.on_serving_step(prompt_tokens=0, decoding=held, held=held, seconds=seconds)
         if number >= 2000:
             fixed += held * 0.002
             guests += held * (taken + after) if guest else 0.0
@@ -287,11 +302,11 @@ def test_what_a_guest_makes_serving_s_next_step_longer_is_the_guest_s(after: flo
 
 def test_a_serving_that_is_never_idle_lends_again_after_its_process_was_halted_amid_a_guest_s_step() -> None:
     subject, now, steps = taught(admission()), NOW, 0
-    subject.ran(held=8, seconds=600.0)
+    subject.on_guest_run(held=8, seconds=600.0)
     while steps < 20_000:
-        subject.served(prompt_tokens=0, decoding=8, held=8, seconds=0.002)
+        subject.on_serving_step(prompt_tokens=0, decoding=8, held=8, seconds=0.002)
         now, steps = now + 0.002, steps + 1
-        if subject.admit(Serving(last_tokens=[now] * 8), step(0.005), now=now).hold is None:
+        if subject.admit(ServingState(last_tokens=[now] * 8), step(0.005), now=now).hold_reason is None:
             break
     assert 1000 < steps < 10_000, "a second of it is paid for, as a guest's own long step would be"
 
@@ -301,22 +316,22 @@ def test_a_serving_that_was_slow_for_a_while_and_is_never_idle_lends_again() -> 
     subject, draw, now, lent = taught(admission(0.5, ttft=2.0, tpot=0.3)), random.Random(1), NOW, 0
     for number in range(10_000):
         seconds = (0.06 if 2000 <= number < 4000 else 0.03) * draw.uniform(0.97, 1.03)
-        subject.served(prompt_tokens=0, decoding=8, held=8, seconds=seconds)
+        subject.on_serving_step(prompt_tokens=0, decoding=8, held=8, seconds=seconds)
         now += seconds
-        if subject.admit(Serving(last_tokens=[now] * 8), step(0.008), now=now).hold is None:
-            subject.ran(held=8, seconds=0.006)
+        if subject.admit(ServingState(last_tokens=[now] * 8), step(0.008), now=now).hold_reason is None:
+            subject.on_guest_run(held=8, seconds=0.006)
             now += 0.006
             lent += number >= 9000
     assert lent > 900 and subject.serving.after_guest_seconds < 0.002
 
 
 def test_what_guests_did_not_take_is_not_saved_up() -> None:
-    guard = Occupancy(dial=0.5, longest_seconds=0.02)
+    guard = OccupancyGuard(dial=0.5, longest_seconds=0.02)
     for _ in range(1000):
-        guard.served(10, 0.002)
-    assert guard.seconds(10) == pytest.approx(0.02)
-    guard.spend(10, 0.02)
-    assert guard.seconds(10) == pytest.approx(0.0)
+        guard.on_serving_step(10, 0.002)
+    assert guard.available_seconds(10) == pytest.approx(0.02)
+    guard.on_guest_run(10, 0.02)
+    assert guard.available_seconds(10) == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("wrong", [{"dial": -0.1}, {"dial": 1.1}, {"ttft": 0.0}, {"tpot": math.inf}, {"longest": 0.6}])

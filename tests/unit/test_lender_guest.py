@@ -14,22 +14,21 @@ import pytest
 
 from tests.descriptors import no_descriptor_left
 from tests.waiting import WAIT_SECONDS, until
-from workers.executor.line import Line
-from workers.executor.step_cost import UNKNOWN, StepCost
-from workers.executor.words import NO_LIMIT, REPORTS, Gone, Slack, Tick
+from workers.executor.ipc.messages import NO_LIMIT, REPORT_DECODER, EngineLost, EngineStatus, ServingStats
+from workers.executor.ipc.shared_memory import RingBuffer
+from workers.executor.step_cost import INITIAL_COST, StepCost
 from workers.lender.config import LendConfig
-from workers.lender.feeder import Feeder
-from workers.lender.life import State
-from workers.lender.link import End, knock, listen, welcome
-from workers.lender.pulse import Pulse
-from workers.lender.vllm import building
+from workers.lender.lifecycle import GuestState
+from workers.lender.sidecar_link import Connection, SidecarListener, accept, connect, listen
 from workers.lender.vllm import guest as room
+from workers.lender.vllm import guest_build
 from workers.lender.vllm.guest import FREE_SECONDS, Guest
+from workers.lender.watchdog_page import StatusPage
 
 MODEL = Path(__file__).parents[2] / "workers/models/calculator"
 
 
-QUIET = Slack(0, 0, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})
+QUIET = ServingStats(0, 0, None, None, 0.0, 0.0, 0.0, 0.0, 0.0, {})
 
 
 CONFIG = LendConfig(model_folder="", socket="")
@@ -39,69 +38,69 @@ BEAT_SECONDS = 0.05
 
 def guest(feeder: Any) -> Guest:
     unused: Any = None
-    return Guest(CONFIG, feeder, Pulse(None), StepCost(**UNKNOWN), lambda: QUIET, unused, LOG, unused)
+    return Guest(CONFIG, feeder, StatusPage(None), StepCost(**INITIAL_COST), lambda: QUIET, unused, LOG, unused)
 
 
-def ended(end: End) -> bool:
+def ended(end: Connection) -> bool:
     return bool(select.select([end.connection], [], [], 0)[0])
 
 
 def test_a_link_that_cannot_be_taken_up_ends_and_the_next_one_is(tmp_path: Path) -> None:
     listener = listen(tmp_path / "socket")
 
-    def met() -> tuple[End, End]:
-        beside = knock(tmp_path / "socket")
-        return beside, welcome(listener.accept()[0])
+    def met() -> tuple[Connection, Connection]:
+        beside = connect(tmp_path / "socket")
+        return beside, accept(listener.accept()[0])
 
     first, link = met()
-    feeder = SimpleNamespace(link=link, ended=[])
+    feeder = SimpleNamespace(connection=link, closed=[])
     one = guest(feeder)
     one.tick(seconds=0.02, tokens=1)
-    second, feeder.link = met()
-    feeder.ended.append(link)
+    second, feeder.connection = met()
+    feeder.closed.append(link)
     with no_descriptor_left():
         one.tick(seconds=0.02, tokens=1)
     assert ended(second)
     third, link = met()
-    feeder.ended.append(feeder.link)
-    feeder.link = link
+    feeder.closed.append(feeder.connection)
+    feeder.connection = link
     one.tick(seconds=0.02, tokens=1)
-    one.beat(held=False)
-    [tick] = [REPORTS.decode(message) for message in Line(third.wires.reports).read()]
-    assert isinstance(tick, Tick) and "built again" in tick.parked and not ended(third)
+    one.tick_idle(blocked=False)
+    [tick] = [REPORT_DECODER.decode(message) for message in RingBuffer(third.channel.reports).read()]
+    assert isinstance(tick, EngineStatus) and "built again" in tick.suspended_reason and not ended(third)
     for end in (first, second, third, link, listener):
         end.close()
 
 
 def test_what_was_poisoned_ends_the_link_of_a_guest_that_is_being_built_and_not_the_build(tmp_path: Path) -> None:
     listener = listen(tmp_path / "socket")
-    beside = knock(tmp_path / "socket")
-    link = welcome(listener.accept()[0])
-    one: Any = guest(SimpleNamespace(link=link, ended=[]))
+    beside = connect(tmp_path / "socket")
+    link = accept(listener.accept()[0])
+    one: Any = guest(SimpleNamespace(connection=link, closed=[]))
     one.tick(seconds=0.02, tokens=1)
-    one._life.state, building = State.WAKING, object()
-    one._building = building
-    Line(beside.wires.orders).write(b"no order")
+    one._lifecycle.state, building = GuestState.RESUMING, object()
+    one._build_call = building
+    RingBuffer(beside.channel.commands).write(b"no order")
     one.tick(seconds=0.02, tokens=1)
     assert ended(beside) and not one.busy
-    assert one._building is building and one._life.state is State.WAKING
+    assert one._build_call is building and one._lifecycle.state is GuestState.RESUMING
     for end in (beside, link, listener):
         end.close()
 
 
-@pytest.mark.parametrize("fails", ["engine_of", "guest_pool"])
+@pytest.mark.parametrize("fails", ["build_engine", "guest_pool"])
 def test_a_build_that_fails_at_its_end_holds_nothing_on_servings_ranks(
     monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     def no_room(*_: object) -> None:
         raise MemoryError
 
-    for part in ("engine_of", "guest_pool"):
-        monkeypatch.setattr(building, part, no_room if part == fails else lambda *_: None)
+    for part in ("build_engine", "guest_pool"):
+        monkeypatch.setattr(guest_build, part, no_room if part == fails else lambda *_: None)
     asked: list[str] = []
-    ranks: Any = SimpleNamespace(size=2, ask=asked.append)
+    ranks: Any = SimpleNamespace(size=2, call=asked.append)
     with pytest.raises(MemoryError):
-        building.build(CONFIG, ranks, LOG)
+        guest_build.build_guest(CONFIG, ranks, LOG)
     assert asked == ["release"]
 
 
@@ -115,19 +114,19 @@ class Untold(Exception):
 def test_who_is_beside_hears_that_the_guest_is_gone_even_of_an_error_that_cannot_be_told(tmp_path: Path) -> None:
     """Else it would wait for its turns for ever."""
     listener = listen(tmp_path / "socket")
-    beside = knock(tmp_path / "socket")
-    link = welcome(listener.accept()[0])
-    one: Any = guest(SimpleNamespace(link=link, ended=[]))
+    beside = connect(tmp_path / "socket")
+    link = accept(listener.accept()[0])
+    one: Any = guest(SimpleNamespace(connection=link, closed=[]))
     one.tick(seconds=0.02, tokens=1)
     engine = Kept()
-    one._life.state, one._engine, one._host, one._sharing = State.LENDING, engine, None, Kept()
-    one._apart = SimpleNamespace(stepping=nullcontext)
+    one._lifecycle.state, one._engine, one._engine_loop, one._sharing = GuestState.LENDING, engine, None, Kept()
+    one._globals = SimpleNamespace(as_guest=nullcontext)
     one.drop(Untold())
-    reports = [REPORTS.decode(message) for message in Line(beside.wires.reports).read()]
-    assert [report.reason for report in reports if isinstance(report, Gone)] == [
+    reports = [REPORT_DECODER.decode(message) for message in RingBuffer(beside.channel.reports).read()]
+    assert [report.reason for report in reports if isinstance(report, EngineLost)] == [
         "Untold: it does not let itself be told"
     ]
-    assert engine.closed and one._life.state is State.DROPPED
+    assert engine.closed and one._lifecycle.state is GuestState.DROPPED
     for end in (beside, link, listener):
         end.close()
 
@@ -135,10 +134,10 @@ def test_who_is_beside_hears_that_the_guest_is_gone_even_of_an_error_that_cannot
 class Kept:
     """An engine, and its share of the memory."""
 
-    busy = grows = closed = False
+    busy = can_grow = closed = False
     looks = 0
 
-    def look(self, give_up: object, *, most_bytes: int, grow: bool) -> None:
+    def rebalance(self, give_up: object, *, most_bytes: int, grow: bool) -> None:
         """Nobody is there to give a turn up to."""
         assert give_up is None and not grow
         self.looks += 1
@@ -149,43 +148,43 @@ class Kept:
 
 
 def test_a_guest_that_nobody_knocks_for_is_kept_until_something_says_stop() -> None:
-    one: Any = guest(SimpleNamespace(link=None, ended=[]))
+    one: Any = guest(SimpleNamespace(connection=None, closed=[]))
     engine, sharing = Kept(), Kept()
-    one._life.state, one._granted = State.LENDING, NO_LIMIT
-    one._engine, one._sharing, one._apart = engine, sharing, SimpleNamespace(stepping=nullcontext)
+    one._lifecycle.state, one._granted_bytes = GuestState.LENDING, NO_LIMIT
+    one._engine, one._sharing, one._globals = engine, sharing, SimpleNamespace(as_guest=nullcontext)
     one.tick(seconds=0.02, tokens=1)
     assert not one.busy and not engine.closed
-    one._pulse.look(stop=True)
+    one._page.on_poll(stop=True)
     assert one.busy
     one.tick(seconds=0.02, tokens=1)
     assert engine.closed and sharing.closed and not one.busy
-    one._pulse.look(stop=False)
+    one._page.on_poll(stop=False)
     one.tick(seconds=0.02, tokens=1)
-    assert not one.busy and one._life.state is State.PARKED, "nobody is there to build one for"
+    assert not one.busy and one._lifecycle.state is GuestState.SUSPENDED, "nobody is there to build one for"
 
 
 def test_a_guest_that_nobody_knocks_for_parks_also_where_serving_is_never_idle() -> None:
     """At once where it might compute, after a moment where it might not."""
-    one: Any = guest(SimpleNamespace(link=None, ended=[]))
+    one: Any = guest(SimpleNamespace(connection=None, closed=[]))
     engine, sharing = Kept(), Kept()
-    one._life.state, one._granted = State.LENDING, NO_LIMIT
-    one._engine, one._sharing, one._apart = engine, sharing, SimpleNamespace(stepping=nullcontext)
-    one.beat(held=True)
-    assert one._life.state is State.LENDING, "nothing says stop"
-    one._pulse.look(stop=True)
+    one._lifecycle.state, one._granted_bytes = GuestState.LENDING, NO_LIMIT
+    one._engine, one._sharing, one._globals = engine, sharing, SimpleNamespace(as_guest=nullcontext)
+    one.tick_idle(blocked=True)
+    assert one._lifecycle.state is GuestState.LENDING, "nothing says stop"
+    one._page.on_poll(stop=True)
     began = time.monotonic()
     while not engine.closed and time.monotonic() < began + 4 * FREE_SECONDS:
-        one.beat(held=True)
+        one.tick_idle(blocked=True)
     assert engine.closed and sharing.closed and not one.busy
     assert time.monotonic() - began > FREE_SECONDS / 2, "an idle moment would have been better"
-    one.beat(held=True)
-    assert one._life.state is State.PARKED
+    one.tick_idle(blocked=True)
+    assert one._lifecycle.state is GuestState.SUSPENDED
 
 
 class Built(Kept):
     """An engine that has just been built."""
 
-    def between_layers(self, _: object) -> None:
+    def set_layer_hook(self, _: object) -> None:
         """Nothing is computed."""
 
     def abort(self, _: str) -> None:
@@ -198,46 +197,46 @@ def test_a_guest_that_nobody_knocks_for_hears_of_a_stop_while_the_loop_sleeps(
 ) -> None:
     """And where there is no guest the loop sleeps on."""
     woken = threading.Semaphore(0)
-    feeder = Feeder(tmp_path / "socket", woken.release, beat_seconds=BEAT_SECONDS, log=LOG)
+    feeder = SidecarListener(tmp_path / "socket", woken.release, heartbeat_seconds=BEAT_SECONDS, log=LOG)
     one: Any = guest(feeder)
-    feeder.arm()
+    feeder.arm_wakeup()
     assert not woken.acquire(timeout=4 * BEAT_SECONDS)
 
-    beside = knock(tmp_path / "socket")
+    beside = connect(tmp_path / "socket")
     assert woken.acquire(timeout=WAIT_SECONDS)
     one.tick(seconds=0.02, tokens=1)
     beside.close()
-    until(lambda: feeder.link is None)
+    until(lambda: feeder.connection is None)
     one.tick(seconds=0.02, tokens=1)
     engine = Built()
-    monkeypatch.setattr(room, "Sharing", lambda *_: Kept())
-    monkeypatch.setattr(room, "Profile", lambda *_: SimpleNamespace(end=lambda: None))
-    one._cost = SimpleNamespace(known=priced)
-    one._apart = SimpleNamespace(stepping=nullcontext, building=nullcontext)
-    done = SimpleNamespace(go_on=lambda _: True, result=lambda: (engine, None), pieces=1, longest_seconds=0.0)
-    one._life.state, one._building, one._granted = State.WAKING, done, NO_LIMIT
+    monkeypatch.setattr(room, "KvSharing", lambda *_: Kept())
+    monkeypatch.setattr(room, "StepProfile", lambda *_: SimpleNamespace(close=lambda: None))
+    one._cost = SimpleNamespace(has_observed=priced)
+    one._globals = SimpleNamespace(as_guest=nullcontext, as_guest_build=nullcontext)
+    done = SimpleNamespace(resume=lambda _: True, result=lambda: (engine, None), slices=1, longest_seconds=0.0)
+    one._lifecycle.state, one._build_call, one._granted_bytes = GuestState.RESUMING, done, NO_LIMIT
     one._build(0.02)
     while woken.acquire(timeout=4 * BEAT_SECONDS):
         pass
 
-    one._pulse.look(stop=True)
-    feeder.arm()
+    one._page.on_poll(stop=True)
+    feeder.arm_wakeup()
     assert woken.acquire(timeout=WAIT_SECONDS) and one.busy
     one.tick(seconds=0.02, tokens=1)
-    assert engine.closed and one._life.state is State.PARKED
+    assert engine.closed and one._lifecycle.state is GuestState.SUSPENDED
     while woken.acquire(timeout=4 * BEAT_SECONDS):
         pass
-    feeder.arm()
+    feeder.arm_wakeup()
     assert not woken.acquire(timeout=4 * BEAT_SECONDS)
 
 
 def test_the_memory_of_a_guest_that_nobody_knocks_for_goes_back() -> None:
-    feeder = SimpleNamespace(link=None, ended=[])
+    feeder = SimpleNamespace(connection=None, closed=[])
     one: Any = guest(feeder)
-    one._life.state, one._granted = State.LENDING, NO_LIMIT
+    one._lifecycle.state, one._granted_bytes = GuestState.LENDING, NO_LIMIT
     sharing = Kept()
-    one._engine, one._sharing, one._apart = Kept(), sharing, SimpleNamespace(stepping=nullcontext)
-    one._caller._link = object()
+    one._engine, one._sharing, one._globals = Kept(), sharing, SimpleNamespace(as_guest=nullcontext)
+    one._sidecar._connection = object()
     assert one.busy
     one.tick(seconds=0.02, tokens=1)
     assert sharing.looks == 1 and one.busy, "the loop goes on until all is given back"
@@ -248,7 +247,7 @@ def test_the_memory_of_a_guest_that_nobody_knocks_for_goes_back() -> None:
 class Standing:
     """A host whose step stands still."""
 
-    granted, busy = NO_LIMIT, True
+    granted_bytes, busy = NO_LIMIT, True
 
     def __init__(self, meanwhile: Callable[[], bool]) -> None:
         self.meanwhile = meanwhile
@@ -259,36 +258,36 @@ class Standing:
 
 
 def standing(meanwhile: Callable[[Any], bool]) -> tuple[Any, Standing, Kept]:
-    one: Any = guest(SimpleNamespace(link=None, ended=[]))
+    one: Any = guest(SimpleNamespace(connection=None, closed=[]))
     host, engine = Standing(lambda: meanwhile(one)), Kept()
-    one._life.state, one._granted = State.LENDING, NO_LIMIT
-    one._engine, one._sharing, one._apart = engine, Kept(), SimpleNamespace(stepping=nullcontext)
-    one._host = host
+    one._lifecycle.state, one._granted_bytes = GuestState.LENDING, NO_LIMIT
+    one._engine, one._sharing, one._globals = engine, Kept(), SimpleNamespace(as_guest=nullcontext)
+    one._engine_loop = host
     return one, host, engine
 
 
 @pytest.mark.parametrize("ends_for", ["nothing", "a turn", "a grant", "a file", "a link"])
 def test_a_step_stands_still_until_something_waits_for_its_end(ends_for: str) -> None:
     def meanwhile(one: Any) -> bool:
-        def patient(*, held: bool) -> bool:
-            assert one._pulse.since, "who watches for a hang sees this too"
+        def patient(*, blocked: bool) -> bool:
+            assert one._page.guest_since, "who watches for a hang sees this too"
             return ends_for != "a turn"
 
-        one._host.stands = patient
+        one._engine_loop.tick_mid_step = patient
         if ends_for == "a grant":
-            one._host.granted = 0
-        one._pulse.look(stop=ends_for == "a file")
+            one._engine_loop.granted_bytes = 0
+        one._page.on_poll(stop=ends_for == "a file")
         if ends_for == "a link":
-            one._caller._feeder.link = object()
-        one._pulse.give()
-        stands: bool = one.stands(held=True)
-        assert not one._pulse.since
+            one._sidecar._listener.connection = object()
+        one._page.guest_left()
+        stands: bool = one.tick_mid_step(blocked=True)
+        assert not one._page.guest_since
         return stands
 
     one, host, _ = standing(meanwhile)
     one.tick(seconds=0.02, tokens=1)
     assert host.stood == [ends_for == "nothing"]
-    assert one._granted == (0 if ends_for == "a grant" else NO_LIMIT)
+    assert one._granted_bytes == (0 if ends_for == "a grant" else NO_LIMIT)
 
 
 @pytest.mark.parametrize("what", ["its reports", "its memory"])
@@ -302,18 +301,18 @@ def test_what_fails_while_a_step_stands_still_drops_the_guest_once_the_step_is_m
         def fine(**_: object) -> bool:
             return True
 
-        one._host.stands = fails if what == "its reports" else fine
-        one._sharing.look_within = fails if what == "its memory" else fine
-        once = one.make_room_within() and one.stands(held=True)
-        one._host.stands = fine
-        assert one._life.state is State.LENDING and not one.stands(held=True)
+        one._engine_loop.tick_mid_step = fails if what == "its reports" else fine
+        one._sharing.rebalance_mid_step = fails if what == "its memory" else fine
+        once = one.make_room_mid_step() and one.tick_mid_step(blocked=True)
+        one._engine_loop.tick_mid_step = fine
+        assert one._lifecycle.state is GuestState.LENDING and not one.tick_mid_step(blocked=True)
         return bool(once)
 
     one, host, engine = standing(meanwhile)
     one.tick(seconds=0.02, tokens=1)
-    assert host.stood == [False] and engine.closed and one._life.state is State.DROPPED
+    assert host.stood == [False] and engine.closed and one._lifecycle.state is GuestState.DROPPED
     one.tick(seconds=0.02, tokens=1)
-    assert one._life.state is State.DROPPED and one._failed is None, "it is told of once"
+    assert one._lifecycle.state is GuestState.DROPPED and one._failure is None, "it is told of once"
 
 
 class NoRoom:
@@ -325,11 +324,11 @@ class NoRoom:
         self._fails_at = fails_at
         self.holds = True
 
-    def fit(self, *_: object) -> Any:
+    def patch_model(self, *_: object) -> Any:
         self._take("fit")
-        return SimpleNamespace(hold_spare=lambda: self._take("spare"))
+        return SimpleNamespace(allocate_spare=lambda: self._take("spare"))
 
-    def cache_begins(self, _: object) -> None:
+    def cache_address(self, _: object) -> None:
         return None
 
     def release(self) -> None:
@@ -354,7 +353,7 @@ def test_a_guest_whose_building_fails_at_its_end_leaves_no_model_behind(
     core = SimpleNamespace(scheduler=scheduler, structured_output_manager=SimpleNamespace(clear_backend=lambda: None))
     monkeypatch.setattr("workers.executor.vllm.engine.start_core", lambda *_: core)
     place: Any = NoRoom(fails_at)
-    monkeypatch.setattr(building, "Here", lambda: place)
+    monkeypatch.setattr(guest_build, "InProcessBackend", lambda: place)
     with pytest.raises(MemoryError, match=fails_at):
-        building.build(LendConfig(model_folder=str(MODEL), socket=""), None, LOG)
+        guest_build.build_guest(LendConfig(model_folder=str(MODEL), socket=""), None, LOG)
     assert not place.holds

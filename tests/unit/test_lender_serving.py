@@ -23,7 +23,7 @@ class Server:
         self.next: dict[str, int] = {}
         self.told: list[dict[str, Any]] = []
         self.admission = Admission(Promise(), serving_step_tokens=512)
-        self.admission.served = lambda **told: self.told.append(told)  # type: ignore[method-assign]
+        self.admission.on_serving_step = lambda **told: self.told.append(told)  # type: ignore[method-assign]
         self.view = ServingView(self, self.admission)
 
     def schedule(self) -> Any:
@@ -49,7 +49,7 @@ class Server:
         self.next = tokens
         began = time.monotonic()
         self.scheduler.schedule()
-        self.view.stepped(began, time.monotonic())
+        self.view.on_step(began, time.monotonic())
         return self.told[-1]
 
 
@@ -72,7 +72,7 @@ def test_no_request_has_arrived_later_than_now_whatever_the_hosts_clock_does() -
     server = Server()
     server.take("early", time.time() - 0.5)
     server.take("set back", time.time() + 3600.0)
-    (early, _), (late, _) = server.view.holds().prefills
+    (early, _), (late, _) = server.view.state().prefills
     now = time.monotonic()
     assert early == pytest.approx(now - 0.5, abs=0.1) and late <= now
 

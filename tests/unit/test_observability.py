@@ -19,7 +19,7 @@ from pipeline.observability.table import SOURCES, UNITS, Metric, metrics, server
 from pipeline.routing.counters import Counters
 from pipeline.routing.metrics import COUNTS
 from workers.executor.metrics import HELD_BACK
-from workers.lender.admission import Hold
+from workers.lender.admission import HoldReason
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy" / "alerts" / "rose.yaml"
@@ -90,7 +90,7 @@ def test_what_a_process_exports_has_the_type_and_labels_of_the_table() -> None:
 def test_the_names_of_counts_and_reasons_are_all_there_are() -> None:
     assert list(COUNTS) == list(Counters.__dataclass_fields__)
     exported = {sample.labels["why"] for family in HELD_BACK.collect() for sample in family.samples}
-    assert exported == {hold.value for hold in Hold}
+    assert exported == {hold.value for hold in HoldReason}
 
 
 def test_a_query_is_of_the_jobs_that_were_chosen() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from workers.lender.endpoint.proof import Expected, Probed
+from workers.lender.endpoint.weights_proof import ProbeAnswer, ReferenceModel
 from workers.model_config import ConfigRefused, most_tokens
 from workers.trainer.policy import ModelFolderError, load_policy, token_logprobs
 
@@ -61,8 +61,8 @@ def test_attention_with_a_cap_on_its_logits_is_computed_with_it(kind: str, tmp_p
 def test_a_version_is_proven_by_attention_with_its_cap(tmp_path: Path) -> None:
     folder, row = made(tmp_path, "gemma2", **CAPPED), [*range(2, 40)]
     model = load_policy(folder)
-    probed = Probed(row[:1], row[1:], [{token: 0.0} for token in row[1:]])
-    proven = Expected(folder).logprobs(dict(model.state_dict()), probed)
+    probed = ProbeAnswer(row[:1], row[1:], [{token: 0.0} for token in row[1:]])
+    proven = ReferenceModel(folder).logprobs(dict(model.state_dict()), probed)
     assert proven == pytest.approx(logprobs_of(model, row)[0, 1:].numpy(), abs=1e-5)
 
 
@@ -91,8 +91,8 @@ def test_layers_that_vllm_has_otherwise_are_trained_and_proven_as_it_has_them(ki
     weights = model.state_dict()
     assert weights.keys() == theirs.state_dict().keys()
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
-    probed = Probed(row[:1], row[1:], [{token: 0.0} for token in row[1:]])
-    assert Expected(folder).logprobs(dict(weights), probed) == pytest.approx(found[0, 1:].numpy(), abs=1e-5)
+    probed = ProbeAnswer(row[:1], row[1:], [{token: 0.0} for token in row[1:]])
+    assert ReferenceModel(folder).logprobs(dict(weights), probed) == pytest.approx(found[0, 1:].numpy(), abs=1e-5)
 
 
 def test_attention_that_the_folder_names_is_not_what_decides(tmp_path: Path) -> None:

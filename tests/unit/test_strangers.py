@@ -50,13 +50,19 @@ from workers.environments.opening import refusal_of
 from workers.environments.outbox import group_of
 from workers.environments.steps import advance, failed
 from workers.environments.trajectory import Verdict, begin, problem_of, settled_sampling
-from workers.executor.answers import Start, ended, refused
-from workers.executor.contexts import Kept
+from workers.executor.contexts import ContextCache
+from workers.executor.grants import Lease
 from workers.executor.inbox import Inbox
-from workers.executor.inbox import Verdict as InboxVerdict
-from workers.executor.lease import Lease
-from workers.executor.parts import begun_from, flaw_of, sampling_of
-from workers.executor.words import Done
+from workers.executor.inbox import InboxAction as InboxVerdict
+from workers.executor.ipc.messages import TurnFinished
+from workers.executor.results import (
+    ExecutorIncarnation,
+    dispatch_error,
+    finished_result,
+    refused_result,
+    remaining_sampling,
+    resumed_context,
+)
 from workers.trainer.groups import GroupAssembly, ResumePoint
 from workers.trainer.verdicts import Rules, judge, outcomes_of
 from workers.weights.checks import check_manifest
@@ -93,7 +99,7 @@ class House:
         self.trust = Trust("policy", "team.:demo", Ed25519PrivateKey.generate().public_key())
         self.lineage, self.ledger, self.found = Lineage(), Ledger(), Found()
         self.control = Control(ControlConfig(most_lenders=2), "team.:demo")
-        self.lease = Lease("team.:demo", needed=True)
+        self.lease = Lease("team.:demo", grant_required=True)
         self.history: list[Record] = []
         self.view = View(began=0.0)
 
@@ -135,8 +141,8 @@ class House:
             case CapacityGrant():
                 voice = list(Voice)[item.offset % len(Voice)]
                 self.control.granted(record.worker, record, self.now, voice=voice)
-                self.lease.take(record, self.now, voice=voice, seen=item.offset % 5 > 0)
-                self.lease.leave(self.now)
+                self.lease.on_grant(record, self.now, source=voice, live=item.offset % 5 > 0)
+                self.lease.permission(self.now)
                 self.elasticity()
             case TrajectoryProgress() | EnvSnapshot() | WeightChunk() | Prompt():
                 pass
@@ -186,18 +192,18 @@ class House:
                 encode(record)
 
     def dispatch(self, dispatch: TurnDispatch) -> None:
-        if flaw_of(dispatch, homes=8):
+        if dispatch_error(dispatch, homes=8):
             return
         own = Inbox(dispatch.worker, dispatch.incarnation, max_turns=4, token_budget=200_000)
-        answer = own.offer(dispatch, 3, offset=9)
-        start = Start("executor-0", WorkerClass.SERVING, dispatch.incarnation)
-        if answer.verdict is InboxVerdict.REFUSE:
-            encode(refused(start, dispatch, answer.reason, answer.refusal, now=2.0))
-        elif answer.verdict is InboxVerdict.TAKE:
-            context = Kept().of(dispatch)
-            begun_from(dispatch, context or b""), sampling_of(dispatch)
+        answer = own.on_dispatch(dispatch, 3, offset=9)
+        start = ExecutorIncarnation("executor-0", WorkerClass.SERVING, dispatch.incarnation)
+        if answer.action is InboxVerdict.REFUSE:
+            encode(refused_result(start, dispatch, answer.reason, answer.refusal, now=2.0))
+        elif answer.action is InboxVerdict.ACCEPT:
+            context = ContextCache().lookup(dispatch)
+            resumed_context(dispatch, context or b""), remaining_sampling(dispatch)
             done = msgspec.structs.replace(DONE, context_tokens=dispatch.request.context_tokens)
-            encode(ended(start, dispatch, done, TurnOutcome.COMPLETED, "", received_at=1.0))
+            encode(finished_result(start, dispatch, done, TurnOutcome.COMPLETED, "", received_at=1.0))
 
     def sample(self, sample: Sample, offset: int) -> None:
         self.ledger.sample(sample.trajectory_id)
@@ -243,7 +249,7 @@ class House:
 
 BEAT = next(example for example in EXAMPLES if isinstance(example, SlackHeartbeat))
 """Of an executor that is well: what strangers ask for is dispatched."""
-DONE = Done(
+DONE = TurnFinished(
     name="g-1:3/2/1",
     tokens=pack_tokens([9, 7]),
     logprobs=bytes(8),

@@ -30,22 +30,22 @@ from topics.records import Place
 from topics.settings import BusSettings
 from workers.executor import metrics
 
-MOST_BYTES = 256 * 1024 * 1024
+MAX_CACHE_BYTES = 256 * 1024 * 1024
 """Of contexts kept: some 2,000 of 32,768 tokens."""
 
 ENTRY_BYTES = 256
 """That one which is kept takes beside its tokens: else there were no bound to those that have few, or none."""
 
-LOOK_SECONDS = 0.2
+STOP_POLL_SECONDS = 0.2
 """How soon the thread notices that it is to stop."""
 
-AGAIN_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 """Before the broker is asked anew after trouble."""
 
-SCATTERED = {"fetch.message.max.bytes": "131072"}
+SPARSE_FETCH_SETTINGS = {"fetch.message.max.bytes": "131072"}
 """Of what lies behind what is wanted little is of use."""
 
-FAR = 100
+SEEK_GAP_RECORDS = 100
 """A gap of more records than this is jumped over: that takes a few milliseconds, as reading some 200 requests does."""
 
 CLOSE_SECONDS = 5.0
@@ -54,10 +54,10 @@ CLOSE_SECONDS = 5.0
 log = structlog.get_logger("executor")
 
 
-class Kept:
+class ContextCache:
     """The newest context of each trajectory that was served here. Pure."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, most_bytes: int = MAX_CACHE_BYTES) -> None:
         self._most_bytes = most_bytes
         self._contexts: OrderedDict[str, bytes] = OrderedDict()
         self._size = 0
@@ -70,20 +70,20 @@ class Kept:
         """Bytes of all that is kept, ENTRY_BYTES for each among them."""
         return self._size
 
-    def of(self, dispatch: TurnDispatch) -> bytes | None:
+    def lookup(self, dispatch: TurnDispatch) -> bytes | None:
         """The dispatch's context, as far as it follows from what is kept and what it carries itself."""
         request = dispatch.request
-        known = self._contexts.get(request.trajectory_id, b"")
-        ways = [known]  # of a turn that was here before
+        cached = self._contexts.get(request.trajectory_id, b"")
+        ways = [cached]  # of a turn that was here before
         if not dispatch.cut:
-            ways.append(request.appended if request.anchors else known + request.appended)
+            ways.append(request.appended if request.anchors else cached + request.appended)
         for context in ways:
             if is_context_of(request, context):
-                self.keep(request.trajectory_id, context)
+                self.store(request.trajectory_id, context)
                 return context
         return None
 
-    def keep(self, trajectory_id: str, context: bytes) -> None:
+    def store(self, trajectory_id: str, context: bytes) -> None:
         """The newest of its trajectory."""
         if (former := self._contexts.pop(trajectory_id, None)) is not None:
             self._size -= ENTRY_BYTES + len(former)
@@ -94,13 +94,13 @@ class Kept:
             self._size -= ENTRY_BYTES + len(longest_unused)
 
 
-class Contexts:
+class ContextStore:
     """Kept ones, and a thread that reads the others back. `close` it."""
 
     def __init__(self, settings: BusSettings, name: str) -> None:
-        self._settings = settings if settings.embedded else settings.to_an_end().preferring(SCATTERED)
+        self._settings = settings if settings.embedded else settings.to_an_end().preferring(SPARSE_FETCH_SETTINGS)
         self._name = name
-        self._kept = Kept()
+        self._cache = ContextCache()
         self._reading: dict[TurnKey, float] = {}
         """Since when, in monotonic seconds."""
         self._asked: Queue[TurnDispatch] = Queue()  # no SimpleQueue: a signal amid its wait can make that endless
@@ -109,13 +109,13 @@ class Contexts:
         self._thread: Thread | None = None
 
     @property
-    def reading(self) -> bool:
+    def is_reading(self) -> bool:
         """Whether any is awaited."""
         return bool(self._reading)
 
     def find(self, dispatch: TurnDispatch) -> bytes | None:
         """The packed tokens that its request goes on from; None: they will come through `found`."""
-        context = self._kept.of(dispatch)
+        context = self._cache.lookup(dispatch)
         if context is not None:
             metrics.CONTEXTS.labels("kept" if dispatch.cut or dispatch.request.chain else "carried").inc()
             return context
@@ -126,7 +126,7 @@ class Contexts:
         self._asked.put(dispatch)
         return None
 
-    def found(self) -> Iterator[tuple[TurnDispatch, bytes | Torn, float]]:
+    def take_found(self) -> Iterator[tuple[TurnDispatch, bytes | Torn, float]]:
         """What was read back since, or why it cannot be; and the seconds that took."""
         while self._reading:
             try:
@@ -140,10 +140,10 @@ class Contexts:
             metrics.READ_BACK_SECONDS.observe(seconds)
             metrics.CONTEXTS.labels("torn" if isinstance(context, Torn) else "read back").inc()
             if not isinstance(context, Torn):
-                self._kept.keep(dispatch.request.trajectory_id, context)
+                self._cache.store(dispatch.request.trajectory_id, context)
             yield dispatch, context, seconds
 
-    def give_up(self) -> list[TurnKey]:
+    def cancel_all(self) -> list[TurnKey]:
         """Those that are being read back, which are not awaited any more."""
         keys = list(self._reading)
         self._reading.clear()
@@ -164,12 +164,12 @@ class Contexts:
                         self._read_next(reader, left)
             except RoseError as error:
                 log.warning("reading contexts back anew", worker=self._name, reason=str(error))
-                self._stopping.wait(AGAIN_SECONDS)
+                self._stopping.wait(RETRY_SECONDS)
 
     def _read_next(self, reader: Reader, left: dict[int, list[TurnDispatch]]) -> None:
         """What is asked for by now, and one home of what is `left` from trouble, the longest untried first."""
         together: list[TurnDispatch] = []
-        for dispatch in self._next(0.0 if left else LOOK_SECONDS):
+        for dispatch in self._next_dispatches(0.0 if left else STOP_POLL_SECONDS):
             left.get(dispatch.home, together).append(dispatch)
         self._try(reader, together, left)
         if left:
@@ -184,40 +184,40 @@ class Contexts:
                 left.setdefault(dispatch.home, []).append(dispatch)
             raise
 
-    def _next(self, seconds: float) -> list[TurnDispatch]:
+    def _next_dispatches(self, seconds: float) -> list[TurnDispatch]:
         """All that are asked for by now, waiting so long for the first."""
-        asked: list[TurnDispatch] = []
+        dispatches: list[TurnDispatch] = []
         try:
-            asked.append(self._asked.get(timeout=seconds))
+            dispatches.append(self._asked.get(timeout=seconds))
             while True:
-                asked.append(self._asked.get_nowait())
+                dispatches.append(self._asked.get_nowait())
         except Empty:
-            return asked
+            return dispatches
 
     def _read(self, reader: Reader, asked: Sequence[TurnDispatch]) -> None:
         """Raises TopicMissing, BusError or FetchStalled."""
         if not asked:
             return
-        found = [ReadBack(dispatch) for dispatch in asked]
-        wanted: dict[Place, list[int]] = {}
-        goes_to: dict[tuple[int, int], list[ReadBack]] = {}
+        found = [ContextReadBack(dispatch) for dispatch in asked]
+        offsets_by_place: dict[Place, list[int]] = {}
+        goes_to: dict[tuple[int, int], list[ContextReadBack]] = {}
         for each in found:
             home = each.dispatch.home
             for offset in each.offsets:
-                wanted.setdefault((REQUESTED, home), []).append(offset)
+                offsets_by_place.setdefault((REQUESTED, home), []).append(offset)
                 goes_to.setdefault((home, offset), []).append(each)
         # The embedded broker answers a fetch with all the rest of a partition: there jumps cost more than they save.
-        far = sys.maxsize if self._settings.embedded else FAR
-        for envelope in Fetch(reader, wanted, far=far, stopped=self._stopping.is_set):
+        far = sys.maxsize if self._settings.embedded else SEEK_GAP_RECORDS
+        for envelope in Fetch(reader, offsets_by_place, far=far, stopped=self._stopping.is_set):
             if isinstance(envelope.record, TurnRequest):
                 for each in goes_to[envelope.partition, envelope.offset]:
-                    each.take(envelope.offset, envelope.record)
+                    each.on_request(envelope.offset, envelope.record)
         if not self._stopping.is_set():
             for each in found:
                 self._answers.put((each.dispatch, each.context()))
 
 
-class ReadBack:
+class ContextReadBack:
     """A dispatch's context from what is read of the log. Pure. Of that no more is held than the context has tokens."""
 
     def __init__(self, dispatch: TurnDispatch) -> None:
@@ -232,14 +232,14 @@ class ReadBack:
         dispatch = self.dispatch
         return (*dispatch.request.chain, dispatch.offset) if dispatch.cut else dispatch.request.chain
 
-    def take(self, offset: int, request: TurnRequest) -> None:
+    def on_request(self, offset: int, request: TurnRequest) -> None:
         """One of them was read."""
-        asked = self.dispatch.request
-        if request.trajectory_id != asked.trajectory_id:
+        request_wanted = self.dispatch.request
+        if request.trajectory_id != request_wanted.trajectory_id:
             return
         self._tokens += count(request.appended)
         self._found[offset] = request
-        if self._tokens > asked.context_tokens:
+        if self._tokens > request_wanted.context_tokens:
             self._found.clear()
 
     def context(self) -> bytes | Torn:

@@ -17,11 +17,10 @@ from typing import NoReturn, Self
 from schemas.errors import RoseError, UsageError
 from topics.processes import end_with, show_as
 from workers.executor.config import ExecutorConfig
-from workers.executor.line import Line
-from workers.executor.link import EngineLink
+from workers.executor.ipc.engine_client import EngineClient
+from workers.executor.ipc.messages import EngineFailed, MessageSender
+from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from workers.executor.vllm.folder import check_folder
-from workers.executor.wires import Wires
-from workers.executor.words import Failed, Outbox
 from workers.model_config import refuse_too_long
 
 
@@ -35,36 +34,36 @@ class EngineProcess:
         """
         self.shapes, _ = check_folder(config.model_folder)
         refuse_too_long(config.model_folder, config.max_model_len)
-        wires, parent = Wires.new(), os.getpid()
+        channel, parent = ChannelFds.create(), os.getpid()
         end = end_with(parent, signal.SIGKILL)
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
             end()
-            _live(config, wires)
-        self._life = os.pidfd_open(self.pid)
-        self.link = EngineLink(wires, self._life)
+            _child_main(config, channel)
+        self._liveness_fd = os.pidfd_open(self.pid)
+        self.client = EngineClient(channel, self._liveness_fd)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Ends it. What it holds is in no memory but its own and the slabs', so nothing is left behind."""
+        """Ends it. What it holds is in no memory but its own and the buffers', so nothing is left behind."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
-        os.close(self._life)
+        os.close(self._liveness_fd)
 
 
-def _live(config: ExecutorConfig, wires: Wires) -> NoReturn:
+def _child_main(config: ExecutorConfig, channel: ChannelFds) -> NoReturn:
     """The forked process's program."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         show_as(f"engine-{config.short_name}")
-        run_engine(config, wires)
+        run_engine(config, channel)
     except RoseError as error:
-        Outbox(Line(wires.reports)).say(Failed(str(error), isinstance(error, UsageError)))
+        MessageSender(RingBuffer(channel.reports)).send(EngineFailed(str(error), isinstance(error, UsageError)))
     except Exception:  # noqa: BLE001 - whatever it was, nobody else will tell
         traceback.print_exc()
     finally:
@@ -73,11 +72,11 @@ def _live(config: ExecutorConfig, wires: Wires) -> NoReturn:
         os._exit(1)  # what was registered to run at exit is the parent's
 
 
-def run_engine(config: ExecutorConfig, wires: Wires) -> None:
+def run_engine(config: ExecutorConfig, channel: ChannelFds) -> None:
     """Make the engine, and tick it for ever. Raises EngineStartError or EngineBroken."""
-    import workers.executor.vllm.alone  # noqa: F401
-    from workers.executor.host import EngineHost
-    from workers.executor.step_cost import UNKNOWN, StepCost
+    import workers.executor.vllm.process_env  # noqa: F401
+    from workers.executor.engine_loop import EngineLoop
+    from workers.executor.step_cost import INITIAL_COST, StepCost
     from workers.executor.vllm.engine import Engine
     from workers.executor.vllm.types import EngineConfig
 
@@ -91,13 +90,13 @@ def run_engine(config: ExecutorConfig, wires: Wires) -> None:
             step_tokens=config.step_tokens,
         )
     )
-    engine.hold_spare()
-    engine.prove()
-    reports = Outbox(Line(wires.reports))
-    host = EngineHost(engine, wires, reports, StepCost(**UNKNOWN), tick_seconds=config.heartbeat_seconds)
-    bell = select.poll()
-    bell.register(wires.bell, select.POLLIN)
+    engine.allocate_spare()
+    engine.self_test()
+    reports = MessageSender(RingBuffer(channel.reports))
+    loop = EngineLoop(engine, channel, reports, StepCost(**INITIAL_COST), status_seconds=config.heartbeat_seconds)
+    wake = select.poll()
+    wake.register(channel.wake_event, select.POLLIN)
     while True:
-        host.tick()
-        if not host.busy and bell.poll(1000 * host.rest_seconds):
-            os.eventfd_read(wires.bell)
+        loop.tick()
+        if not loop.busy and wake.poll(1000 * loop.rest_seconds):
+            os.eventfd_read(channel.wake_event)

@@ -32,11 +32,11 @@ from schemas.slack import HELD
 from schemas.turns import Refusal, TurnDispatch, TurnKey, held_hash
 
 
-class Verdict(Enum):
+class InboxAction(Enum):
     """What is done with a dispatch."""
 
-    TAKE = "take"
-    PASS = "pass"
+    ACCEPT = "take"
+    IGNORE = "pass"
     """Another worker's, who reads this inbox too."""
     DROP = "drop"
     """Not ours to answer."""
@@ -45,18 +45,18 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class InboxDecision:
     """The verdict on one dispatch; what is dropped or refused has its reason."""
 
-    verdict: Verdict
+    action: InboxAction
     reason: str = ""
     refusal: Refusal | None = None
 
 
-TAKE, PASS = Answer(Verdict.TAKE), Answer(Verdict.PASS)
+ACCEPTED, IGNORED = InboxDecision(InboxAction.ACCEPT), InboxDecision(InboxAction.IGNORE)
 
 
-def tokens_of(dispatch: TurnDispatch) -> int:
+def kv_tokens_needed(dispatch: TurnDispatch) -> int:
     """KV tokens that the turn may come to hold: its context and all that it may sample."""
     return dispatch.request.context_tokens + dispatch.request.sampling.max_tokens
 
@@ -74,7 +74,7 @@ class Inbox:
         self.incarnation = incarnation
         self.max_turns = max_turns
         self.token_budget = token_budget
-        self.claim = 0
+        self.fencing_token = 0
         """The newest claim of a router on this inbox."""
         self._held: dict[TurnKey, tuple[TurnDispatch, int]] = {}
         """With its `held_hash`."""
@@ -91,52 +91,52 @@ class Inbox:
         return self._tokens
 
     @property
-    def listed(self) -> int:
+    def listed_turns(self) -> int:
         """Turns that are held, or whose answers are not stored."""
         return len(self._held) + len(self._unstored)
 
     @property
-    def hashes(self) -> list[int]:
+    def listed_hashes(self) -> list[int]:
         """`held_hash` of every turn that is listed; as many as a heartbeat takes, those that are held first."""
         return [*(execution for _, execution in self._held.values()), *self._unstored.values()][:HELD]
 
-    def claimed(self, claim: int) -> None:
+    def on_claim(self, fencing_token: int) -> None:
         """A router has claimed this inbox."""
-        self.claim = max(self.claim, claim)
+        self.fencing_token = max(self.fencing_token, fencing_token)
 
-    def offer(self, dispatch: TurnDispatch, policy_version: int, *, offset: int) -> Answer:
+    def on_dispatch(self, dispatch: TurnDispatch, policy_version: int, *, offset: int) -> InboxDecision:
         """Decide on a dispatch that lies at this offset; TAKE holds it until `release`.
 
         No claim lies behind what is dispatched under it: one that says so, whoever wrote it, claims no more than that.
         """
-        older = dispatch.claim < self.claim
-        self.claimed(min(dispatch.claim, offset))
+        older = dispatch.claim < self.fencing_token
+        self.on_claim(min(dispatch.claim, offset))
         if dispatch.worker != self.worker:
-            return PASS
+            return IGNORED
         if older:
-            return Answer(Verdict.DROP, "claim")
+            return InboxDecision(InboxAction.DROP, "claim")
         if dispatch.incarnation != self.incarnation:
-            return Answer(Verdict.DROP, "incarnation")
+            return InboxDecision(InboxAction.DROP, "incarnation")
         if dispatch.key in self._held or dispatch.key in self._unstored:
-            return Answer(Verdict.DROP, "duplicate")
+            return InboxDecision(InboxAction.DROP, "duplicate")
         if policy_version < 0:
-            return Answer(Verdict.REFUSE, "no policy version has been proven yet", Refusal.VERSION)
-        if len(self._held) >= self.max_turns or self._tokens + tokens_of(dispatch) > self.token_budget:
-            return Answer(Verdict.REFUSE, "full", Refusal.ROOM)
+            return InboxDecision(InboxAction.REFUSE, "no policy version has been proven yet", Refusal.VERSION)
+        if len(self._held) >= self.max_turns or self._tokens + kv_tokens_needed(dispatch) > self.token_budget:
+            return InboxDecision(InboxAction.REFUSE, "full", Refusal.ROOM)
         self._held[dispatch.key] = dispatch, held_hash(dispatch.key)
-        self._tokens += tokens_of(dispatch)
-        return TAKE
+        self._tokens += kv_tokens_needed(dispatch)
+        return ACCEPTED
 
     def release(self, key: TurnKey) -> TurnDispatch:
         """Give a held turn back, to be answered. Raises KeyError for one that is not held."""
         dispatch, _ = self._held.pop(key)
-        self._tokens -= tokens_of(dispatch)
+        self._tokens -= kv_tokens_needed(dispatch)
         return dispatch
 
-    def answered(self, key: TurnKey) -> None:
+    def on_answer_sent(self, key: TurnKey) -> None:
         """The answer to a turn that is not held is on its way to the log."""
         self._unstored[key] = held_hash(key)
 
-    def stored(self, key: TurnKey) -> None:
+    def on_answer_stored(self, key: TurnKey) -> None:
         """It is there."""
         self._unstored.pop(key, None)

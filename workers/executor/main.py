@@ -7,15 +7,15 @@ from schemas.slack import WorkerClass
 from topics.health import HEALTH, START_SECONDS
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
-from workers.executor.lease import Lease
-from workers.executor.link import EngineLink
+from workers.executor.grants import Lease
+from workers.executor.ipc.engine_client import EngineClient
 from workers.weights.config import WeightsConfig
 
 
 def run_executor(
     settings: BusSettings,
     config: ExecutorConfig,
-    link: EngineLink,
+    client: EngineClient,
     shapes: Mapping[str, Sequence[int]],
     stop: Event,
     worker_class: WorkerClass = WorkerClass.DEDICATED,
@@ -29,8 +29,7 @@ def run_executor(
     `shapes`: of the tensors of its model. Raises RoseError: a setting that no engine can be made from, an engine that
     broke or is gone, a broken key file or store, an unreachable broker, a missing topic, another of the same name.
     """
-    from workers.executor.gate import Gate
-    from workers.executor.grants import Grants
+    from workers.executor.grants import GrantFollower, IntakeGate
     from workers.executor.loop import Executor
     from workers.weights.anchor_store import store_of
     from workers.weights.receive import WeightReceiver
@@ -44,14 +43,14 @@ def run_executor(
     )
     receiver.start()
     lease = lease or Lease()
-    grants = Grants(settings, name, lease)
+    grants = GrantFollower(settings, name, lease)
     try:
-        grants.known(stop)
+        grants.wait_until_read(stop)
         HEALTH.says("waits for its engine, which loads", ready=False, lasts_seconds=START_SECONDS)
-        tick = link.first_tick(stop)
-        if tick is not None:
-            gate = Gate(grants.leave, lends=lease.lends)
-            Executor(settings, config, worker_class, link, tick, receiver, gate).run(stop)
+        status = client.wait_until_ready(stop)
+        if status is not None:
+            gate = IntakeGate(grants.permission, lends=lease.lends)
+            Executor(settings, config, worker_class, client, status, receiver, gate).run(stop)
     finally:
         grants.stop()
         receiver.stop()

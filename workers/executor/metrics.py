@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from schemas.arrays import count
 from schemas.turns import TurnOutcome
 from topics.metrics import export, withdraw
-from workers.executor.words import Done, Lent, Slack, Tick
+from workers.executor.ipc.messages import EngineStatus, LendingStats, ServingStats, TurnFinished
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
@@ -117,71 +117,71 @@ def exported() -> Iterator[None]:
         POLICY_VERSION.set(-1)
         for gauge in (HELD_TURNS, KV_CAPACITY_BYTES, KV_FREE_BYTES):
             gauge.set(0)
-        _set_parked()
+        _set_suspended()
 
 
-def count_ended(outcome: TurnOutcome, done: Done, *, received_at: float) -> None:
+def count_finished(outcome: TurnOutcome, finished: TurnFinished, *, received_at: float) -> None:
     """A turn that the engine has ended. `received_at`: unix seconds, when it came to the inbox."""
     TURNS.labels(outcome.value).inc()
-    TOKENS.labels("sampled").inc(count(done.tokens))
-    TOKENS.labels("cached").inc(done.cached_tokens)
-    TURN_SECONDS.observe(done.finished_at - received_at)
+    TOKENS.labels("sampled").inc(count(finished.tokens))
+    TOKENS.labels("cached").inc(finished.cached_tokens)
+    TURN_SECONDS.observe(finished.finished_at - received_at)
 
 
-def show_held(tick: Tick, *, turns: int, version: int) -> None:
+def show_held(status: EngineStatus, *, turns: int, version: int) -> None:
     """What it holds, and the version that serves; -1 before one is proven."""
     HELD_TURNS.set(turns)
-    KV_CAPACITY_BYTES.set(tick.kv_bytes_total)
-    KV_FREE_BYTES.set(tick.kv_bytes_free)
+    KV_CAPACITY_BYTES.set(status.kv_bytes_total)
+    KV_FREE_BYTES.set(status.kv_bytes_free)
     POLICY_VERSION.set(version)
 
 
-def show_steps(tick: Tick) -> None:
+def show_steps(status: EngineStatus) -> None:
     """What the engine did since the tick before; of a guest, how serving stands."""
-    STEPS.inc(tick.steps)
-    STEP_SECONDS.inc(tick.step_seconds)
-    if tick.slack is not None:
-        show(tick.slack)
+    STEPS.inc(status.steps)
+    STEP_SECONDS.inc(status.step_seconds)
+    if status.serving is not None:
+        show_serving(status.serving)
 
 
-def show(slack: Slack) -> None:
+def show_serving(stats: ServingStats) -> None:
     """What a guest's host says of serving."""
     export(LENDER)
-    SERVING_REQUESTS.labels("running").set(slack.running)
-    SERVING_REQUESTS.labels("waiting").set(slack.waiting)
-    for kind, headroom in (("prefill", slack.prefill_headroom), ("decode", slack.decode_headroom)):
+    SERVING_REQUESTS.labels("running").set(stats.running)
+    SERVING_REQUESTS.labels("waiting").set(stats.waiting)
+    for kind, headroom in (("prefill", stats.prefill_headroom), ("decode", stats.decode_headroom)):
         HEADROOM_SECONDS.labels(kind).set(math.nan if headroom is None else headroom)
-    if slack.longest_seconds:  # reports without any would hide the long ones among the many
-        GUEST_PIECE_SECONDS.observe(slack.longest_seconds)
+    if stats.longest_seconds:  # reports without any would hide the long ones among the many
+        GUEST_PIECE_SECONDS.observe(stats.longest_seconds)
     for step in ("guest", "prefill", "decode"):
-        PREDICTION_ERROR.labels(step).set(getattr(slack, f"{step}_error"))
-    for why, times in slack.held_back.items():
+        PREDICTION_ERROR.labels(step).set(getattr(stats, f"{step}_error"))
+    for why, times in stats.held_back.items():
         HELD_BACK.labels(why).inc(times)
 
 
-def show_lent(tick: Tick) -> None:
+def show_lending(status: EngineStatus) -> None:
     """What a guest's host says of memory, if anything. Where there is no guest it may hold nothing, and its host does
     not say how serving stands.
     """
-    if tick.lent is not None:
-        _show_memory(tick.lent)
-    if tick.parked:
+    if status.lending is not None:
+        _show_memory(status.lending)
+    if status.suspended_reason:
         export(LENDER)
-        _set_parked()
+        _set_suspended()
 
 
-def _show_memory(lent: Lent) -> None:
+def _show_memory(stats: LendingStats) -> None:
     export(LENDER)
-    LENT_BYTES.set(lent.budget_bytes)
-    FROZEN.set(lent.frozen)
-    CUTS.inc(lent.cuts)
-    CUT_SECONDS.inc(lent.cut_seconds)
-    PREEMPTED.inc(lent.preempted)
-    LOOKS.inc(lent.looks)
-    LOOK_SECONDS.inc(lent.look_seconds)
+    LENT_BYTES.set(stats.budget_bytes)
+    FROZEN.set(stats.frozen)
+    CUTS.inc(stats.cuts)
+    CUT_SECONDS.inc(stats.cut_seconds)
+    PREEMPTED.inc(stats.preempted)
+    LOOKS.inc(stats.looks)
+    LOOK_SECONDS.inc(stats.look_seconds)
 
 
-def _set_parked() -> None:
+def _set_suspended() -> None:
     LENT_BYTES.set(0)
     FROZEN.set(False)
     for state in ("running", "waiting"):

@@ -9,17 +9,18 @@ Keeps true
   made before its step was seen. About nine steps in ten end within `cautious_seconds`, whatever the fit leaves out.
 - What must end within a bound is planned for the worst: `tokens_within` leaves room for the largest `overshoot` of the
   last thousand steps or so, so that only what is worse than all of those, or stalls, goes beyond it. But a step of
-  little more than its fixed cost would be late as often, and for nothing: `WORTH` says what it computes all the same.
-  So would a price that no step of another size tests: `TELLS` says when one does, that is expected to end in time.
-- A stall is no cost: of a step that took longer than `STALL` times its cautious price, no more than that is learned. A
-  cost that has really changed is followed all the same, as the error rises with each such step.
+  little more than its fixed cost would be late as often, and for nothing: `MIN_USEFUL_SHARE` says what it computes all
+  the same. So would a price that no step of another size tests: `MIN_TOKEN_VARIANCE` says when one does, that is
+  expected to end in time.
+- A stall is no cost: of a step that took longer than `MAX_LEARNED_RATIO` times its cautious price, no more than that is
+  learned. A cost that has really changed is followed all the same, as the error rises with each such step.
 
 Pure. Example: steps of 10 tokens in 3 ms and 110 tokens in 13 ms -> base 2 ms, 0.1 ms a token.
 """
 
 import math
 
-UNKNOWN = {"base_seconds": 0.01, "token_seconds": 0.0001}
+INITIAL_COST = {"base_seconds": 0.01, "token_seconds": 0.0001}
 """A guess for an engine of which no step was seen."""
 
 FADING = 0.98
@@ -28,34 +29,34 @@ FADING = 0.98
 SLOPE_FADING = 0.998
 """The same of what is known of a token, at most, where steps tell nothing about it: half of it is left after 350."""
 
-GROWTH = 4
+MAX_STEP_GROWTH = 4
 """Times as many tokens as in the largest step of late that a step is planned for at most: no price is known far beyond
 what was seen."""
 
 LEAST_SECONDS = 1e-7
 """Floor under both terms: no engine is infinitely fast."""
 
-USUAL = 0.9
+ERROR_QUANTILE = 0.9
 """Share of the steps that `error` covers."""
 
-ERROR_PACE = 0.2
+ERROR_RATE = 0.2
 """How fast `error` moves, in its logarithm a step: it falls to a tenth in about 115 good steps, and rises 9 times as
 fast."""
 
-STALL = 2.0
+MAX_LEARNED_RATIO = 2.0
 """Times its cautious price that is learned of a step at most."""
 
-REMEMBERED = 0.999
+OVERSHOOT_FADING = 0.999
 """Share of the largest overshoot that is left of it after a step that was less late."""
 
-MOST_OVERSHOOT = 1.0
+MAX_OVERSHOOT = 1.0
 """What is later than that says that the fit is wrong, which it mends by itself."""
 
-WORTH = 0.5
+MIN_USEFUL_SHARE = 0.5
 """A step computes tokens for this share of its fixed cost whatever was late, or for this share of the time that the
 bound leaves above that, its error included, if that is less."""
 
-TELLS = 1.0
+MIN_TOKEN_VARIANCE = 1.0
 """Tokens squared: where the steps of late differ by no more than this, what is known of a token counts half (as in a
 ridge regression), and a step of up to twice their size is tried. Else a price that lets only steps of one size be made
 would never be seen to be wrong."""
@@ -88,12 +89,12 @@ class StepCost:
         """Take in one step that computed `tokens` tokens (prefill and decode together)."""
         predicted = self.seconds(tokens)
         missed = abs(seconds - predicted) > self.error * predicted
-        if self.known:
-            stall = STALL * self.cautious_seconds(tokens)
-            late = min(seconds / predicted - 1.0, MOST_OVERSHOOT) if seconds <= stall else 0.0
-            self.overshoot = max(REMEMBERED * self.overshoot, late)
+        if self.has_observed:
+            stall = MAX_LEARNED_RATIO * self.cautious_seconds(tokens)
+            late = min(seconds / predicted - 1.0, MAX_OVERSHOOT) if seconds <= stall else 0.0
+            self.overshoot = max(OVERSHOOT_FADING * self.overshoot, late)
             seconds = min(seconds, stall)
-        moved = self.error * math.exp(ERROR_PACE * (USUAL if missed else USUAL - 1.0))
+        moved = self.error * math.exp(ERROR_RATE * (ERROR_QUANTILE if missed else ERROR_QUANTILE - 1.0))
         self.error = min(max(moved, LEAST_ERROR), MOST_ERROR)
         self.observed += 1
         self._fit(tokens, seconds)
@@ -104,10 +105,10 @@ class StepCost:
         more, longer = tokens - self._tokens, seconds - self._seconds
         self._tokens += more / self._weight
         self._seconds += longer / self._weight
-        told = before / self._weight * more * more
-        share = told * self._weight / self._spread if self._spread else 1.0
+        information = before / self._weight * more * more
+        share = information * self._weight / self._spread if self._spread else 1.0
         fading = min(max(FADING, 1.0 - (1.0 - FADING) * share), SLOPE_FADING)
-        self._spread = fading * self._spread + told
+        self._spread = fading * self._spread + information
         self._covered = fading * self._covered + before / self._weight * more * longer
         self._largest = max(FADING * self._largest, tokens)
         if self._spread > 1e-6 * self._tokens * self._tokens:  # steps of one size alone say nothing about the slope
@@ -116,7 +117,7 @@ class StepCost:
         self.base_seconds = max(self._seconds - self.token_seconds * self._tokens, LEAST_SECONDS)
 
     @property
-    def known(self) -> bool:
+    def has_observed(self) -> bool:
         """Whether a step was seen: until then it is a guess."""
         return self.observed > 0
 
@@ -133,15 +134,19 @@ class StepCost:
         return self.seconds(tokens) * self._worst
 
     def tokens_within(self, seconds: float) -> int:
-        """The most tokens of one step whose `bounded_seconds` are at most `seconds`, but for what `WORTH`, `TELLS` and
-        `GROWTH` say; 0 where none fit.
+        """The most tokens of one step whose `bounded_seconds` are at most `seconds`, but for what `MIN_USEFUL_SHARE`,
+        `MIN_TOKEN_VARIANCE` and `MAX_STEP_GROWTH` say; 0 where none fit.
         """
         tokens = self._planned(seconds, self.token_seconds, self.base_seconds)
-        return min(max(tokens, self._tried(seconds)), int(GROWTH * self._largest)) if self.known else tokens
+        return (
+            min(max(tokens, self._exploratory_tokens(seconds)), int(MAX_STEP_GROWTH * self._largest))
+            if self.has_observed
+            else tokens
+        )
 
-    def _tried(self, seconds: float) -> int:
+    def _exploratory_tokens(self, seconds: float) -> int:
         """The same with what is still known of a token, as far as so many are expected to end in time."""
-        sure = self.token_seconds * self._spread / (self._spread + TELLS)
+        sure = self.token_seconds * self._spread / (self._spread + MIN_TOKEN_VARIANCE)
         tokens = self._planned(seconds, max(sure, LEAST_SECONDS), self.seconds(self._tokens) - sure * self._tokens)
         expected = int((seconds / (1.0 + self.error) - self.base_seconds) / self.token_seconds)
         return min(tokens, expected, round(2.0 * self._tokens))
@@ -149,7 +154,7 @@ class StepCost:
     def _planned(self, seconds: float, token_seconds: float, base_seconds: float) -> int:
         """For the worst of late, with a step at these prices."""
         bounded = seconds / self._worst - base_seconds
-        worth = WORTH * min(base_seconds, seconds / (1.0 + self.error) - base_seconds)
+        worth = MIN_USEFUL_SHARE * min(base_seconds, seconds / (1.0 + self.error) - base_seconds)
         return max(0, int(max(bounded, worth) / token_seconds))
 
     @property

@@ -9,10 +9,10 @@ Keeps true
   prefill  `S_prf = (arrival + ttft) - now - T_prf` of each request without a first token, with all that is computed
            before it, and of the prompts that may arrive meanwhile: none is predicted late for the guest's step
   decode   `S_dec = (last token + tpot) - now - T_dec` of each request that decodes, with those prompts in its next step
-  occupancy  what serving's own steps have earned for guests: see `workers.lender.occupancy`
+  occupancy  what serving's own steps have earned for guests: see `workers.lender.admission`
   What serving's next step takes longer because the guest computed is the guest's own time in all three.
-- What is left over is not chopped up: less than `WORTH` of what the guest wants waits for more, and less than all of
-  it where what it wants cannot be done in part.
+- What is left over is not chopped up: less than `MIN_USEFUL_SHARE` of what the guest wants waits for more, and less
+  than all of it where what it wants cannot be done in part.
 - All of a guest's work is admitted alike, also that of building it, and its first step, which has no price yet: a
   serving that is never idle and has slack lends. Of a step of which not even one token fits with its error, one is
   computed where almost all of the yield bound is left, if it is expected to end within that. Of one that is not, the
@@ -25,9 +25,9 @@ One dial, from 0 to 1, says how many requests serving may come to hold: `1 / (1 
 
 Units: seconds, tokens; `now` and every time handed in are of one monotonic clock. Pure.
 
-Calls: `arrived` for each prompt, `served` after each serving step, `admit` before each guest step, `ran` after it. What
-was learned of steps, with its calibration error, is in `serving.prefill`, `serving.decode` and `guest`, which whoever
-runs the guest's steps tells of them.
+Calls: `on_arrival` for each prompt, `on_serving_step` after each serving step, `admit` before each guest step,
+`on_guest_run` after it. What was learned of steps, with its calibration error, is in `serving.prefill`,
+`serving.decode` and `guest`, which whoever runs the guest's steps tells of them.
 """
 
 import math
@@ -37,11 +37,125 @@ from enum import Enum
 
 from schemas.bounds import YEAR_SECONDS
 from schemas.errors import UsageError
-from workers.executor.step_cost import UNKNOWN, StepCost
-from workers.executor.want import Want, Work
-from workers.lender.arrivals import Arrivals
-from workers.lender.occupancy import Occupancy
-from workers.lender.serving_cost import FADES, ServingCost
+from workers.executor.ipc.messages import NextWork, WorkKind
+from workers.executor.step_cost import INITIAL_COST, StepCost
+
+AFTER_GUEST_RATE = 0.1
+"""Share by which `after_guest_seconds` follows what a step took above its prediction: about the last ten count."""
+
+AFTER_GUEST_FADING = 0.001
+"""Share that what is known of guests loses with each step of serving's before which none computed: half in 700."""
+
+
+class ServingCost:
+    """Predicted seconds of a tenant that decodes `decoding` requests and computes prompts beside them."""
+
+    def __init__(self, *, step_tokens: int) -> None:
+        self.step_tokens = step_tokens
+        """Most tokens that one serving step computes; longer prompts take several."""
+        self.decode = StepCost(**INITIAL_COST)
+        self.prefill = StepCost(**INITIAL_COST)
+        self.after_guest_seconds = 0.0
+        """What the first step after the guest takes longer."""
+
+    def observe(self, *, prompt_tokens: int, decoding: int, seconds: float, after_guest: bool = False) -> float:
+        """Take in one serving step; returns how many of its seconds it would have taken for any batch, and alone: its
+        fixed cost.
+
+        `prompt_tokens` were computed of prompts, beside one token for each of `decoding` requests; `after_guest`: the
+        guest has computed since the step before.
+        """
+        fit, tokens = self.prefill if prompt_tokens else self.decode, prompt_tokens + decoding
+        if after_guest:
+            self._observe_after_guest(fit, tokens, seconds)
+            seconds = max(0.0, seconds - self.after_guest_seconds)
+        else:
+            self.after_guest_seconds *= 1.0 - AFTER_GUEST_FADING
+        fit.observe(tokens, seconds)
+        return min(fit.base_seconds, seconds)
+
+    def _observe_after_guest(self, fit: StepCost, tokens: int, seconds: float) -> None:
+        """From a step whose price alone is known; what one in ten takes beyond its error is no addition."""
+        if not fit.has_observed:
+            return
+        alone = fit.seconds(tokens)
+        usual = fit.error * alone
+        longer = seconds - alone - self.after_guest_seconds
+        self.after_guest_seconds = max(
+            0.0, self.after_guest_seconds + AFTER_GUEST_RATE * min(max(longer, -usual), usual)
+        )
+
+    def prefill_seconds(self, tokens: int, decoding: int) -> float:
+        """T_prf: until the last of `tokens` prompt tokens is computed, in steps that decode beside it."""
+        if not tokens:
+            return 0.0
+        steps = -(-tokens // max(1, self.step_tokens - decoding))
+        return self.prefill.cautious_seconds(tokens + steps * decoding, steps=steps)
+
+    def step_seconds(self, tokens: int, decoding: int) -> float:
+        """T_dec: the next step, which decodes and computes as much of `tokens` prompt tokens as one step holds."""
+        if not tokens:
+            return self.decode.cautious_seconds(decoding)
+        return self.prefill.cautious_seconds(min(tokens + decoding, self.step_tokens))
+
+
+STALLED_STEPS = 50.0
+"""Times the longest guest step: a second, as steps are."""
+
+
+class OccupancyGuard:
+    """What guests have earned by serving's own steps and not yet spent."""
+
+    def __init__(self, *, dial: float, longest_seconds: float) -> None:
+        self._share = dial / (1.0 - dial) if dial < 1.0 else math.inf
+        self._longest_seconds = longest_seconds
+        self._earned = 0.0
+
+    def on_serving_step(self, held: int, fixed_seconds: float) -> None:
+        """Serving made a step while it held `held` requests; `fixed_seconds` of it were its fixed cost."""
+        if self._share < math.inf:
+            earned = self._earned + self._share * held * fixed_seconds
+            self._earned = min(earned, held * self._longest_seconds)
+
+    def on_guest_run(self, held: int, seconds: float) -> None:
+        """A guest computed for `seconds` while serving held `held` requests."""
+        if self._share < math.inf:
+            self._earned -= held * min(seconds, STALLED_STEPS * self._longest_seconds)
+
+    def available_seconds(self, held: int) -> float:
+        """What a guest may take now that serving holds `held` requests, above 0."""
+        return self._earned / held if self._share < math.inf else math.inf
+
+
+ARRIVAL_MEMORY_SECONDS = 3.0
+"""After so long an arrival counts for 1/e."""
+
+ARRIVAL_DEVIATIONS = 2.0
+"""Standard deviations above the mean."""
+
+
+class ArrivalRate:
+    """Fading rates of what arrived."""
+
+    def __init__(self) -> None:
+        self._tokens = self._squares = 0.0
+        self._latest = -math.inf
+
+    def on_arrival(self, tokens: int, now: float) -> None:
+        """A prompt of `tokens` tokens came to serving."""
+        fading = self._fading(now)
+        self._tokens = self._tokens * fading + tokens
+        self._squares = self._squares * fading + tokens * tokens
+        self._latest = max(self._latest, now)
+
+    def expected_tokens(self, seconds: float, now: float) -> int:
+        """Prompt tokens that may arrive within `seconds`."""
+        share = self._fading(now) * seconds / ARRIVAL_MEMORY_SECONDS
+        return round(self._tokens * share + ARRIVAL_DEVIATIONS * math.sqrt(self._squares * share))
+
+    def _fading(self, now: float) -> float:
+        return math.exp(min(0.0, self._latest - now) / ARRIVAL_MEMORY_SECONDS)
+
 
 STRICT = 0.0
 """The dial of the strict policy."""
@@ -49,10 +163,10 @@ STRICT = 0.0
 SLO = 0.09
 """The dial of the slo policy, unless another is given: serving's requests stay a tenth longer than alone at most."""
 
-WORTH = 0.5
+MIN_USEFUL_SHARE = 0.5
 """Share of what a guest wants, or of a bounded step if that is less, for which its step's fixed cost is paid."""
 
-FULL = 0.9
+FULL_SHARE = 0.9
 """Share of the yield bound that is left for what wants all of it, or of the slack where that never comes to as much:
 more hardly ever is."""
 
@@ -82,7 +196,7 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServingState:
     """What serving holds at a moment."""
 
     prefills: Sequence[tuple[float, int]] = ()
@@ -101,7 +215,7 @@ class Serving:
         return len(self.prefills) + len(self.last_tokens)
 
 
-class Hold(Enum):
+class HoldReason(Enum):
     """Why a guest may not compute now."""
 
     WAITING = "waiting"
@@ -112,14 +226,14 @@ class Hold(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AdmissionDecision:
     """What a guest may do before serving is looked at again."""
 
     seconds: float
     """The longest that it may compute, 0.0 for not at all."""
     tokens: int
     """The most tokens of a guest step, 0 for none: there may be time for other work alone."""
-    hold: Hold | None
+    hold_reason: HoldReason | None
     """Why not; None if it may."""
     prefill_headroom: float | None
     """Least S_prf, seconds; None while no request waits for its first token."""
@@ -134,73 +248,79 @@ class Admission:
         """`serving_step_tokens`: the most tokens that one step of serving computes."""
         self.promise = promise
         self.serving = ServingCost(step_tokens=serving_step_tokens)
-        self.guest = StepCost(**UNKNOWN)
+        self.guest = StepCost(**INITIAL_COST)
         self._after_guest = False
         """Whether the guest has computed since serving's latest step."""
         self._untried = 0
         """Steps of serving since the guest's latest."""
         self._observed = 0
         """Steps of the guest."""
-        self._arrivals = Arrivals()
-        self._occupancy = Occupancy(dial=promise.dial, longest_seconds=promise.yield_seconds)
+        self._arrivals = ArrivalRate()
+        self._occupancy = OccupancyGuard(dial=promise.dial, longest_seconds=promise.yield_seconds)
 
-    def arrived(self, prompt_tokens: int, now: float) -> None:
+    def on_arrival(self, prompt_tokens: int, now: float) -> None:
         """A request came to serving."""
-        self._arrivals.arrived(prompt_tokens, now)
+        self._arrivals.on_arrival(prompt_tokens, now)
 
-    def served(self, *, prompt_tokens: int, decoding: int, held: int, seconds: float) -> None:
+    def on_serving_step(self, *, prompt_tokens: int, decoding: int, held: int, seconds: float) -> None:
         """Serving made a step: `prompt_tokens` of prompts and one token for each of `decoding`, of `held` requests."""
         after, self._after_guest = self._after_guest, False
         self._untried = self._untried + 1 if self.guest.observed == self._observed else 0
         self._observed = self.guest.observed
         fixed = self.serving.observe(prompt_tokens=prompt_tokens, decoding=decoding, seconds=seconds, after_guest=after)
-        self._occupancy.served(held, fixed)
+        self._occupancy.on_serving_step(held, fixed)
 
-    def ran(self, *, held: int, seconds: float) -> None:
+    def on_guest_run(self, *, held: int, seconds: float) -> None:
         """The guest computed for `seconds` while serving held `held` requests."""
         self._after_guest = True
-        self._occupancy.spend(held, seconds + self.serving.after_guest_seconds)
+        self._occupancy.on_guest_run(held, seconds + self.serving.after_guest_seconds)
 
-    def admit(self, serving: Serving, want: Want, *, now: float) -> Answer:
+    def admit(self, serving: ServingState, next_work: NextWork, *, now: float) -> AdmissionDecision:
         """May the guest compute now?"""
         bound, held = self.promise.yield_seconds, serving.held
         prefill, decode, newcomer, most = self._slack(serving, now)
-        hold: Hold | None = None
+        hold: HoldReason | None = None
         if serving.queued or serving.waiting:
-            seconds, hold = 0.0, Hold.WAITING
+            seconds, hold = 0.0, HoldReason.WAITING
         elif not held:
             seconds = bound
         else:
-            earned = self._occupancy.seconds(held)
-            limits = ((earned, Hold.OCCUPANCY), (min(prefill, newcomer), Hold.PREFILL), (decode, Hold.DECODE))
+            earned = self._occupancy.available_seconds(held)
+            limits = (
+                (earned, HoldReason.OCCUPANCY),
+                (min(prefill, newcomer), HoldReason.PREFILL),
+                (decode, HoldReason.DECODE),
+            )
             seconds, tightest = min(limits, key=lambda limit: limit[0])
             seconds = min(seconds - self.serving.after_guest_seconds, bound)
-            if seconds <= 0.0 or seconds < self._least(want, min(most, bound) - self.serving.after_guest_seconds):
+            if seconds <= 0.0 or seconds < self._min_useful_seconds(
+                next_work, min(most, bound) - self.serving.after_guest_seconds
+            ):
                 seconds, hold = 0.0, tightest
-        step = not held or want.work is Work.STEP
-        return Answer(
+        step = not held or next_work.kind is WorkKind.STEP
+        return AdmissionDecision(
             seconds=seconds,
             tokens=0 if hold else max(int(step), self.guest.tokens_within(seconds)),
-            hold=hold,
+            hold_reason=hold,
             prefill_headroom=prefill if serving.prefills else None,
             decode_headroom=decode if serving.last_tokens else None,
         )
 
-    def _least(self, want: Want, most: float) -> float:
+    def _min_useful_seconds(self, next_work: NextWork, most_seconds: float) -> float:
         """Seconds for which it is worth to begin while serving computes, of which `most` may ever be left."""
-        if want.work is Work.PIECE:
-            return min(want.seconds, FULL * most)
-        if want.work is Work.STEP and not self.guest.known:
-            return FULL * most
-        wanted = WORTH * min(want.seconds, most)
-        if want.work is not Work.STEP:
-            return wanted
+        if next_work.kind is WorkKind.ATOMIC:
+            return min(next_work.seconds, FULL_SHARE * most_seconds)
+        if next_work.kind is WorkKind.STEP and not self.guest.has_observed:
+            return FULL_SHARE * most_seconds
+        work_seconds = MIN_USEFUL_SHARE * min(next_work.seconds, most_seconds)
+        if next_work.kind is not WorkKind.STEP:
+            return work_seconds
         token = self.guest.bounded_seconds(1)
-        if self.guest.seconds(1) * (1.0 - FADES) ** self._untried <= FULL * most:
-            token = min(token, FULL * most)
-        return max(wanted, token)
+        if self.guest.seconds(1) * (1.0 - AFTER_GUEST_FADING) ** self._untried <= FULL_SHARE * most_seconds:
+            token = min(token, FULL_SHARE * most_seconds)
+        return max(work_seconds, token)
 
-    def _slack(self, serving: Serving, now: float) -> tuple[float, float, float, float]:
+    def _slack(self, serving: ServingState, now: float) -> tuple[float, float, float, float]:
         """Least S_prf, least S_dec, and the S_prf of prompts that arrive as a guest's step begins; inf where none. And
         the most that the last two can come to while serving holds as much.
         """
@@ -210,7 +330,7 @@ class Admission:
             left += tokens
             due = arrived + self.promise.ttft_seconds
             prefill = min(prefill, due - now - self.serving.prefill_seconds(left, decoding))
-        left += self._arrivals.within(self.promise.yield_seconds, now)
+        left += self._arrivals.expected_tokens(self.promise.yield_seconds, now)
         newcomer = self.promise.ttft_seconds - self.serving.prefill_seconds(left, decoding)
         most = newcomer
         if serving.last_tokens:

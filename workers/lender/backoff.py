@@ -7,7 +7,7 @@ Keeps true: `FIRST_WAIT_SECONDS` after the first failure, twice as long after ea
 FIRST_WAIT_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 60.0
 
-WELL_SECONDS = 60.0
+RESET_SECONDS = 60.0
 """Whoever went for so long since the last wait has no failure on its record."""
 
 
@@ -21,7 +21,7 @@ class Backoff:
 
     def failed(self, now: float) -> float:
         """It failed; returns how long it waits now."""
-        if now - self.until >= WELL_SECONDS:
+        if now - self.until >= RESET_SECONDS:
             self._failures = 0
         wait = min(FIRST_WAIT_SECONDS * 2.0 ** min(self._failures, 30), LONGEST_WAIT_SECONDS)
         self._failures += 1

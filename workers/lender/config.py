@@ -50,9 +50,9 @@ class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A JSON object. Sizes are the guest's own: serving's are the server's flags."""
 
     model_folder: str
-    """Hugging Face folder of the rollout policy: its architecture; weights come from the process beside."""
+    """Hugging Face folder of the rollout policy: its architecture; weights come from the sidecar."""
     socket: str
-    """Path of the unix socket where the process beside the server knocks; for the server's user alone."""
+    """Path of the unix socket where the sidecar of the server knocks; for the server's user alone."""
     dtype: str = "float32"
     """What the guest computes in."""
     max_turns: Annotated[int, Meta(ge=1)] = 64
@@ -72,7 +72,9 @@ class LendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     heartbeat_seconds: Annotated[float, Meta(ge=0.01, le=0.2)] = 0.1
     """Time between two reports of how the guest stands, at most 0.2."""
     pulse: str = ""
-    """Path of the page that is shared with the keeper (`workers.lender.pulse`); empty: nobody watches for a hang."""
+    """Path of the page that is shared with the watchdog (`workers.lender.watchdog_page`); empty: nobody watches for a
+    hang.
+    """
     observe: bool = False
     """Whether there is no guest, and what could be lent is measured."""
 

@@ -1,8 +1,8 @@
-"""The folder that a lending server, its keeper and the process beside share: made, and never left behind for long.
+"""The folder that a lending server, its watchdog and the sidecar share: made, and never left behind for long.
 
 Keeps true
 - A folder is there as long as one of those processes is, and whoever makes the next one removes what is nobody's: its
-  keeper would have, but it may have been killed.
+  watchdog would have, but it may have been killed.
 - Nothing is removed that another user made, or that somebody may still make use of.
 
 Who has a folder holds a lock on it, which the kernel lets go of when the last process that inherited it has ended.
@@ -20,27 +20,27 @@ PREFIX = "rose-lend-"
 
 def make_folder() -> Path:
     """One for this process, for what it becomes and for those that it forks, until all of them have ended."""
-    _remove_left()
+    _remove_abandoned()
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         with suppress(FileNotFoundError, BlockingIOError):  # another start took it for one that was left
-            lock = _locked(folder)
+            lock = _lock(folder)
             if folder.exists():
                 os.set_inheritable(lock, True)
                 return folder
             os.close(lock)
 
 
-def _remove_left() -> None:
+def _remove_abandoned() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # somebody has it, has just removed it, or it is another user's
             if folder.stat(follow_symlinks=False).st_uid == os.getuid():
-                lock = _locked(folder)
+                lock = _lock(folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(lock)
 
 
-def _locked(folder: Path) -> int:
+def _lock(folder: Path) -> int:
     """A descriptor that holds the folder's lock. Raises OSError, BlockingIOError if somebody else does."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

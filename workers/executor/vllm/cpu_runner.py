@@ -23,7 +23,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 """Element types that the C++ kernels take."""
 
 
-def fit_cpu_runner(runner: Any) -> None:
+def patch_cpu_runner(runner: Any) -> None:
     """Fit one model runner. Does nothing where vLLM does not run on a CPU."""
     if not current_platform.is_cpu():
         return

@@ -30,20 +30,20 @@ from vllm.v1.request import Request, RequestStatus
 
 from schemas.prompts import Sampling
 from schemas.turns import VersionSpan
+from workers.executor.vllm.backend import InProcessBackend, ModelBackend
 from workers.executor.vllm.cpu_runner import zero_new_blocks
 from workers.executor.vllm.folder import read_folder
-from workers.executor.vllm.place import Here, Place
 from workers.executor.vllm.start import start_core
 from workers.executor.vllm.types import (
     EngineBroken,
     EngineConfig,
+    EngineLoad,
     EngineRefusal,
     EngineStartError,
-    Finished,
-    Load,
+    FinishedTurn,
+    HeldTurn,
     ModelFolderError,
-    Standing,
-    Step,
+    StepResult,
     SwapRefused,
     first_line,
 )
@@ -53,20 +53,20 @@ __all__ = [
     "Engine",
     "EngineBroken",
     "EngineConfig",
+    "EngineLoad",
     "EngineRefusal",
     "EngineStartError",
-    "Finished",
-    "Load",
+    "FinishedTurn",
+    "HeldTurn",
     "ModelFolderError",
-    "Standing",
-    "Step",
+    "StepResult",
     "SwapRefused",
 ]
 
 LEAST_TEMPERATURE = 0.01
 """vLLM raises anything lower, but not 0, to this in silence."""
 
-WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+WAITING_STATUSES = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 """Holds no KV."""
 
 
@@ -90,7 +90,7 @@ class _Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class KvCache:
     """An engine's KV cache, for who shares its memory out."""
 
     config: KVCacheConfig
@@ -98,7 +98,7 @@ class Cache:
     block_bytes: int
     """Of all ranks."""
     block_tokens: int
-    begins: int | None
+    address: int | None
     """Its address; None where it is not in this process."""
 
 
@@ -110,8 +110,8 @@ class Engine:
     get the log_softmax at temperature 1.
     """
 
-    def __init__(self, config: EngineConfig, place: Place | None = None) -> None:
-        """Takes seconds. `place` is this process unless given. The folder's tokenizer is of no use to it, and is left
+    def __init__(self, config: EngineConfig, backend: ModelBackend | None = None) -> None:
+        """Takes seconds. `backend` is this process unless given. The folder's tokenizer is of no use to it, and is left
         unread: `check_folder` is for whoever has no users to wait for it. Raises ModelFolderError, ConfigRefused or
         EngineStartError.
         """
@@ -123,25 +123,25 @@ class Engine:
         """Of a turn, context and output together."""
         self.steps = 0
         """That it has begun: between two of them no turn takes or finds a block."""
-        self.aside_seconds = 0.0
+        self.suspended_seconds = 0.0
         """That its steps stood still, for somebody else to have the thread. Whoever has it then counts."""
         self._step_tokens = config.step_tokens
-        self._place = place or Here()
-        self.devices = self._place.ranks
+        self._backend = backend or InProcessBackend()
+        self.devices = self._backend.ranks
         """That a step takes the time of."""
-        self._core = start_core(config, self._place)
+        self._core = start_core(config, self._backend)
         self._scheduler = self._core.scheduler
         zero_new_blocks(self._scheduler)
-        self._weights = self._place.fit(self._core, config.model_folder, self.shapes)
+        self._weights = self._backend.patch_model(self._core, config.model_folder, self.shapes)
         self._swaps = 0
-        self._prepared: dict[str, torch.Tensor] | None = None
+        self._staged: dict[str, torch.Tensor] | None = None
         """A version that can be served at once."""
         self._turns: dict[str, _Turn] = {}
         self._unscheduled: deque[_Turn] = deque()
         kv, pool = self._scheduler.kv_cache_config, self._scheduler.kv_cache_manager.block_pool
-        block_bytes = self._place.ranks * sum(tensor.size for tensor in kv.kv_cache_tensors) // kv.num_blocks
-        begins = self._place.cache_begins(self._core)
-        self.cache = Cache(kv, pool, block_bytes, self._scheduler.block_size, begins)
+        block_bytes = self._backend.ranks * sum(tensor.size for tensor in kv.kv_cache_tensors) // kv.num_blocks
+        begins = self._backend.cache_address(self._core)
+        self.cache = KvCache(kv, pool, block_bytes, self._scheduler.block_size, begins)
         self._device = current_platform.get_device_name() or current_platform.device_type
 
     def __len__(self) -> int:
@@ -174,11 +174,11 @@ class Engine:
         self._turns[key] = turn = _Turn(request, added_at=time.time())
         self._unscheduled.append(turn)
 
-    def between_layers(self, call: Callable[[], None]) -> None:
+    def set_layer_hook(self, hook: Callable[[], None]) -> None:
         """Have this called between two layers of its steps, as far as they are in this process."""
-        self._place.between_layers(self._core, call)
+        self._backend.set_layer_hook(self._core, hook)
 
-    def abort(self, key: str) -> Finished | None:
+    def abort(self, key: str) -> FinishedTurn | None:
         """Take a turn out, with what it has sampled; None if it is not in the engine."""
         turn = self._turns.pop(key, None)
         if turn is None:
@@ -187,21 +187,21 @@ class Engine:
         return self._finish(turn, "abort", time.time())
 
     @property
-    def wanted_tokens(self) -> int:
+    def next_step_tokens(self) -> int:
         """Tokens of the step that would be next."""
-        wanted: int = sum(each.request.num_tokens - each.request.num_computed_tokens for each in self._turns.values())
-        return min(wanted, self._step_tokens)
+        tokens: int = sum(each.request.num_tokens - each.request.num_computed_tokens for each in self._turns.values())
+        return min(tokens, self._step_tokens)
 
-    def step(self, most_tokens: int | None = None) -> Step:
+    def step(self, most_tokens: int | None = None) -> StepResult:
         """One bounded step: at most `step_tokens` tokens, prefill and decode together, and at most `most_tokens`.
 
         Raises EngineBroken.
         """
         if not self._scheduler.has_requests():
-            return Step([], 0, 0.0)
+            return StepResult([], 0, 0.0)
         self._scheduler.max_num_scheduled_tokens = min(self._step_tokens, most_tokens or self._step_tokens)
-        began_at, began, aside = time.time(), time.perf_counter(), self.aside_seconds
-        self._name_waiting_anew()
+        began_at, began, aside = time.time(), time.perf_counter(), self.suspended_seconds
+        self._rehash_waiting()
         self.steps += 1
         try:
             outputs, _ = self._core.step_fn()
@@ -209,13 +209,15 @@ class Engine:
             raise EngineBroken(f"a step failed: {error}") from error
         seconds = time.perf_counter() - began
         now = began_at + seconds
-        seconds -= self.aside_seconds - aside
-        while self._unscheduled and self._unscheduled[0].request.status not in WAITING:
+        seconds -= self.suspended_seconds - aside
+        while self._unscheduled and self._unscheduled[0].request.status not in WAITING_STATUSES:
             self._unscheduled.popleft().scheduled_at = began_at
-        finished = [turn for batch in outputs.values() for output in batch.outputs if (turn := self._take(output, now))]
-        return Step(finished, self._scheduler.scheduled_tokens, seconds)
+        finished = [
+            turn for batch in outputs.values() for output in batch.outputs if (turn := self._on_output(output, now))
+        ]
+        return StepResult(finished, self._scheduler.scheduled_tokens, seconds)
 
-    def _take(self, output: EngineCoreOutput, now: float) -> Finished | None:
+    def _on_output(self, output: EngineCoreOutput, now: float) -> FinishedTurn | None:
         """Note the token of one turn; the turn itself if it has ended."""
         turn = self._turns[output.request_id]
         if not turn.first_token_at:
@@ -227,9 +229,9 @@ class Engine:
         del self._turns[output.request_id]
         return self._finish(turn, str(output.finish_reason), now)
 
-    def _finish(self, turn: _Turn, reason: str, now: float) -> Finished:
+    def _finish(self, turn: _Turn, reason: str, now: float) -> FinishedTurn:
         turn.close_span(self.version)
-        return Finished(
+        return FinishedTurn(
             key=turn.request.request_id,
             tokens=list(turn.request.output_token_ids),
             logprobs=np.array(turn.logprobs, dtype=np.float32),
@@ -243,7 +245,7 @@ class Engine:
             finished_at=now,
         )
 
-    def prove(self) -> None:
+    def self_test(self) -> None:
         """Run a turn, for whoever has nobody waiting: what vLLM cannot compute it raises only when it computes it.
 
         Raises EngineStartError.
@@ -261,46 +263,46 @@ class Engine:
         Raises SwapRefused when the old version serves on, EngineBroken when none does.
         """
         began = time.perf_counter()
-        for _ in self.preparing(tensors):
+        for _ in self.stage(tensors):
             pass
-        self.serve(version)
+        self.activate(version)
         return time.perf_counter() - began
 
-    def preparing(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
-        """Check a version, and do what can be done while the old one serves: in pieces (`writing`), between
+    def stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
+        """Check a version, and do what can be done while the old one serves: in pieces (`write_version`), between
         which the engine may step.
 
         `tensors` are all tensors of the model by Hugging Face name, on any device, in the engine's element type or one
         that it holds exactly. They are kept: do not write to them afterwards. What was prepared before and is not
         served is lost. Raises SwapRefused.
         """
-        self._prepared = None
-        version = yield from self._weights.checking(tensors)
+        self._staged = None
+        version = yield from self._weights.check(tensors)
         yield
-        yield from self._weights.preparing(version)
-        self._prepared = version
+        yield from self._weights.stage(version)
+        self._staged = version
 
-    def hold_spare(self) -> None:
+    def allocate_spare(self) -> None:
         """Take the memory for a second version now, not in the first piece of the first one."""
-        self._weights.hold_spare()
+        self._weights.allocate_spare()
 
-    def serve(self, version: int) -> float:
+    def activate(self, version: int) -> float:
         """Serve what was prepared last, as `version`, from the next step on; returns the seconds that this took.
 
         Raises SwapRefused when the old version serves on, EngineBroken when none does.
         """
-        if self._prepared is None:
+        if self._staged is None:
             raise SwapRefused("nothing is prepared")
         began = time.perf_counter()
-        prepared, self._prepared = self._prepared, None
-        self._weights.apply(prepared)
+        prepared, self._staged = self._staged, None
+        self._weights.activate(prepared)
         for turn in self._turns.values():
             turn.close_span(self.version)
         self.version = version
         self._swaps += 1
         return time.perf_counter() - began
 
-    def _name_waiting_anew(self) -> None:
+    def _rehash_waiting(self) -> None:
         """Who holds no KV begins under the weights that serve: also one that a swap overtook and that was preempted
         only then, whose old blocks may still be found by their old names.
         """
@@ -316,11 +318,11 @@ class Engine:
         """Names the weights, whose KV is found again under no other; the count tells two of one version apart."""
         return f"{self.version}/{self._swaps}"
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """Figures of this moment, from the scheduler itself."""
         running, waiting = self._scheduler.get_request_counts()
         cache = self.cache
-        return Load(
+        return EngineLoad(
             device=self._device,
             running=running,
             waiting=waiting,
@@ -330,10 +332,10 @@ class Engine:
             kv_bytes_per_token=cache.block_bytes // cache.block_tokens,
         )
 
-    def standing(self) -> list[Standing]:
+    def held_turns(self) -> list[HeldTurn]:
         """Every turn held."""
         return [
-            Standing(
+            HeldTurn(
                 key,
                 held_tokens=turn.request.num_computed_tokens,
                 most_tokens=min(turn.request.num_prompt_tokens + turn.request.max_tokens, self.longest_tokens),
@@ -343,7 +345,7 @@ class Engine:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._place.release()
+        self._backend.release()
         self._core.structured_output_manager.clear_backend()
         self._scheduler.shutdown()
         del self._core, self._scheduler, self._weights, self.cache

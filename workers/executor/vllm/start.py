@@ -3,7 +3,7 @@
 Keeps true
 - The core has no tokenizer, reads no pickle, runs no code of a model folder, and never runs ahead of the weights it
   reports: a step computes and samples before it returns.
-- It runs in this process, whatever the environment says to vLLM; its model where `place` says.
+- It runs in this process, whatever the environment says to vLLM; its model where `backend` says.
 """
 
 import secrets
@@ -24,17 +24,17 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
-from workers.executor.vllm.place import Place
+from workers.executor.vllm.backend import ModelBackend
 from workers.executor.vllm.types import EngineConfig, EngineStartError, first_line
-from workers.executor.vllm.weights import plain_weights_kept
+from workers.executor.vllm.weights import keep_unpacked_weights
 
-UNLIKE = frozenset({"Gemma3nForCausalLM", "Lfm2ForCausalLM"})
+DIVERGENT_ARCHITECTURES = frozenset({"Gemma3nForCausalLM", "Lfm2ForCausalLM"})
 """Architectures of which transformers and vLLM on a CPU are off by hundredths of a nat or more."""
 
 PATTERN = "*?["
 """Letters of paths that Python's glob does not take as they are."""
 
-BOTH_WAYS = frozenset({"HrmTextForCausalLM"})
+BIDIRECTIONAL_ARCHITECTURES = frozenset({"HrmTextForCausalLM"})
 """Architectures of which vLLM, on any device, lets the tokens that it computes in one step see each other both ways
 (`PrefillPrefixLMAttention`). What is sampled after them depends on what a step and the prefix cache left for it."""
 
@@ -68,7 +68,7 @@ class _SeenModules:
 
 
 @contextmanager
-def llvmlite_unseen() -> Iterator[None]:
+def hide_llvmlite() -> Iterator[None]:
     """While vLLM starts: it asks every object of every module for its `__dict__`, and llvmlite's library handle, which
     answers to any name with a C function, would end it. The codec has llvmlite loaded, by way of numba.
     """
@@ -79,7 +79,7 @@ def llvmlite_unseen() -> Iterator[None]:
         dispatcher.sys = sys
 
 
-def start_core(config: EngineConfig, place: Place) -> EngineCore:
+def start_core(config: EngineConfig, backend: ModelBackend) -> EngineCore:
     """A core that can step. Raises EngineStartError."""
     if config.step_tokens < config.max_running:
         what = f"step_tokens ({config.step_tokens}) is less than max_running ({config.max_running})"
@@ -88,25 +88,25 @@ def start_core(config: EngineConfig, place: Place) -> EngineCore:
         what = f"its path has one of the letters {PATTERN}, and vLLM takes it for a pattern"
         raise EngineStartError(f"vLLM finds no weights in {config.model_folder}: {what}: move the folder")
     try:
-        with plain_weights_kept(), llvmlite_unseen():
-            vllm_config = EngineArgs(**_arguments(config, place)).create_engine_config()
-            _refuse_both_ways(vllm_config)
+        with keep_unpacked_weights(), hide_llvmlite():
+            vllm_config = EngineArgs(**_arguments(config, backend)).create_engine_config()
+            _refuse_bidirectional(vllm_config)
             _refuse_other_class(vllm_config)
             if current_platform.is_cpu():
-                _refuse_unlike(vllm_config)
+                _refuse_divergent(vllm_config)
                 _refuse_heads(vllm_config)
-            return QuietCore(vllm_config, place.executor, log_stats=False)
+            return QuietCore(vllm_config, backend.make_executor, log_stats=False)
     except EngineStartError:
-        place.release()
+        backend.release()
         raise
     except Exception as error:  # vLLM answers a model or a setting that it cannot take with any exception at all
-        place.release()
-        raise EngineStartError(f"vLLM does not start with {config.model_folder}: {_said(error)}") from error
+        backend.release()
+        raise EngineStartError(f"vLLM does not start with {config.model_folder}: {_error_text(error)}") from error
 
 
-def _refuse_both_ways(config: VllmConfig) -> None:
+def _refuse_bidirectional(config: VllmConfig) -> None:
     model = config.model_config
-    if found := BOTH_WAYS.intersection(model.architectures):
+    if found := BIDIRECTIONAL_ARCHITECTURES.intersection(model.architectures):
         what = f"vLLM lets tokens of a context see later ones for {min(found)}, and a trainer does not"
         raise EngineStartError(f"{model.model} cannot be trained on what vLLM samples: {what}")
 
@@ -124,9 +124,9 @@ def _refuse_other_class(config: VllmConfig) -> None:
         raise EngineStartError(f"{model.model} cannot be trained on what vLLM samples: {what}: correct one of them")
 
 
-def _refuse_unlike(config: VllmConfig) -> None:
+def _refuse_divergent(config: VllmConfig) -> None:
     model = config.model_config
-    if unlike := UNLIKE.intersection(model.architectures):
+    if unlike := DIVERGENT_ARCHITECTURES.intersection(model.architectures):
         what = f"vLLM computes other logprobs than transformers for {min(unlike)}"
         raise EngineStartError(f"{model.model} cannot be trained on what an engine on a CPU samples: {what}")
 
@@ -142,14 +142,14 @@ def _refuse_heads(config: VllmConfig) -> None:
         raise EngineStartError(f"{what}: on a CPU vLLM computes heads of {known}")
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         error = ValueError(": ".join([*map(str, first["loc"]), first["msg"]]))
     return first_line(error)
 
 
-def _arguments(config: EngineConfig, place: Place) -> dict[str, Any]:
+def _arguments(config: EngineConfig, backend: ModelBackend) -> dict[str, Any]:
     return {
         "model": str(config.model_folder),
         "skip_tokenizer_init": True,
@@ -159,7 +159,7 @@ def _arguments(config: EngineConfig, place: Place) -> dict[str, Any]:
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_running,
         "max_num_batched_tokens": config.step_tokens,
-        "kv_cache_memory_bytes": None if config.kv_cache_bytes is None else config.kv_cache_bytes // place.ranks,
+        "kv_cache_memory_bytes": None if config.kv_cache_bytes is None else config.kv_cache_bytes // backend.ranks,
         "block_size": config.block_tokens,
         "seed": secrets.randbits(31) if config.seed is None else config.seed,
         "enforce_eager": config.enforce_eager,
@@ -168,7 +168,7 @@ def _arguments(config: EngineConfig, place: Place) -> dict[str, Any]:
         "scheduler_cls": StepScheduler,
         "async_scheduling": False,  # a step that runs ahead would sample with weights that were swapped meanwhile
         "disable_log_stats": True,
-        **place.arguments,
+        **backend.engine_arguments,
         **config.vllm_arguments,
         "trust_remote_code": False,
     }

@@ -65,7 +65,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class FinishedTurn:
     """A turn that has left the engine. Times are unix seconds, 0.0 where the turn never came by."""
 
     key: str
@@ -88,7 +88,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class HeldTurn:
     """A turn in the engine, at this moment."""
 
     key: str
@@ -99,17 +99,17 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepResult:
     """What one step did."""
 
-    finished: list[Finished]
+    finished: list[FinishedTurn]
     tokens: int
     """Computed in this step, prefill and decode together; 0 when there was nothing to do."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class EngineLoad:
     """The engine's own figures at this moment."""
 
     device: str
@@ -125,8 +125,8 @@ class Load:
 
 def first_line(error: Exception) -> str:
     """Of what a library says of an error; of a line that is long its first sentence."""
-    said = f"{type(error).__name__} {error}" if isinstance(error, KeyError) else str(error)
-    line = next((line.strip() for line in said.splitlines() if line.strip()), "") or _where(error)
+    text = f"{type(error).__name__} {error}" if isinstance(error, KeyError) else str(error)
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "") or _where(error)
     return line if len(line) <= LINE_CHARACTERS else line.partition(". ")[0][:LINE_CHARACTERS]
 
 

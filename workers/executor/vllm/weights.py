@@ -13,28 +13,239 @@ by 10), and it takes twice as long (18 ms against 7.5 ms, 0.4M parameters). Why 
 parameter model take up to 1.4 times as long. The price is that a CPU holds weights twice, and packed ones beside them.
 """
 
+import copy
 import math
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-from workers.executor.vllm.spare import exchange, spare_of
 from workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused, first_line
-from workers.executor.vllm.writing import equal, not_finite, refuse_unwritten, unlike, writing
-from workers.weights.folder_names import COMPUTED
+from workers.weights.folder_names import COMPUTED, layer_of
 from workers.weights.model_folder import folder_tensors, held_tensors
 
-HEAD = "lm_head.weight"
+PACKED = "cpu_linear"
+"""vLLM's function over a packed copy of a layer's weight."""
+
+
+def make_spare(model: nn.Module) -> nn.Module:
+    """A module tree of the same classes with parameters of its own. What they hold is that of the model."""
+    return _copy(model, {}, {})
+
+
+def exchange_parameters(model: nn.Module, spare: nn.Module) -> None:
+    """Give each the weights of the other."""
+    exchanged: set[int] = set()
+    for mine, other in zip(model.modules(), spare.modules(), strict=True):
+        for name, parameter in mine._parameters.items():
+            theirs = other._parameters[name]
+            if parameter is None or theirs is None or id(parameter) in exchanged:
+                continue
+            exchanged.add(id(parameter))
+            parameter.data, theirs.data = theirs.data, parameter.data
+        if PACKED in mine.__dict__:
+            mine.__dict__[PACKED], other.__dict__[PACKED] = other.__dict__[PACKED], mine.__dict__[PACKED]
+
+
+def _copy(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, nn.Parameter]) -> nn.Module:
+    known = modules.get(id(module))
+    if known is not None:
+        return known
+    copied = copy.copy(module)
+    modules[id(module)] = copied
+    copied.__dict__["_parameters"] = {
+        name: None if parameter is None else _copy_parameter(parameter, tensors)
+        for name, parameter in module._parameters.items()
+    }
+    copied.__dict__["_modules"] = {
+        name: None if child is None else _copy(child, modules, tensors) for name, child in module._modules.items()
+    }
+    return copied
+
+
+def _copy_parameter(parameter: nn.Parameter, tensors: dict[int, nn.Parameter]) -> nn.Parameter:
+    if id(parameter) not in tensors:
+        copied = torch.Tensor._make_subclass(type(parameter), parameter.data.clone(), False)
+        copied.__dict__.update(parameter.__dict__)  # its loader, and what vLLM knows of it
+        tensors[id(parameter)] = copied
+    return tensors[id(parameter)]
+
+
+PIECE_ELEMENTS = 1 << 21
+"""Packed in about a millisecond, copied in half of one."""
+
+WRITABLE_METHODS = UnquantizedLinearMethod, UnquantizedEmbeddingMethod
+"""How layers compute whose weights are written as vLLM has them: as they were loaded, and packed copies of these."""
+
+BLOCK_ROWS = 64
+"""Rows of a block are a multiple of this, where they are as many: kernels compute so many at once."""
+
+
+def refuse_unsupported_layers(model: torch.nn.Module) -> None:
+    """Raises EngineStartError for a model of whose weights vLLM makes something on a CPU that `write_version` does not
+    make.
+
+    Experts are laid out anew under their old names and shapes, and latent attention is computed from products of its
+    weights: a version would be written where nobody reads it, or read as what it is not.
+    """
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(layer, MLAAttention) or (
+            isinstance(method, QuantizeMethodBase) and type(method) not in WRITABLE_METHODS
+        ):
+            kind = type(layer if method is None else method).__name__
+            raise EngineStartError(
+                f"on a CPU a new policy version cannot be written into {name} ({kind}): take a policy without experts "
+                "and latent attention, or a GPU"
+            )
+
+
+def first_difference(model: torch.nn.Module, other: torch.nn.Module) -> str | None:
+    """The first parameter in which two models of the same classes differ; None if they do not."""
+    pairs = zip(model.named_parameters(), other.parameters(), strict=True)
+    return next((name for (name, one), another in pairs if not torch.equal(one.data, another.data)), None)
+
+
+def bounded_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape, as views of at most PIECE_ELEMENTS elements each."""
+    first = tensors[0]
+    if first.numel() <= PIECE_ELEMENTS:
+        yield tensors
+    elif first.numel() // len(first) > PIECE_ELEMENTS:
+        for rows in zip(*tensors, strict=True):
+            yield from bounded_slices(*rows)
+    else:
+        yield from zip(*(torch.split(tensor, _rows(tensor)) for tensor in tensors), strict=True)
+
+
+def tensors_equal(left: Tensor, right: Tensor) -> Iterator[bool]:
+    """Whether two tensors of one shape are the same, piece by piece."""
+    for pieces in bounded_slices(left, right):
+        yield torch.equal(*pieces)
+
+
+def first_not_finite(version: Mapping[str, Tensor]) -> Generator[None, None, str]:
+    """The first tensor with a value that is no finite number, or an empty name; piece by piece."""
+    left = PIECE_ELEMENTS
+    for name, tensor in version.items():
+        for (piece,) in bounded_slices(tensor):
+            if piece.numel() > left:
+                yield
+                left = PIECE_ELEMENTS
+            if piece.numel() and not all(bound.isfinite() for bound in torch.aminmax(piece)):
+                return name
+            left -= piece.numel()
+    return ""
+
+
+def write_version(model: Any, version: Mapping[str, Tensor], *, unread: set[str] | None = None) -> Iterator[None]:
+    """By the model's own loader, then packed again. `unread` comes to hold the tensors that the loader passes over."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    for _, tensors in groupby(sorted(version.items()), key=lambda named: layer_of(named[0])):  # as loaders want them
+        layer = list(tensors)
+        with torch.no_grad(), _RecordedCopies(own) as copies:
+            model.load_weights(list(layer))
+        if unread is not None:
+            unread.update(name for name, tensor in layer if id(tensor) not in copies.read)
+        yield  # it has filled up rows that no tensor has
+        yield from _copy_pieces(copies.asked)
+    for module in model.modules():
+        if hasattr(module, PACKED):
+            yield from _pack_pieces(module)
+
+
+class _RecordedCopies(TorchFunctionMode):
+    """Copies into storages that are the model's `own` are noted, and not made."""
+
+    def __init__(self, own: set[int]) -> None:
+        super().__init__()
+        self.asked: list[tuple[Tensor, Tensor]] = []
+        """To and from."""
+        self.read: set[int] = set()
+        """Of tensors that anything was done with."""
+        self._own = own
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.read.update(map(id, args))
+        if function is Tensor.copy_ and args[0].untyped_storage().data_ptr() in self._own:
+            self.asked.append((args[0], args[1].expand_as(args[0])))
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
+def _copy_pieces(asked: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    left = PIECE_ELEMENTS
+    for tensors in asked:
+        for to, origin in bounded_slices(*tensors):
+            if to.numel() > left:
+                yield
+                left = PIECE_ELEMENTS
+            with torch.no_grad():
+                to.copy_(origin)
+            left -= to.numel()
+    yield
+
+
+def _pack_pieces(layer: Any) -> Iterator[None]:
+    weight: Tensor = layer.weight.data
+    if weight.ndim != 2 or weight.numel() <= PIECE_ELEMENTS:
+        with torch.no_grad():
+            layer_utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        yield
+        return
+    bias = getattr(layer, "bias", None)
+    blocks, rows = [], _rows(weight)
+    for start in range(0, len(weight), rows):
+        block = SimpleNamespace(weight=weight[start : start + rows], bias=None)
+        if bias is not None:
+            block.bias = bias.data[start : start + rows].clone()  # a kernel may want it in another element type
+        with torch.no_grad():
+            layer_utils.dispatch_cpu_unquantized_gemm(block, remove_weight=False)
+        blocks.append(block)
+        yield
+    setattr(layer, PACKED, _in_blocks(blocks, rows))
+
+
+def _in_blocks(blocks: Sequence[Any], rows: int) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    kernels = [getattr(block, PACKED) for block in blocks]
+    biases = [block.bias for block in blocks]
+
+    def linear(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+        each = zip(kernels, torch.split(weight, rows), biases, strict=True)
+        return torch.cat([kernel(x, part, bias) for kernel, part, bias in each], -1)
+
+    return linear
+
+
+def _rows(tensor: Tensor) -> int:
+    """Of a piece."""
+    rows = max(1, PIECE_ELEMENTS // (tensor.numel() // len(tensor)))
+    return rows - rows % BLOCK_ROWS or rows
+
+
+HEAD_TENSOR = "lm_head.weight"
 """The tensor that a tied model does not have of its own."""
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING_TENSOR = "model.embed_tokens.weight"
 """The tensor that a tied head is."""
 
 UNTRAINED = "|".join((*COMPUTED, r"\battn\.(attention\.)?bias$"))
@@ -42,7 +253,7 @@ UNTRAINED = "|".join((*COMPUTED, r"\battn\.(attention\.)?bias$"))
 
 
 @contextmanager
-def plain_weights_kept() -> Iterator[None]:
+def keep_unpacked_weights() -> Iterator[None]:
     """While a model loads: linear layers keep their weights beside the packed ones. Only a CPU packs."""
     dispatch = layer_utils.dispatch_cpu_unquantized_gemm
 
@@ -56,7 +267,7 @@ def plain_weights_kept() -> Iterator[None]:
         layer_utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
-def checking(
+def check_version(
     tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], engine_dtype: torch.dtype
 ) -> Generator[None, None, dict[str, Tensor]]:
     """A whole version of a model with these shapes, by name, in pieces; a tied head that is the embedding is left out.
@@ -68,30 +279,30 @@ def checking(
         if name in version:
             raise SwapRefused(f"{name} comes twice")
         version[name] = tensor
-    tied = EMBEDDING in shapes and HEAD not in shapes
-    if tied and HEAD in version and EMBEDDING in version:
-        _check_tensor(EMBEDDING, version[EMBEDDING], shapes[EMBEDDING], engine_dtype)
-        yield from _check_head(version.pop(HEAD), version[EMBEDDING])
+    tied = EMBEDDING_TENSOR in shapes and HEAD_TENSOR not in shapes
+    if tied and HEAD_TENSOR in version and EMBEDDING_TENSOR in version:
+        _check_tensor(EMBEDDING_TENSOR, version[EMBEDDING_TENSOR], shapes[EMBEDDING_TENSOR], engine_dtype)
+        yield from _check_head(version.pop(HEAD_TENSOR), version[EMBEDDING_TENSOR])
     if unknown := version.keys() - shapes.keys():
         raise SwapRefused(f"the model has no tensor {min(unknown)}")
     if missing := shapes.keys() - version.keys():
         raise SwapRefused(f"{len(missing)} tensors are missing, the first is {min(missing)}")
     for name, tensor in version.items():
         _check_tensor(name, tensor, shapes[name], engine_dtype)
-    if name := (yield from not_finite(version)):
+    if name := (yield from first_not_finite(version)):
         raise SwapRefused(f"{name} holds a value that is not finite")
     return version
 
 
 def _check_head(head: Tensor, embedding: Tensor) -> Iterator[None]:
     if head.shape == embedding.shape and head.dtype == embedding.dtype and head.device == embedding.device:
-        for same in equal(head, embedding):
+        for same in tensors_equal(head, embedding):
             if not same:
                 break
             yield
         else:
             return
-    raise SwapRefused(f"{HEAD} is not {EMBEDDING}, but the model ties them")
+    raise SwapRefused(f"{HEAD_TENSOR} is not {EMBEDDING_TENSOR}, but the model ties them")
 
 
 def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], engine_dtype: torch.dtype) -> None:
@@ -118,11 +329,11 @@ class PolicyWeights:
         self._serving: dict[str, Tensor] | None = None
         self._spare: torch.nn.Module | None = None
 
-    def checking(self, tensors: Iterable[tuple[str, Tensor]]) -> Generator[None, None, dict[str, Tensor]]:
+    def check(self, tensors: Iterable[tuple[str, Tensor]]) -> Generator[None, None, dict[str, Tensor]]:
         """See `checking`."""
-        return checking(tensors, self._shapes, self._dtype)
+        return check_version(tensors, self._shapes, self._dtype)
 
-    def hold_spare(self) -> None:
+    def allocate_spare(self) -> None:
         """Take the memory that `preparing` takes when it is first asked for. Raises EngineStartError.
 
         It is proven first that a version becomes what vLLM makes of the same weights when it loads them: the folder's
@@ -131,17 +342,17 @@ class PolicyWeights:
         if self._spare is not None or not current_platform.is_cpu():
             return
         model = self._worker.get_model()
-        refuse_unwritten(model)
-        spare = spare_of(model)
+        refuse_unsupported_layers(model)
+        spare = make_spare(model)
         with torch.no_grad():
             for parameter in spare.parameters():
                 parameter.fill_(math.nan if parameter.is_floating_point() else -1)
         unread: set[str] = set()
         held = self._of_folder()
         try:
-            for _ in writing(spare, held, unread=unread):
+            for _ in write_version(spare, held, unread=unread):
                 pass
-            name = unlike(model, spare)
+            name = first_difference(model, spare)
         except Exception as error:  # whatever a loader raises that wants what a version has not
             raise EngineStartError(f"vLLM takes no new version of {self._folder}: {first_line(error)}") from error
         if name is not None:
@@ -173,27 +384,28 @@ class PolicyWeights:
         )
         return next(alone, None)
 
-    def preparing(self, version: dict[str, Tensor]) -> Iterator[None]:
-        """Do for a checked version what can be done while the old one computes, in pieces (`writing`), on any thread.
+    def stage(self, version: dict[str, Tensor]) -> Iterator[None]:
+        """Do for a checked version what can be done while the old one computes, in pieces (`write_version`), on any
+        thread.
 
         One version at a time: another one's pieces may only follow when these are no longer asked for. Raises
         SwapRefused.
         """
         try:
-            self.hold_spare()
+            self.allocate_spare()
             if self._spare is not None:
-                yield from writing(self._spare, version)
+                yield from write_version(self._spare, version)
         except Exception as error:  # whatever a loader or a kernel raises, the old version serves on
             raise SwapRefused(f"it could not be prepared: {error}") from error
 
-    def apply(self, version: dict[str, Tensor]) -> None:
+    def activate(self, version: dict[str, Tensor]) -> None:
         """Serve the version that was prepared last. Its tensors are kept, to undo a later swap.
 
         Raises SwapRefused when the old version serves on, EngineBroken when nothing does.
         """
         if current_platform.is_cpu():
             assert self._spare is not None
-            exchange(self._worker.get_model(), self._spare)
+            exchange_parameters(self._worker.get_model(), self._spare)
             return
         try:
             self._reload(version)

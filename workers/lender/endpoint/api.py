@@ -17,8 +17,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from schemas.prompts import Sampling
 from workers.executor.vllm.folder import check_folder
 from workers.executor.vllm.types import EngineBroken, EngineRefusal, EngineStartError, SwapRefused
-from workers.lender.endpoint.proof import ANSWER_TOKENS, TOLERANCES, Probed
-from workers.lender.endpoint.turn import NOT_NOW, BrokenOff, Choice, Piece, TurnLost, trouble
+from workers.lender.endpoint.turn import (
+    BUSY_STATUSES,
+    Choice,
+    CompletionChunk,
+    StreamBroken,
+    TurnLost,
+    error_for_status,
+)
+from workers.lender.endpoint.weights_proof import ANSWER_TOKENS, TOLERANCES, ProbeAnswer
 from workers.model_config import most_tokens_of
 
 VERSION = "0.32."
@@ -36,22 +43,22 @@ SILENT_SECONDS = 30.0
 LOAD_SECONDS = 600.0
 """For which a load may take: it reads the whole model."""
 
-MOST_LINE_BYTES = 8 << 20
+MAX_LINE_BYTES = 8 << 20
 """Of one piece of an answer."""
 
-MOST_SAID = 300
+MAX_ERROR_CHARACTERS = 300
 """Characters of what it says that are told on."""
 
-LIKELIEST = 20
+TOP_LOGPROBS = 20
 """Tokens at each place of a probe; vLLM's `--max-logprobs` is that unless it was set."""
 
 TTFT, TPOT = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"
 """Histograms that it exports."""
 
-TOKEN = "token_id:"
+TOKEN_PREFIX = "token_id:"
 """What stands before a token's id where a token is named."""
 
-SEEN = "rose"
+VISIBILITY_TENSOR = "rose"
 """Name of a tensor that no model has."""
 
 NOT_VLLM = (
@@ -59,7 +66,7 @@ NOT_VLLM = (
     "be proven; SGLang and others were not tried"
 )
 
-Answered = TypeVar("Answered")
+Response = TypeVar("Response")
 
 
 class ModelConfig(msgspec.Struct):
@@ -99,7 +106,7 @@ class VllmConfig(msgspec.Struct):
     speculative_config: Any = None
 
     @property
-    def lasting(self) -> "VllmConfig":
+    def without_instance(self) -> "VllmConfig":
         """What is the same for as long as the server is."""
         alone = self.parallel_config.api_processes == 1
         return self if alone else msgspec.structs.replace(self, instance_id="")
@@ -125,18 +132,18 @@ class Models(msgspec.Struct):
     data: list[Model]
 
 
-class Endpoint:
+class VllmEndpoint:
     """One server. Every method raises EngineBroken when it is away or broken."""
 
     def __init__(self, url: str, model: str) -> None:
         """`model`: the name under which it serves; empty for its only one. Call it within a running event loop."""
         self.url = url.rstrip("/")
         self.model = model
-        self._found: VllmConfig | None = None
+        self._checked_config: VllmConfig | None = None
         """What it was when it was checked."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
-            read_bufsize=MOST_LINE_BYTES,
+            read_bufsize=MAX_LINE_BYTES,
         )
 
     async def aclose(self) -> None:
@@ -149,13 +156,13 @@ class Endpoint:
         if version is None or info is None:
             raise EngineStartError(f"{self.url}: {NOT_VLLM}")
         try:
-            said = msgspec.json.decode(version, type=Version).version
+            version_text = msgspec.json.decode(version, type=Version).version
         except msgspec.DecodeError:
             raise EngineStartError(f"{self.url}: {NOT_VLLM}") from None
-        if not said.startswith(VERSION):
-            raise EngineStartError(f"{self.url} is vLLM {said}: {NOT_VLLM}")
+        if not version_text.startswith(VERSION):
+            raise EngineStartError(f"{self.url} is vLLM {version_text}: {NOT_VLLM}")
         config = self._decoded(info, ServerInfo).vllm_config
-        sentence = unusable(config, shapes, max_model_len)
+        sentence = incompatibility(config, shapes, max_model_len)
         if sentence:
             raise EngineStartError(f"{self.url}: {sentence}")
         models = self._decoded(await self._get("/v1/models") or b"{}", Models).data
@@ -165,13 +172,13 @@ class Endpoint:
         if self.model not in names:
             raise EngineStartError(f"{self.url} serves {', '.join(names)}: set endpoint.model to the policy's name")
         await self._check_tokens()
-        self._found = config.lasting
+        self._checked_config = config.without_instance
         return config
 
     async def _check_tokens(self) -> None:
         sampling = Sampling(max_tokens=1, temperature=0.0)
         try:
-            async for _, tokens, logprobs, _ in self.turn([0, 1], sampling, salt="rose"):
+            async for _, tokens, logprobs, _ in self.stream_turn([0, 1], sampling, salt="rose"):
                 if tokens and len(tokens) == len(logprobs):
                     return
         except EngineRefusal as refusal:
@@ -180,18 +187,18 @@ class Endpoint:
             raise EngineBroken(str(lost)) from None
         raise EngineStartError(f"{self.url} does not tell the token ids that it draws: turns are never tokenised again")
 
-    async def alive(self) -> None:
+    async def check_alive(self) -> None:
         """Its engine has done something for us, between two of its steps."""
         try:
             await self._post("/collective_rpc", {"method": "check_health"}, ANSWER_SECONDS)
         except SwapRefused as refusal:
             raise EngineBroken(str(refusal)) from None
 
-    async def stays(self) -> None:
+    async def check_unchanged(self) -> None:
         """It is alive, and still the one that was checked: a turn that broke off may have been its end."""
-        await self.alive()
+        await self.check_alive()
         info = await self._get("/server_info?config_format=json", INFO_SECONDS)
-        if info is None or self._decoded(info, ServerInfo).vllm_config.lasting != self._found:
+        if info is None or self._decoded(info, ServerInfo).vllm_config.without_instance != self._checked_config:
             raise EngineBroken(f"{self.url} is another server than it was")
 
     async def histograms(self) -> dict[str, dict[float, float]]:
@@ -207,7 +214,7 @@ class Endpoint:
                         buckets[bound] = buckets.get(bound, 0.0) + sample.value
         return found
 
-    async def turn(
+    async def stream_turn(
         self, context: Sequence[int], sampling: Sampling, *, salt: str
     ) -> AsyncIterator[tuple[int, list[int], list[float], str]]:
         """A turn as it is drawn: cached tokens of its context, new tokens, their logprobs, and why it has ended.
@@ -220,21 +227,21 @@ class Endpoint:
         try:
             async with self._session.post(f"{self.url}/v1/completions", json=body, timeout=silence) as response:
                 if response.status != 200:
-                    raise trouble(self.url, response.status, await _said(response))
+                    raise error_for_status(self.url, response.status, await _error_text(response))
                 async for line in response.content:
                     if line.startswith(b'data: {"error"'):
-                        error = self._decoded(line[6:], BrokenOff).error
-                        said = f"{self.url} broke a turn off: {error.message[:MOST_SAID]}"
-                        raise TurnLost(said, failed=error.code not in NOT_NOW)
+                        error = self._decoded(line[6:], StreamBroken).error
+                        reason = f"{self.url} broke a turn off: {error.message[:MAX_ERROR_CHARACTERS]}"
+                        raise TurnLost(reason, failed=error.code not in BUSY_STATUSES)
                     if line.startswith(b"data: {"):
-                        yield self._taken(self._decoded(line[6:], Piece), context)
+                        yield self._parse_chunk(self._decoded(line[6:], CompletionChunk), context)
         except (aiohttp.ClientError, TimeoutError) as error:
             silent = isinstance(error, TimeoutError)
             raise TurnLost(f"{self.url} broke a turn off: {_reason(error)}", failed=not silent) from None
         except ValueError as error:
             raise EngineBroken(f"{self.url} answers a turn with what is none: {_reason(error)}") from None
 
-    def _taken(self, piece: Piece, context: Sequence[int]) -> tuple[int, list[int], list[float], str]:
+    def _parse_chunk(self, piece: CompletionChunk, context: Sequence[int]) -> tuple[int, list[int], list[float], str]:
         details = piece.usage.prompt_tokens_details if piece.usage is not None else None
         cached = details.cached_tokens or 0 if details is not None else 0
         if not piece.choices:
@@ -245,44 +252,44 @@ class Endpoint:
         logprobs = choice.logprobs.token_logprobs if choice.logprobs is not None else []
         return cached, choice.token_ids or [], logprobs, choice.finish_reason or ""
 
-    async def probe(self, context: Sequence[int], *, salt: str, likeliest: int) -> Probed:
+    async def probe(self, context: Sequence[int], *, salt: str, likeliest: int) -> ProbeAnswer:
         """Its answer to a context, as it is drawn for a turn."""
         sampling = Sampling(max_tokens=ANSWER_TOKENS)
         body = {**self._body(context, sampling, salt), "logprobs": likeliest}
-        answer = self._decoded(await self._post("/v1/completions", body, SILENT_SECONDS), Piece)
+        answer = self._decoded(await self._post("/v1/completions", body, SILENT_SECONDS), CompletionChunk)
         choice = answer.choices[0] if answer.choices else Choice()
         if choice.logprobs is None or choice.token_ids is None:
             raise SwapRefused("a probe is answered without token ids or logprobs")
         places = [place or {} for place in choice.logprobs.top_logprobs]
         try:
-            ids = [{int(name.removeprefix(TOKEN)): value for name, value in place.items()} for place in places]
+            ids = [{int(name.removeprefix(TOKEN_PREFIX)): value for name, value in place.items()} for place in places]
         except ValueError as error:
             raise SwapRefused(f"a probe is answered with what is no token id: {error}") from None
-        return Probed(context, choice.token_ids, ids)
+        return ProbeAnswer(context, choice.token_ids, ids)
 
-    async def sees(self, folder: Path) -> bool:
+    async def can_read(self, folder: Path) -> bool:
         """Whether it can read `folder`, in which a tensor lies that no model has.
 
         Asked to copy it as it is, vLLM finds the tensor and has no place for it, and nothing has changed.
         """
-        asked = {"weights_path": str(folder), "is_checkpoint_format": False}
+        arguments = {"weights_path": str(folder), "is_checkpoint_format": False}
         try:
-            await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": asked}, LOAD_SECONDS)
+            await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, LOAD_SECONDS)
         except SwapRefused as refusal:
-            return f"no attribute `{SEEN}`" in str(refusal)
+            return f"no attribute `{VISIBILITY_TENSOR}`" in str(refusal)
         return False
 
-    async def load(self, folder: Path) -> None:
+    async def load_weights(self, folder: Path) -> None:
         """Load the safetensors of `folder` in place of its weights; it answers nobody from here on until `resume`.
 
         Requests that it holds wait, and are computed anew under the new weights. Raises SwapRefused.
         """
         await self._post("/pause?mode=keep", {}, LOAD_SECONDS)
-        asked = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await self._post("/collective_rpc", asked, LOAD_SECONDS)
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self._post("/collective_rpc", body, LOAD_SECONDS)
         await self._post("/reset_prefix_cache?reset_running_requests=true", {}, LOAD_SECONDS)
 
-    async def resume(self) -> None:
+    async def resume_serving(self) -> None:
         """Have it answer again. Raises SwapRefused."""
         await self._post("/resume", {}, LOAD_SECONDS)
 
@@ -315,7 +322,7 @@ class Endpoint:
                 if response.status in (404, 405):
                     return None
                 if response.status != 200:
-                    raise EngineBroken(f"{self.url}{path} answers {response.status}: {await _said(response)}")
+                    raise EngineBroken(f"{self.url}{path} answers {response.status}: {await _error_text(response)}")
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineBroken(f"{self.url} does not answer: {_reason(error)}") from None
@@ -326,19 +333,19 @@ class Endpoint:
             timeout = aiohttp.ClientTimeout(total=seconds)
             async with self._session.post(self.url + path, json=body, timeout=timeout) as response:
                 if response.status != 200:
-                    raise SwapRefused(f"{self.url}{path} answers {response.status}: {await _said(response)}")
+                    raise SwapRefused(f"{self.url}{path} answers {response.status}: {await _error_text(response)}")
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineBroken(f"{self.url} does not answer: {_reason(error)}") from None
 
-    def _decoded(self, answer: bytes, kind: type[Answered]) -> Answered:
+    def _decoded(self, answer: bytes, kind: type[Response]) -> Response:
         try:
             return msgspec.json.decode(answer, type=kind)
         except msgspec.DecodeError as error:
             raise EngineBroken(f"{self.url} answers what is no {kind.__name__}: {error}") from None
 
 
-def unusable(config: VllmConfig, shapes: Mapping[str, Sequence[int]], max_model_len: int) -> str:
+def incompatibility(config: VllmConfig, shapes: Mapping[str, Sequence[int]], max_model_len: int) -> str:
     """Why no policy of these shapes can be lent an endpoint like this; empty when it can."""
     model, parallel = config.model_config, config.parallel_config
     if parallel.world_size > 1 or parallel.data_parallel_size > 1:
@@ -357,10 +364,10 @@ def unusable(config: VllmConfig, shapes: Mapping[str, Sequence[int]], max_model_
             f"its longest turn is {model.max_model_len} tokens: start it with --max-model-len {most}, of which "
             "trainer and engine compute the same"
         )
-    return _other_model(Path(model.model), shapes, on_cpu=config.device_config.device == "cpu")
+    return _model_mismatch(Path(model.model), shapes, on_cpu=config.device_config.device == "cpu")
 
 
-def _other_model(folder: Path, shapes: Mapping[str, Sequence[int]], *, on_cpu: bool) -> str:
+def _model_mismatch(folder: Path, shapes: Mapping[str, Sequence[int]], *, on_cpu: bool) -> str:
     if not (folder / "config.json").is_file():
         return f"its model folder {folder} cannot be read from here, so it cannot be told whether it is the policy's"
     theirs, _ = check_folder(folder)
@@ -376,8 +383,8 @@ HEAD = "lm_head.weight"
 """Where it is missing it is the embedding."""
 
 
-async def _said(response: aiohttp.ClientResponse) -> str:
-    return (await response.text(errors="replace"))[:MOST_SAID]
+async def _error_text(response: aiohttp.ClientResponse) -> str:
+    return (await response.text(errors="replace"))[:MAX_ERROR_CHARACTERS]
 
 
 def _reason(error: BaseException) -> str:

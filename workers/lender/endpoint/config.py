@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from schemas.bounds import YEAR_SECONDS, is_server, refuse_outside
 from schemas.errors import UsageError
 
-LEAST_SECONDS = 1e-6
+MIN_PROMISE_SECONDS = 1e-6
 """Of a promise."""
 
 
@@ -31,10 +31,11 @@ class EndpointConfig:
         if self.url and not is_server(self.url):
             raise UsageError("endpoint.url is http://host:port, with no password in it: logs name it")
         refuse_outside(
-            self, {"ttft_seconds": (LEAST_SECONDS, YEAR_SECONDS), "tpot_seconds": (LEAST_SECONDS, YEAR_SECONDS)}
+            self,
+            {"ttft_seconds": (MIN_PROMISE_SECONDS, YEAR_SECONDS), "tpot_seconds": (MIN_PROMISE_SECONDS, YEAR_SECONDS)},
         )
 
     @property
-    def place(self) -> str:
+    def folder_name(self) -> str:
         """Where it is, as a file's name: the same for whoever lends it next."""
         return urlsplit(self.url).netloc.replace(":", "-")

@@ -25,21 +25,20 @@ from schemas.slack import WorkerClass
 from topics.health import HEALTH
 from topics.settings import BusSettings
 from workers.executor.config import ExecutorConfig
-from workers.executor.line import Line
-from workers.executor.link import EngineLink
+from workers.executor.ipc.engine_client import EngineClient
+from workers.executor.ipc.messages import EngineFailed, MessageSender
+from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
 from workers.executor.main import run_executor
 from workers.executor.vllm.folder import check_folder
 from workers.executor.vllm.types import EngineBroken
-from workers.executor.wires import Wires
-from workers.executor.words import Failed, Outbox
-from workers.lender.endpoint.api import Endpoint, VllmConfig
+from workers.lender.endpoint.api import VllmConfig, VllmEndpoint
 from workers.lender.endpoint.config import EndpointConfig
-from workers.lender.endpoint.player import Cache, Player
-from workers.lender.endpoint.proof import Expected
-from workers.lender.endpoint.versions import Versions, let_go_on
+from workers.lender.endpoint.http_engine import HttpEngine, KvAllowance
+from workers.lender.endpoint.versions import EndpointVersions, resume_paused
+from workers.lender.endpoint.weights_proof import ReferenceModel
 from workers.weights.config import WeightsConfig
 
-AGAIN_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 """Between two looks for an endpoint that is away."""
 
 log = structlog.get_logger("endpoint")
@@ -55,18 +54,18 @@ def lend_endpoint(
     """
     config = replace(config, drain_before_swap=True)
     shapes, vocabulary = check_folder(config.model_folder)
-    expected = Expected(config.model_folder)
+    expected = ReferenceModel(config.model_folder)
     while not stop.is_set():
         try:
-            with PlayedEngine(config, endpoint, shapes, vocabulary, expected) as link:
-                run_executor(settings, config, link, shapes, stop, WorkerClass.SERVING, weights=weights)
+            with HttpEngineThread(config, endpoint, shapes, vocabulary, expected) as client:
+                run_executor(settings, config, client, shapes, stop, WorkerClass.SERVING, weights=weights)
         except EngineBroken as broken:
             log.warning("begins anew", reason=str(broken))
             HEALTH.begins_anew(str(broken))
-            stop.wait(AGAIN_SECONDS)
+            stop.wait(RETRY_SECONDS)
 
 
-class PlayedEngine:
+class HttpEngineThread:
     """A player on its thread: a context manager that ends it, and gives the link to it."""
 
     def __init__(
@@ -75,71 +74,73 @@ class PlayedEngine:
         endpoint: EndpointConfig,
         shapes: Mapping[str, tuple[int, ...]],
         vocabulary: int,
-        expected: Expected,
+        expected: ReferenceModel,
     ) -> None:
         self._config = config
         self._endpoint = endpoint
         self._shapes = shapes
         self._vocabulary = vocabulary
         self._expected = expected
-        self._wires = Wires.new()
-        self._life = os.eventfd(0, os.EFD_CLOEXEC)
+        self._channel = ChannelFds.create()
+        self._liveness_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._loop = asyncio.new_event_loop()
-        self._playing = self._loop.create_task(self._play())
+        self._task = self._loop.create_task(self._run_engine())
         self._thread = Thread(target=self._run, name=f"endpoint-{config.short_name}")
 
-    def __enter__(self) -> EngineLink:
+    def __enter__(self) -> EngineClient:
         self._thread.start()
-        return EngineLink(self._wires, self._life)
+        return EngineClient(self._channel, self._liveness_fd)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._loop.call_soon_threadsafe(self._playing.cancel)
+        self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join()
         self._loop.close()
-        self._wires.close()
-        os.close(self._life)
+        self._channel.close()
+        os.close(self._liveness_fd)
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._playing)
+            self._loop.run_until_complete(self._task)
         except asyncio.CancelledError:
             pass
         except Exception as error:
             if not isinstance(error, RoseError):
                 log.exception("the endpoint's player ends")
-            Outbox(Line(self._wires.reports)).say(Failed(str(error), isinstance(error, UsageError)))
-        finally:
-            os.eventfd_write(self._life, 1)
-
-    async def _play(self) -> None:
-        api = Endpoint(self._endpoint.url, self._endpoint.model)
-        async with aclosing(api):
-            folder = self._endpoint.folder.resolve() / self._endpoint.place
-            server = await self._arrival(api, folder)
-            log.info("found", url=api.url, model=api.model, dtype=server.dtype)
-            versions = Versions(api, server, self._vocabulary, self._expected, folder)
-            kv = cache_of(server, self._config)
-            player = Player(
-                api, versions, self._wires, self._config, self._endpoint, vocabulary=self._vocabulary, kv=kv
+            MessageSender(RingBuffer(self._channel.reports)).send(
+                EngineFailed(str(error), isinstance(error, UsageError))
             )
-            await player.play()
+        finally:
+            os.eventfd_write(self._liveness_fd, 1)
 
-    async def _arrival(self, api: Endpoint, folder: Path) -> VllmConfig:
+    async def _run_engine(self) -> None:
+        api = VllmEndpoint(self._endpoint.url, self._endpoint.model)
+        async with aclosing(api):
+            folder = self._endpoint.folder.resolve() / self._endpoint.folder_name
+            server = await self._wait_for_endpoint(api, folder)
+            log.info("found", url=api.url, model=api.model, dtype=server.dtype)
+            versions = EndpointVersions(api, server, self._vocabulary, self._expected, folder)
+            kv = kv_allowance(server, self._config)
+            player = HttpEngine(
+                api, versions, self._channel, self._config, self._endpoint, vocabulary=self._vocabulary, kv=kv
+            )
+            await player.run()
+
+    async def _wait_for_endpoint(self, api: VllmEndpoint, folder: Path) -> VllmConfig:
         """What the endpoint is, once it is there; its versions are in `folder`. Raises EngineStartError."""
         waited = False
         while True:
             try:
-                await let_go_on(api, folder)
+                await resume_paused(api, folder)
                 return await api.check(self._shapes, self._config.max_model_len)
             except EngineBroken as broken:
                 if not waited:
                     log.warning("waits for its endpoint", reason=str(broken))
                 waited = True
                 HEALTH.says(f"waits for its endpoint: {broken}", ready=False)
-                await asyncio.sleep(AGAIN_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
 
 
-def cache_of(server: VllmConfig, config: ExecutorConfig) -> Cache:
+def kv_allowance(server: VllmConfig, config: ExecutorConfig) -> KvAllowance:
     """What the configuration grants of what the endpoint has; tokens cost what they do in plain attention."""
     model: dict[str, Any] = json.loads((config.model_folder / "config.json").read_bytes())
     heads, layers = int(model["num_attention_heads"]), int(model["num_hidden_layers"])
@@ -147,4 +148,4 @@ def cache_of(server: VllmConfig, config: ExecutorConfig) -> Cache:
     number = 4 if server.dtype == "float32" else 2
     per_token = 2 * layers * int(model.get("num_key_value_heads") or heads) * size * number
     there = (server.cache_config.num_gpu_blocks or 0) * server.cache_config.block_size * per_token
-    return Cache(min(config.kv_cache_bytes, there or config.kv_cache_bytes), per_token)
+    return KvAllowance(min(config.kv_cache_bytes, there or config.kv_cache_bytes), per_token)

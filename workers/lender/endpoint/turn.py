@@ -12,15 +12,15 @@ from schemas.errors import RoseError
 from schemas.prompts import Sampling
 from workers.executor.vllm.types import EngineBroken, EngineRefusal
 
-OF_ALL = (401, 403, 404, 405)
+FATAL_STATUSES = (401, 403, 404, 405)
 """Statuses that every turn would meet: this endpoint answers none."""
 
-NOT_NOW = (408, 429, 503, 504)
+BUSY_STATUSES = (408, 429, 503, 504)
 """Statuses of a turn that there is no room for at the moment."""
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class EndpointTurn:
     """A turn, waiting here or at the endpoint. Times are unix seconds."""
 
     name: str
@@ -67,14 +67,14 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: CachedTokens | None = None
 
 
-class Piece(msgspec.Struct):
+class CompletionChunk(msgspec.Struct):
     """Of an answer: what is new in it."""
 
     choices: list[Choice]
     usage: Usage | None = None
 
 
-class Trouble(msgspec.Struct):
+class StreamError(msgspec.Struct):
     """Why a turn is ended."""
 
     message: str
@@ -82,10 +82,10 @@ class Trouble(msgspec.Struct):
     """An HTTP status."""
 
 
-class BrokenOff(msgspec.Struct):
+class StreamBroken(msgspec.Struct):
     """Comes where a piece would, and none follows."""
 
-    error: Trouble
+    error: StreamError
 
 
 class TurnLost(RoseError):
@@ -97,12 +97,12 @@ class TurnLost(RoseError):
         self.failed = failed
 
 
-def trouble(url: str, status: int, said: str) -> RoseError:
+def error_for_status(url: str, status: int, message: str) -> RoseError:
     """What is raised of a turn that is answered with this status: EngineBroken, EngineRefusal or TurnLost."""
-    if status < 400 or status in OF_ALL:
-        return EngineBroken(f"{url} answers a turn with {status}: {said}")
-    if status in NOT_NOW:
-        return TurnLost(f"{url} has no room for a turn: {said}", failed=False)
+    if status < 400 or status in FATAL_STATUSES:
+        return EngineBroken(f"{url} answers a turn with {status}: {message}")
+    if status in BUSY_STATUSES:
+        return TurnLost(f"{url} has no room for a turn: {message}", failed=False)
     if status < 500:
-        return EngineRefusal(f"{url} does not take the turn: {said}")
-    return TurnLost(f"{url} fails at a turn: {said}", failed=True)
+        return EngineRefusal(f"{url} does not take the turn: {message}")
+    return TurnLost(f"{url} fails at a turn: {message}", failed=True)

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from workers.executor.vllm.types import EngineBroken, SwapRefused
-from workers.lender.endpoint.api import HEAD, LIKELIEST, SEEN, Endpoint, VllmConfig
-from workers.lender.endpoint.proof import TOLERANCES, Expected, flaw, gap, probe_context
+from workers.lender.endpoint.api import HEAD, TOP_LOGPROBS, VISIBILITY_TENSOR, VllmConfig, VllmEndpoint
+from workers.lender.endpoint.weights_proof import TOLERANCES, ReferenceModel, probe_context, probe_error, proof_error
 
 FILE = "model.safetensors"
 
@@ -37,7 +37,7 @@ log = structlog.get_logger("endpoint")
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class EndpointWeights:
     """What the endpoint can be told to load."""
 
     version: int
@@ -46,10 +46,12 @@ class Weights:
     """None for those that it was started with: nobody has proven them."""
 
 
-class Versions:
+class EndpointVersions:
     """Of one endpoint, for one start of an executor."""
 
-    def __init__(self, api: Endpoint, server: VllmConfig, vocabulary: int, expected: Expected, folder: Path) -> None:
+    def __init__(
+        self, api: VllmEndpoint, server: VllmConfig, vocabulary: int, expected: ReferenceModel, folder: Path
+    ) -> None:
         """`server`: what `api.check` found; `folder`: where versions are written, and nothing else is kept."""
         self._api = api
         self._server = server
@@ -57,8 +59,8 @@ class Versions:
         self._expected = expected
         self._folder = folder
         shutil.rmtree(folder, ignore_errors=True)  # of a start before this one
-        self._serves = Weights(-1, Path(server.model_config.model))
-        self._prepared: Weights | None = None
+        self._active = EndpointWeights(-1, Path(server.model_config.model))
+        self._staged: EndpointWeights | None = None
         self.salt = ""
         """Names the weights that serve: KV is found again under no other."""
         self.loads = 0
@@ -67,75 +69,75 @@ class Versions:
     @property
     def version(self) -> int:
         """That serves; -1 if none is proven."""
-        return self._serves.version
+        return self._active.version
 
-    async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    async def stage(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Write a version where the endpoint finds it. Raises SwapRefused or EngineBroken."""
-        weights = Weights(version, self._folder / f"version-{version}", tensors)
-        if self._prepared is not None:  # that one will not be served any more
-            _drop(self._prepared)
-            self._prepared = None
+        weights = EndpointWeights(version, self._folder / f"version-{version}", tensors)
+        if self._staged is not None:  # that one will not be served any more
+            _delete(self._staged)
+            self._staged = None
         with ExitStack() as undo:
-            undo.callback(_drop, weights)
+            undo.callback(_delete, weights)
             await self._write(weights)
             undo.pop_all()
-        self._prepared = weights
+        self._staged = weights
 
-    async def _write(self, weights: Weights) -> None:
+    async def _write(self, weights: EndpointWeights) -> None:
         assert weights.tensors is not None
         seen = self._folder / "seen"
         try:
-            await asyncio.to_thread(_save, seen, {f"{SEEN}.seen": torch.zeros(1)})
-            if not await self._api.sees(seen):
+            await asyncio.to_thread(_save, seen, {f"{VISIBILITY_TENSOR}.seen": torch.zeros(1)})
+            if not await self._api.can_read(seen):
                 raise SwapRefused(f"{self._api.url} cannot read {self._folder}, where versions are written for it")
             await asyncio.to_thread(_save, weights.folder, _with_head(weights.tensors))
         except (OSError, SafetensorError) as error:
             raise SwapRefused(f"{weights.folder} cannot be written: {error}") from None
 
-    async def serve(self) -> None:
+    async def activate(self) -> None:
         """Load what was prepared, and prove it.
 
         Raises SwapRefused when the weights before serve on, EngineBroken when they are not proven either.
         """
-        weights, self._prepared = self._prepared, None
+        weights, self._staged = self._staged, None
         if weights is None:
             raise SwapRefused("nothing is prepared")
         self.loads += 1
         try:
             sentence = await self._load(weights)
             if not sentence:
-                weights, self._serves = self._serves, weights
+                weights, self._active = self._active, weights
                 return
             log.error("not proven, the weights before are loaded again", version=weights.version, reason=sentence)
-            worse = await self._load(self._serves)
+            worse = await self._load(self._active)
             if worse:
                 raise EngineBroken(f"{self._api.url} does not take back what it served: {worse}")
             raise SwapRefused(sentence)
         finally:
             self.loads += 1
-            _drop(weights)
+            _delete(weights)
 
-    async def _load(self, weights: Weights) -> str:
+    async def _load(self, weights: EndpointWeights) -> str:
         """Why these weights are not what the endpoint answers with now; empty when they are."""
         self.salt = f"rose-{weights.version}-{secrets.token_hex(8)}"
         try:
-            await self._loaded(weights.folder)
+            await self._load_and_resume(weights.folder)
             if weights.tensors is None:
                 return ""
-            most = min(LIKELIEST, self._server.model_config.max_logprobs, self._vocabulary)
+            most = min(TOP_LOGPROBS, self._server.model_config.max_logprobs, self._vocabulary)
             context = probe_context(self._vocabulary, weights.version)
             probed = await self._api.probe(context, salt=self.salt, likeliest=most)
         except SwapRefused as refusal:
             return str(refusal)
-        if lacking := gap(probed, self._vocabulary):
+        if lacking := probe_error(probed, self._vocabulary):
             return lacking
         new = await asyncio.to_thread(self._expected.logprobs, weights.tensors, probed)
-        known, before = self._serves.tensors, None
+        known, before = self._active.tensors, None
         if known is not None and known is not weights.tensors:
             before = await asyncio.to_thread(self._expected.logprobs, known, probed)
-        return flaw(probed.logprobs, new, before, TOLERANCES[self._server.dtype])
+        return proof_error(probed.logprobs, new, before, TOLERANCES[self._server.dtype])
 
-    async def _loaded(self, folder: Path) -> None:
+    async def _load_and_resume(self, folder: Path) -> None:
         """Have it load `folder`, and go on whatever comes of that. Raises SwapRefused or EngineBroken."""
         paused = self._folder / PAUSED
         try:
@@ -143,19 +145,19 @@ class Versions:
         except OSError as error:
             raise SwapRefused(f"{paused} cannot be written: {error.strerror}") from None
         try:
-            await self._api.load(folder)
+            await self._api.load_weights(folder)
         finally:
-            await self._api.resume()
+            await self._api.resume_serving()
             paused.unlink(missing_ok=True)
 
 
-async def let_go_on(api: Endpoint, folder: Path) -> None:
+async def resume_paused(api: VllmEndpoint, folder: Path) -> None:
     """End the pause of a lender that was killed in the middle of a load. Raises EngineBroken."""
     paused = folder / PAUSED
     if paused.exists():
         log.warning("was paused for a load that was broken off, and is told to go on", url=api.url)
         with suppress(SwapRefused):  # what else it is will be seen
-            await api.resume()
+            await api.resume_serving()
             paused.unlink(missing_ok=True)
 
 
@@ -169,7 +171,7 @@ def _save(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, folder / FILE, metadata={"format": "pt"})
 
 
-def _drop(weights: Weights) -> None:
+def _delete(weights: EndpointWeights) -> None:
     """Its file is needed no more. What the endpoint was started with is not ours."""
     if weights.tensors is not None:
         shutil.rmtree(weights.folder, ignore_errors=True)

@@ -9,8 +9,8 @@ Keeps true
   asked before anything of vLLM is imported that the server has not imported itself.
 - An engine core whose server was killed meanwhile does not begin.
 
-Three methods of `EngineCoreProc` are wrapped, and the loop that `DPEngineCoreProc` has of its own (`touched` has the
-table); two of them in an engine that lends alone. `has_work` is left as it is, so vLLM's shutdown is its own.
+Three methods of `EngineCoreProc` are wrapped, and the loop that `DPEngineCoreProc` has of its own (`compatibility` has
+the table); two of them in an engine that lends alone. `has_work` is left as it is, so vLLM's shutdown is its own.
 """
 
 import logging
@@ -24,7 +24,7 @@ from typing import Any
 
 from schemas.errors import UsageError
 from workers.lender.config import LendConfig, read_config
-from workers.lender.pulse import Pulse
+from workers.lender.watchdog_page import StatusPage
 
 LOG = logging.getLogger("vllm.rose")
 
@@ -34,37 +34,39 @@ def register_lender(configuration: str) -> None:
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
     for kind in (EngineCoreProc, DPEngineCoreProc):
-        kind.run_busy_loop = _lending(kind.run_busy_loop, configuration)
+        kind.run_busy_loop = _wrap_busy_loop(kind.run_busy_loop, configuration)
 
 
-def _lending(run_busy_loop: Callable[[Any], None], configuration: str) -> Callable[[Any], None]:
+def _wrap_busy_loop(run_busy_loop: Callable[[Any], None], configuration: str) -> Callable[[Any], None]:
     @wraps(run_busy_loop)
     def run_lending(core: Any) -> None:
-        pulse: Pulse | None = None
+        page: StatusPage | None = None
         try:
             config = read_config(Path(configuration))
-            pulse = Pulse.of_core(config.pulse)  # first: the keeper is to know an engine core that does not lend, too
+            page = StatusPage.for_core(
+                config.pulse
+            )  # first: the watchdog is to know an engine core that does not lend, too
             _check(core, config)
-            _attach(core, config, pulse)
+            _attach(core, config, page)
         except UsageError as refusal:
             LOG.error("rose: this server does not lend: %s", refusal)
         except Exception:  # serving begins whatever is wrong here
             LOG.exception("rose: this server does not lend")
         try:
-            _end_if_left()
+            _exit_if_orphaned()
             run_busy_loop(core)
         except SystemExit:  # how the loop ends when it is asked to
-            if pulse is not None:
-                pulse.leave()
+            if page is not None:
+                page.clear_core()
             raise
 
     return run_lending
 
 
-def _end_if_left() -> None:
+def _exit_if_orphaned() -> None:
     """End an engine core whose server was killed as it loaded, which vLLM's would outlive. Raises SystemExit.
 
-    Its page says by now who it is: of a server that is killed later the keeper ends the engine core.
+    Its page says by now who it is: of a server that is killed later the watchdog ends the engine core.
     """
     server = parent_process()  # whether its pipe still tells of it is no matter: a child of it may hold that open
     if server is not None and os.getppid() != server.pid:
@@ -74,18 +76,22 @@ def _end_if_left() -> None:
 
 def _check(core: Any, config: LendConfig) -> None:
     """Raises UsageError where no guest may be. The look at vLLM's parts is last: it imports them."""
-    from workers.lender.vllm.refusals import is_one_of_several, why_not
-    from workers.lender.vllm.touched import another_version, moved
+    from workers.lender.vllm.compatibility import (
+        guest_refusal,
+        is_one_of_several,
+        missing_internals,
+        unsupported_version,
+    )
 
-    if reason := another_version() or (not config.observe and why_not(core)):
+    if reason := unsupported_version() or (not config.observe and guest_refusal(core)):
         raise UsageError(reason)
     if is_one_of_several(core):
         raise UsageError("no server was observed that has several engine cores (data parallelism)")
-    if reason := moved(observing=config.observe):
+    if reason := missing_internals(observing=config.observe):
         raise UsageError(reason)
 
 
-def _attach(core: Any, config: LendConfig, pulse: Pulse) -> None:
+def _attach(core: Any, config: LendConfig, page: StatusPage) -> None:
     """Raises UsageError."""
     if config.observe:
         from workers.lender.vllm.observing import observe
@@ -93,7 +99,7 @@ def _attach(core: Any, config: LendConfig, pulse: Pulse) -> None:
         observe(core, config, LOG)
         LOG.info("rose: this server is observed, and lends nothing")
         return
-    from workers.lender.vllm.turns import lend
+    from workers.lender.vllm.interleaving import interleave
 
-    lend(core, config, pulse, LOG)
+    interleave(core, config, page, LOG)
     LOG.info("rose: this server lends to who knocks at %s", config.socket)

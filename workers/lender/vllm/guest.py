@@ -3,11 +3,11 @@
 Keeps true
 - Nothing that goes wrong here leaves `tick`: the guest is dropped, which is told, and built again after a while.
 - A tick is one bounded piece: of building the guest, of preparing a version, or a step of the engine. A guest whose
-  steps have no price yet makes some before it is there (`profile`).
-- Between two ticks the process is as the host left it, and between two layers of a step while it is `aside`.
-- A guest is built once somebody has knocked and said so, and parked when it is not wanted any more (`life`), whoever is
-  there. Who knocks later gets the same engine, empty, at the version that it has.
-- Serving's next step has the KV memory that it may take, whatever the guest holds (`sharing`).
+  steps have no price yet makes some before it is there (`guest_build`).
+- Between two ticks the process is as the host left it, and between two layers of a step while it is `as_host`.
+- A guest is built once somebody has knocked and said so, and parked when it is not wanted any more (`lifecycle`),
+  whoever is there. Who knocks later gets the same engine, empty, at the version that it has.
+- Serving's next step has the KV memory that it may take, whatever the guest holds (`kv_sharing`).
 """
 
 import time
@@ -17,382 +17,394 @@ from functools import partial
 from logging import Logger
 
 from schemas.errors import in_words
-from workers.executor.host import EngineHost
-from workers.executor.line import Line
+from workers.executor.engine_loop import EngineLoop
+from workers.executor.ipc.messages import NO_LIMIT, EngineLost, NextWork, ServingStats, WorkKind
+from workers.executor.ipc.shared_memory import RingBuffer
 from workers.executor.step_cost import StepCost
 from workers.executor.vllm.engine import Engine
-from workers.executor.want import Want, Work
-from workers.executor.words import NO_LIMIT, Gone, Slack
-from workers.lender.caller import Caller
 from workers.lender.config import LendConfig
-from workers.lender.feeder import Feeder
-from workers.lender.life import Act, Life, State
-from workers.lender.parked import NOT_WOKEN, Parked
-from workers.lender.pulse import Pulse
-from workers.lender.vllm.apart import Apart, apart_for_building
-from workers.lender.vllm.building import build
-from workers.lender.vllm.pieces import Pieces
-from workers.lender.vllm.pool import Pool
-from workers.lender.vllm.profile import Profile
-from workers.lender.vllm.ranks import Ranks
-from workers.lender.vllm.serving_memory import ServingMemory
-from workers.lender.vllm.sharing import Sharing
+from workers.lender.lifecycle import NOT_RESUMED, Action, GuestLifecycle, GuestState, SuspendedEngine
+from workers.lender.sidecar_link import CurrentSidecar, SidecarListener
+from workers.lender.vllm.guest_build import StepProfile, build_guest
+from workers.lender.vllm.kv_pool import KvPool
+from workers.lender.vllm.kv_sharing import KvSharing
+from workers.lender.vllm.process_globals import GlobalsSwap, globals_for_build
+from workers.lender.vllm.serving import ServingMemory
+from workers.lender.vllm.time_sliced import TimeSlicedCall
+from workers.lender.vllm.tp_driver import TpDriver
+from workers.lender.watchdog_page import StatusPage
 
 FREE_SECONDS = 0.5
 """How long a guest that is parked waits for serving to be idle before it gives its memory back all the same."""
 
 
 class Guest:
-    """At most one engine, for at most one process beside."""
+    """At most one engine, for at most one sidecar."""
 
     def __init__(
         self,
         config: LendConfig,
-        feeder: Feeder,
-        pulse: Pulse,
+        listener: SidecarListener,
+        page: StatusPage,
         cost: StepCost,
-        slack: Callable[[], Slack],
+        serving_stats: Callable[[], ServingStats],
         serving: ServingMemory,
         log: Logger,
-        between_layers: Callable[[], None],
-        ranks: Ranks | None = None,
+        layer_hook: Callable[[], None],
+        driver: TpDriver | None = None,
     ) -> None:
-        """`cost`: of the guest's steps, which is told of each; `slack`: how serving stands, for those beside;
-        `between_layers` is called within its steps, as far as they are in this process; `ranks`: serving's, where it
+        """`cost`: of the guest's steps, which is told of each; `serving_stats`: how serving stands, for those beside;
+        `layer_hook` is called within its steps, as far as they are in this process; `ranks`: serving's, where it
         has several.
         """
         self._config = config
-        self._feeder = feeder
-        self._caller = Caller(feeder)
-        self._pulse = pulse
+        self._listener = listener
+        self._sidecar = CurrentSidecar(listener)
+        self._page = page
         self._cost = cost
-        self._slack = slack
+        self._serving_stats = serving_stats
         self._serving = serving
         self._log = log
-        self._between_layers = between_layers
-        self._ranks = ranks
-        self._life = Life()
-        self._parks_since = 0.0
-        self._apart: Apart | None = None
-        self._building: Pieces[tuple[Engine, Pool]] | None = None
+        self._layer_hook = layer_hook
+        self._driver = driver
+        self._lifecycle = GuestLifecycle()
+        self._suspending_since = 0.0
+        self._globals: GlobalsSwap | None = None
+        self._build_call: TimeSlicedCall[tuple[Engine, KvPool]] | None = None
         self._engine: Engine | None = None
-        self._sharing: Sharing | None = None
+        self._sharing: KvSharing | None = None
         """While there is an engine."""
-        self._profile: Profile | None = None
+        self._profile: StepProfile | None = None
         """Of an engine that has just been built."""
-        self._host: EngineHost | Parked | None = None
+        self._engine_loop: EngineLoop | SuspendedEngine | None = None
         """Answers the caller, while there is one."""
-        self._granted = 0
+        self._granted_bytes = 0
         """KV bytes, as it last heard; 0: it is not to lend."""
-        self._failed: Exception | None = None
+        self._failure: Exception | None = None
         """Of it, while its step stood still."""
-        self._began = 0.0
+        self._build_began = 0.0
 
     @property
     def busy(self) -> bool:
         """Whether a tick has something to do."""
-        if self._caller.changed:
+        if self._sidecar.changed:
             return True
         if self._sharing is not None and self._sharing.busy:
             return True
-        if self._host is None:
-            return self._left_alone
-        return self._host.busy or self._life.due(self._wanted, time.monotonic())
+        if self._engine_loop is None:
+            return self._is_abandoned
+        return self._engine_loop.busy or self._lifecycle.has_action(self._should_lend, time.monotonic())
 
     @property
-    def _left_alone(self) -> bool:
+    def _is_abandoned(self) -> bool:
         """Whether nobody is there for whom a guest would be kept that something says is to stop."""
-        return self._host is None and self._engine is not None and not self._wanted
+        return self._engine_loop is None and self._engine is not None and not self._should_lend
 
     @property
-    def _wanted(self) -> bool:
-        return self._granted > 0 and not self._pulse.stop
+    def _should_lend(self) -> bool:
+        return self._granted_bytes > 0 and not self._page.stop_reason
 
     @property
-    def want(self) -> Want:
+    def next_work(self) -> NextWork:
         """What the next tick would do."""
         if self._engine is None or self._sharing is None:
-            return Want(Work.ANY, self._config.piece_seconds)
+            return NextWork(WorkKind.INTERRUPTIBLE, self._config.piece_seconds)
         if self._profile is not None and not self._needs_memory:
-            return self._profile.want
-        if self._sharing.grows:
-            return Want(Work.PIECE, self._config.piece_seconds)
-        return self._host.want if isinstance(self._host, EngineHost) else Want(Work.ANY, 0.0)
+            return self._profile.next_work
+        if self._sharing.can_grow:
+            return NextWork(WorkKind.ATOMIC, self._config.piece_seconds)
+        return (
+            self._engine_loop.next_work
+            if isinstance(self._engine_loop, EngineLoop)
+            else NextWork(WorkKind.INTERRUPTIBLE, 0.0)
+        )
 
     @property
     def _needs_memory(self) -> bool:
         """Whether a profile waits for more."""
         assert self._profile is not None and self._sharing is not None
-        return self._sharing.grows and self._profile.needs(self._sharing.room_tokens)
+        return self._sharing.can_grow and self._profile.needs_memory(self._sharing.room_tokens)
 
     def tick(self, *, seconds: float, tokens: int) -> None:
         """One bounded piece of work, of at most `seconds`, or a step of at most `tokens` tokens. Raises nothing."""
-        self._pulse.take()
+        self._page.guest_entered()
         try:
-            if self._caller.changed:
-                self._change_link()
+            if self._sidecar.changed:
+                self._switch_connection()
             else:
-                self._live(seconds, tokens)
+                self._advance(seconds, tokens)
         except Exception as error:  # noqa: BLE001  whatever a guest does, serving goes on
             self.drop(error)
         finally:
-            self._pulse.give()
+            self._page.guest_left()
 
-    def beat(self, *, held: bool) -> None:
-        """Where no tick may be done (`held`), or there is nothing to do: report, and let go of what is not wanted.
+    def tick_idle(self, *, blocked: bool) -> None:
+        """Where no tick may be done (`blocked`), or there is nothing to do: report, and let go of what is not wanted.
 
         Raises nothing.
         """
-        self._pulse.take()
+        self._page.guest_entered()
         try:
-            if self._caller.changed:
-                self._change_link()
-            if self._host is not None:
-                self._host.beat(held=held)
-                self._granted = self._host.granted
-            self._let_park(held=held)
+            if self._sidecar.changed:
+                self._switch_connection()
+            if self._engine_loop is not None:
+                self._engine_loop.tick_idle(blocked=blocked)
+                self._granted_bytes = self._engine_loop.granted_bytes
+            self._suspend_if_unwanted(blocked=blocked)
         except Exception as error:  # noqa: BLE001  as above
             self.drop(error)
         finally:
-            self._pulse.give()
+            self._page.guest_left()
 
-    def _live(self, seconds: float, tokens: int) -> None:
-        if self._host is None:
-            self._let_park(held=False)
+    def _advance(self, seconds: float, tokens: int) -> None:
+        if self._engine_loop is None:
+            self._suspend_if_unwanted(blocked=False)
             return
-        self._follow()
-        host: EngineHost | Parked | None = self._host
-        assert host is not None
-        if self._life.state is State.PARKING:
-            host.beat()
-            self._park(held=False)
-        elif isinstance(host, Parked):
-            host.tick()
-            if self._life.state is State.WAKING:
-                self._wake(seconds, tokens)
-        elif self._sharing is not None and self._sharing.grows:
-            self._share(grow=True)
-            host.beat()
+        self._update_lifecycle()
+        loop: EngineLoop | SuspendedEngine | None = self._engine_loop
+        assert loop is not None
+        if self._lifecycle.state is GuestState.SUSPENDING:
+            loop.tick_idle()
+            self._continue_suspending(blocked=False)
+        elif isinstance(loop, SuspendedEngine):
+            loop.tick()
+            if self._lifecycle.state is GuestState.RESUMING:
+                self._continue_resuming(seconds, tokens)
+        elif self._sharing is not None and self._sharing.can_grow:
+            self._rebalance_memory(grow=True)
+            loop.tick_idle()
         else:
-            assert self._apart is not None
-            with self._apart.stepping():
-                host.tick(tokens, seconds)
-        self._granted = host.granted
-        if self._failed is not None:
-            raise self._failed
+            assert self._globals is not None
+            with self._globals.as_guest():
+                loop.tick(tokens, seconds)
+        self._granted_bytes = loop.granted_bytes
+        if self._failure is not None:
+            raise self._failure
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def as_host(self) -> Iterator[None]:
         """While its step stands still between two layers, and the host has the thread."""
-        assert self._engine is not None and self._apart is not None
+        assert self._engine is not None and self._globals is not None
         began = time.perf_counter()
-        self._pulse.give()
-        with self._apart.aside():
+        self._page.guest_left()
+        with self._globals.as_host():
             yield
-        self._pulse.take()
-        self._engine.aside_seconds += time.perf_counter() - began
+        self._page.guest_entered()
+        self._engine.suspended_seconds += time.perf_counter() - began
 
-    def stands(self, *, held: bool) -> bool:
-        """Its step stands still: report; whether it may stand on, as nothing waits for its end. `held`: whether it may
-        not go on. Raises nothing.
+    def tick_mid_step(self, *, blocked: bool) -> bool:
+        """Its step stands still: report; whether it may stand on, as nothing waits for its end. `blocked`: whether it
+        may not go on. Raises nothing.
         """
-        if self._host is None or self._caller.changed or self._failed is not None:
+        if self._engine_loop is None or self._sidecar.changed or self._failure is not None:
             return False
-        self._pulse.take()
+        self._page.guest_entered()
         try:
-            patient = self._host.stands(held=held)
-            self._granted = self._host.granted
-            return patient and self._wanted
+            may_wait = self._engine_loop.tick_mid_step(blocked=blocked)
+            self._granted_bytes = self._engine_loop.granted_bytes
+            return may_wait and self._should_lend
         except Exception as error:  # noqa: BLE001  as of the step itself, which is computed to its end first
-            self._failed = error
+            self._failure = error
             return False
         finally:
-            self._pulse.give()
+            self._page.guest_left()
 
     def make_room(self) -> None:
         """Before a step of serving. Raises nothing."""
         if self._sharing is not None:
             try:
-                self._share(grow=False)
+                self._rebalance_memory(grow=False)
             except Exception as error:  # noqa: BLE001  as above
                 self.drop(error)
 
-    def make_room_within(self) -> bool:
+    def make_room_mid_step(self) -> bool:
         """The same within a step of its own: whether that needed no turn taken out, and is done. Raises nothing."""
-        if self._sharing is None or self._host is None:
+        if self._sharing is None or self._engine_loop is None:
             return True
         try:
-            done = self._sharing.look_within(most_bytes=self._host.granted or NO_LIMIT)
+            done = self._sharing.rebalance_mid_step(most_bytes=self._engine_loop.granted_bytes or NO_LIMIT)
             if done:
-                self._tell_news()
+                self._report_changes()
             return done
         except Exception as error:  # noqa: BLE001  as above
-            self._failed = error
+            self._failure = error
             return False
 
-    def _share(self, *, grow: bool) -> None:
+    def _rebalance_memory(self, *, grow: bool) -> None:
         assert self._sharing is not None
-        host = self._host
+        loop = self._engine_loop
         give_up: Callable[[str, str], None] | None = None
-        if isinstance(host, EngineHost):
-            give_up = host.give_up
-        elif host is not None and self._profile is not None:
-            give_up = self._profile.give_up
-        most = (host is not None and host.granted) or NO_LIMIT  # of one that parks, the turns go back one by one
-        self._sharing.look(give_up, most_bytes=most, grow=grow)
-        self._tell_news()
+        if isinstance(loop, EngineLoop):
+            give_up = loop.abort_turn
+        elif loop is not None and self._profile is not None:
+            give_up = self._profile.abort_turn
+        most = (loop is not None and loop.granted_bytes) or NO_LIMIT  # of one that parks, the turns go back one by one
+        self._sharing.rebalance(give_up, most_bytes=most, grow=grow)
+        self._report_changes()
 
-    def _tell_news(self) -> None:
-        if isinstance(self._host, EngineHost) and self._sharing is not None and self._sharing.take_news():
-            self._host.tell_load()
+    def _report_changes(self) -> None:
+        if isinstance(self._engine_loop, EngineLoop) and self._sharing is not None and self._sharing.take_changed():
+            self._engine_loop.report_status()
 
-    def _follow(self) -> None:
+    def _update_lifecycle(self) -> None:
         now = time.monotonic()
-        if self._profile is not None and not self._wanted:
-            self._lend()
-        match self._life.follow(self._wanted, now):
-            case Act.BUILD:
-                self._began = now
-                self._apart = apart_for_building()
-                self._building = Pieces(partial(build, self._config, self._ranks, self._log), "rose-guest-build")
-            case Act.PARK:
-                self._parks_since = now
-            case Act.NOTHING:
+        if self._profile is not None and not self._should_lend:
+            self._start_lending()
+        match self._lifecycle.next_action(self._should_lend, now):
+            case Action.BUILD:
+                self._build_began = now
+                self._globals = globals_for_build()
+                self._build_call = TimeSlicedCall(
+                    partial(build_guest, self._config, self._driver, self._log), "rose-guest-build"
+                )
+            case Action.SUSPEND:
+                self._suspending_since = now
+            case Action.NONE:
                 pass
-        if isinstance(self._host, Parked):
-            self._host.why = self._why_parked
+        if isinstance(self._engine_loop, SuspendedEngine):
+            self._engine_loop.reason = self._suspended_reason
 
     @property
-    def _why_parked(self) -> str:
-        if self._life.state is State.WAKING:
+    def _suspended_reason(self) -> str:
+        if self._lifecycle.state is GuestState.RESUMING:
             return "its guest is being built"
-        if self._life.state is State.DROPPED:
+        if self._lifecycle.state is GuestState.DROPPED:
             return "its guest was dropped, and is built again"
-        return self._pulse.stop or NOT_WOKEN
+        return self._page.stop_reason or NOT_RESUMED
 
-    def _let_park(self, *, held: bool) -> None:
+    def _suspend_if_unwanted(self, *, blocked: bool) -> None:
         """Where it is not wanted."""
-        if not self._wanted:
-            self._follow()
-        if self._life.state is State.PARKING:
-            self._park(held=held)
+        if not self._should_lend:
+            self._update_lifecycle()
+        if self._lifecycle.state is GuestState.SUSPENDING:
+            self._continue_suspending(blocked=blocked)
 
-    def _park(self, *, held: bool) -> None:
+    def _continue_suspending(self, *, blocked: bool) -> None:
         """One turn back, or, once none is left, all of its memory."""
-        assert self._engine is not None and self._apart is not None
-        if isinstance(self._host, EngineHost) and not self._host.hand_back():
+        assert self._engine is not None and self._globals is not None
+        if isinstance(self._engine_loop, EngineLoop) and not self._engine_loop.abort_one_turn():
             return
-        if held and time.monotonic() - self._parks_since < FREE_SECONDS:
+        if blocked and time.monotonic() - self._suspending_since < FREE_SECONDS:
             return
         engine = self._engine
-        self._let_go()
-        with self._apart.stepping():
+        self._release_engine()
+        with self._globals.as_guest():
             engine.close()
-        self._life.freed()
-        self._log.info("rose: the guest is parked: %s", self._why_parked)
-        self._enter()
+        self._lifecycle.on_freed()
+        self._log.info("rose: the guest is parked: %s", self._suspended_reason)
+        self._attach_loop()
 
-    def _change_link(self) -> None:
-        if self._host is not None:
-            self._granted = self._host.granted
-            self._host.leave()
-        self._host = None
+    def _switch_connection(self) -> None:
+        if self._engine_loop is not None:
+            self._granted_bytes = self._engine_loop.granted_bytes
+            self._engine_loop.detach()
+        self._engine_loop = None
         if self._profile is not None:
-            self._profile.end()
-        self._caller.take()
-        self._enter()
+            self._profile.close()
+        self._sidecar.switch()
+        self._attach_loop()
         if self._sharing is not None:
-            self._share(grow=False)  # with nobody to lend to, its memory goes back
+            self._rebalance_memory(grow=False)  # with nobody to lend to, its memory goes back
 
-    def _enter(self) -> None:
+    def _attach_loop(self) -> None:
         """Have somebody answer the caller."""
-        if self._host is not None:
-            self._granted = self._host.granted
-        self._host = None
-        wires, reports, every = self._caller.wires, self._caller.reports, self._config.heartbeat_seconds
-        if wires is None or reports is None:
+        if self._engine_loop is not None:
+            self._granted_bytes = self._engine_loop.granted_bytes
+        self._engine_loop = None
+        channel, reports, every = self._sidecar.channel, self._sidecar.reports, self._config.heartbeat_seconds
+        if channel is None or reports is None:
             return
         if self._engine is None or self._profile is not None:
-            self._host = Parked(Line(wires.orders), reports, self._slack, tick_seconds=every)
-            self._host.why = self._why_parked
+            self._engine_loop = SuspendedEngine(
+                RingBuffer(channel.commands), reports, self._serving_stats, status_seconds=every
+            )
+            self._engine_loop.reason = self._suspended_reason
         else:
             assert self._sharing is not None
-            slack, lent = self._slack, self._sharing.told
-            self._host = EngineHost(
-                self._engine, wires, reports, self._cost, tick_seconds=every, slack=slack, lent=lent
+            serving_stats, lending_stats = self._serving_stats, self._sharing.take_stats
+            self._engine_loop = EngineLoop(
+                self._engine,
+                channel,
+                reports,
+                self._cost,
+                status_seconds=every,
+                serving_stats=serving_stats,
+                lending_stats=lending_stats,
             )
-        self._host.granted = self._granted
+        self._engine_loop.granted_bytes = self._granted_bytes
 
-    def _wake(self, seconds: float, tokens: int) -> None:
+    def _continue_resuming(self, seconds: float, tokens: int) -> None:
         """One piece of building the guest, or of its first steps."""
         if self._profile is None:
             self._build(min(seconds, self._config.piece_seconds))
         elif self._needs_memory:
-            self._share(grow=True)
+            self._rebalance_memory(grow=True)
         else:
-            assert self._apart is not None and self._sharing is not None
-            with self._apart.stepping():
+            assert self._globals is not None and self._sharing is not None
+            with self._globals.as_guest():
                 self._profile.step(tokens, self._sharing.room_tokens)
             if self._profile.done:
-                self._lend()
+                self._start_lending()
 
-    def _lend(self) -> None:
+    def _start_lending(self) -> None:
         """The guest is there."""
         assert self._profile is not None
-        self._profile.end()
+        self._profile.close()
         self._profile = None
-        self._life.built()
-        self._enter()
+        self._lifecycle.on_built()
+        self._attach_loop()
 
     def _build(self, seconds: float) -> None:
-        assert self._building is not None and self._apart is not None
-        if self._ranks is not None and self._ranks.asked:
-            self._ranks.go_on(seconds)
+        assert self._build_call is not None and self._globals is not None
+        if self._driver is not None and self._driver.has_pending_call:
+            self._driver.resume_pending(seconds)
             return
-        with self._apart.building():
-            if not self._building.go_on(seconds):
+        with self._globals.as_guest_build():
+            if not self._build_call.resume(seconds):
                 return
-        building, self._building = self._building, None
+        building, self._build_call = self._build_call, None
         self._engine, pool = building.result()
-        self._feeder.guest_lives = True
-        self._engine.between_layers(self._between_layers)
-        self._sharing = Sharing(self._serving, self._engine, pool, self._config)
-        self._profile = Profile(self._engine, self._cost)
-        pieces, longest_seconds = (0, 0.0) if self._ranks is None else self._ranks.told()
+        self._listener.has_guest = True
+        self._engine.set_layer_hook(self._layer_hook)
+        self._sharing = KvSharing(self._serving, self._engine, pool, self._config)
+        self._profile = StepProfile(self._engine, self._cost)
+        pieces, longest_seconds = (0, 0.0) if self._driver is None else self._driver.take_timings()
         self._log.info(
             "rose: the guest is built, %.2f s after it was begun, in %d pieces of at most %.1f ms",
-            time.monotonic() - self._began,
-            pieces + building.pieces,
+            time.monotonic() - self._build_began,
+            pieces + building.slices,
             1000 * max(longest_seconds, building.longest_seconds),
         )
-        if self._cost.known:
-            self._lend()
+        if self._cost.has_observed:
+            self._start_lending()
 
     def drop(self, error: Exception) -> None:
         """Let go of the engine for an error, and tell. Raises nothing."""
-        if self._building is not None:  # which has not failed, and cannot be ended: who knocks next waits for it
-            self._host = None
-            self._caller.hang_up()
+        if self._build_call is not None:  # which has not failed, and cannot be ended: who knocks next waits for it
+            self._engine_loop = None
+            self._sidecar.close()
             self._log.error("rose: the link of a guest that is being built is ended: %s", in_words(error))
             return
-        engine, self._failed = self._engine, None
+        engine, self._failure = self._engine, None
         with suppress(Exception):  # what is broken may not let itself be closed
-            self._let_go()
-        wait, reason = self._life.fault(time.monotonic()), in_words(error)
+            self._release_engine()
+        wait, reason = self._lifecycle.on_fault(time.monotonic()), in_words(error)
         self._log.error("rose: the guest is dropped, serving goes on, another is built in %.0f s: %s", wait, reason)
         with suppress(Exception):  # as where the link is broken
-            self._caller.tell(Gone(reason, wait), last=isinstance(self._host, Parked))
-        if engine is not None and self._apart is not None:
-            with suppress(Exception), self._apart.stepping():  # as above
+            self._sidecar.report_lost(
+                EngineLost(reason, wait), then_close=isinstance(self._engine_loop, SuspendedEngine)
+            )
+        if engine is not None and self._globals is not None:
+            with suppress(Exception), self._globals.as_guest():  # as above
                 engine.close()
         with suppress(Exception):  # as where no descriptor is left
-            self._enter()
-        if self._host is None:
-            self._caller.hang_up()
+            self._attach_loop()
+        if self._engine_loop is None:
+            self._sidecar.close()
 
-    def _let_go(self) -> None:
+    def _release_engine(self) -> None:
         """Of the engine; all KV memory is serving's again."""
         sharing, self._engine, self._sharing, self._profile = self._sharing, None, None, None
-        self._feeder.guest_lives = False
+        self._listener.has_guest = False
         if sharing is not None:
             sharing.close()

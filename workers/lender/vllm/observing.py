@@ -10,14 +10,13 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreRequestType
 
-from workers.executor.line import Line
-from workers.executor.words import Outbox, Seen
+from workers.executor.ipc.messages import MessageSender, ObservationReport
+from workers.executor.ipc.shared_memory import RingBuffer
 from workers.lender.config import LendConfig
-from workers.lender.feeder import Feeder
-from workers.lender.idleness import Idleness
-from workers.lender.link import End
+from workers.lender.idle_time import IdleTime
+from workers.lender.sidecar_link import Connection, SidecarListener
 
-TELL_SECONDS = 1.0
+REPORT_SECONDS = 1.0
 
 
 def observe(core: Any, config: LendConfig, log: Logger) -> None:
@@ -29,23 +28,23 @@ def observe(core: Any, config: LendConfig, log: Logger) -> None:
         core.process_input_queue_block = False  # first: the loop may be about to sleep
         core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
 
-    feeder = Feeder(Path(config.socket), wake, beat_seconds=TELL_SECONDS, log=log)
-    observer = Observer(core.scheduler, feeder)
+    listener = SidecarListener(Path(config.socket), wake, heartbeat_seconds=REPORT_SECONDS, log=log)
+    observer = Observer(core.scheduler, listener)
 
     def take_input() -> None:
         core.process_input_queue_block = True
-        feeder.arm()
-        if feeder.link is not observer.link:
+        listener.arm_wakeup()
+        if listener.connection is not observer.link:
             core.process_input_queue_block = False
         process_input_queue()
         if core.scheduler.has_requests():
-            observer.idleness.busy(time.monotonic())
+            observer.idleness.on_busy(time.monotonic())
 
     def step() -> bool:
         executed: bool = process_engine_step()
         if not arrived and not core.scheduler.has_requests():
-            observer.idleness.idle(time.monotonic())
-        observer.look()
+            observer.idleness.on_idle(time.monotonic())
+        observer.on_step()
         return executed
 
     core._process_input_queue = take_input
@@ -55,11 +54,11 @@ def observe(core: Any, config: LendConfig, log: Logger) -> None:
 class Observer:
     """What was seen of one server."""
 
-    def __init__(self, scheduler: Any, feeder: Feeder) -> None:
-        self.idleness = Idleness(time.monotonic())
-        self.link: End | None = None
+    def __init__(self, scheduler: Any, listener: SidecarListener) -> None:
+        self.idleness = IdleTime(time.monotonic())
+        self.link: Connection | None = None
         """The feeder's, as of the last look."""
-        self._feeder = feeder
+        self._listener = listener
         self._pool = scheduler.kv_cache_manager.block_pool
         self._scheduler = scheduler
         kv = scheduler.kv_cache_config
@@ -67,34 +66,34 @@ class Observer:
         self._block_bytes = sum(tensor.size for tensor in kv.kv_cache_tensors) // kv.num_blocks
         self._most_blocks = 0
         """Held since the last word."""
-        self._tells_at = 0.0
-        self._reports: Outbox | None = None
+        self._report_at = 0.0
+        self._reports: MessageSender | None = None
 
-    def look(self) -> None:
+    def on_step(self) -> None:
         """After each step of the loop."""
-        self._most_blocks = max(self._most_blocks, self._held)
-        if self._feeder.link is not self.link:
-            self._change_link()
+        self._most_blocks = max(self._most_blocks, self._held_blocks)
+        if self._listener.connection is not self.link:
+            self._switch_connection()
         now = time.monotonic()
-        if self._reports is not None and now >= self._tells_at and not len(self._reports):
-            self._tells_at = now + TELL_SECONDS
-            self._reports.say(self._seen(now))
+        if self._reports is not None and now >= self._report_at and not len(self._reports):
+            self._report_at = now + REPORT_SECONDS
+            self._reports.send(self._report(now))
             self._most_blocks = 0
 
     @property
-    def _held(self) -> int:
+    def _held_blocks(self) -> int:
         """Blocks of serving's requests: prefixes that nobody holds are not among them."""
         return int(self._blocks - self._pool.get_num_free_blocks())
 
-    def _change_link(self) -> None:
-        while self._feeder.ended:  # first: the link that is taken now may end at any moment
-            self._feeder.ended.pop().close()
-        self.link = self._feeder.link
-        self._reports = None if self.link is None else Outbox(Line(self.link.wires.reports))
+    def _switch_connection(self) -> None:
+        while self._listener.closed:  # first: the link that is taken now may end at any moment
+            self._listener.closed.pop().close()
+        self.link = self._listener.connection
+        self._reports = None if self.link is None else MessageSender(RingBuffer(self.link.channel.reports))
 
-    def _seen(self, now: float) -> Seen:
+    def _report(self, now: float) -> ObservationReport:
         running, waiting = self._scheduler.get_request_counts()
-        return Seen(
+        return ObservationReport(
             seconds=self.idleness.seconds(now),
             idle_seconds=self.idleness.idle_seconds(now),
             stretches=tuple(self.idleness.stretches),
@@ -102,6 +101,6 @@ class Observer:
             running=running,
             waiting=waiting,
             kv_bytes_total=self._blocks * self._block_bytes,
-            kv_bytes_held=self._held * self._block_bytes,
+            kv_bytes_held=self._held_blocks * self._block_bytes,
             kv_bytes_most=self._most_blocks * self._block_bytes,
         )

@@ -11,9 +11,65 @@ A request that serving preempted computes its tokens anew: to what its steps cos
 """
 
 import time
+from itertools import islice
 from typing import Any
 
-from workers.lender.admission import Admission, Serving
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.request import Request
+
+from workers.executor.vllm.backend import kv_cache_address
+from workers.lender.admission import Admission, ServingState
+from workers.lender.vllm.kv_pool import CachePages, KvPool, blocks_are_contiguous
+
+
+class ServingMemory:
+    """Of one engine core."""
+
+    def __init__(self, core: Any) -> None:
+        self._scheduler = core.scheduler
+        self._manager = core.scheduler.kv_cache_manager
+        config = core.scheduler.kv_cache_config
+        within = isinstance(core.model_executor, UniProcExecutor) and blocks_are_contiguous(config)
+        ranks = core.vllm_config.parallel_config.world_size
+        block_bytes = ranks * sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
+        self.transferable = within
+        """Whether the cache lies in this process, so that bytes can be lent."""
+        pages = CachePages(kv_cache_address(core), config) if within else None
+        self.pool = KvPool(self._manager.block_pool, block_bytes, pages)
+        self._hit_tokens = 0
+        self._wrap()
+
+    def _wrap(self) -> None:
+        record, reset = self._manager.record_prefix_cache_stats, self._manager.block_pool.reset_prefix_cache
+
+        def record_found(request: Request, num_hits: int) -> None:
+            self._hit_tokens += num_hits
+            record(request, num_hits)
+
+        def reset_all() -> bool:
+            self.pool.withhold(0)  # until the next look: vLLM resets a cache of which nothing is held
+            done: bool = reset()
+            return done
+
+        self._manager.record_prefix_cache_stats = record_found
+        self._manager.block_pool.reset_prefix_cache = reset_all
+        self._manager.block_pool.get_usage = lambda: self.pool.used / max(1, self.pool.blocks)
+
+    @property
+    def wanted_blocks(self) -> int:
+        """Blocks that the next step may take at most: of requests that run, and of those that there is a place for."""
+        size, running = self._scheduler.block_size, self._scheduler.running
+        wanted: int = self._manager.watermark_blocks if self._scheduler.waiting else 0
+        for request in running:
+            wanted += -(-request.num_tokens // size) - -(-request.num_computed_tokens // size)
+        for request in islice(self._scheduler.waiting, self._scheduler.max_num_running_reqs - len(running)):
+            wanted += -(-request.num_tokens // size)
+        return wanted
+
+    def take_hit_bytes(self) -> int:
+        """Found in the prefix cache since it was asked last."""
+        found, self._hit_tokens = self._hit_tokens, 0
+        return found * self.pool.block_bytes // int(self._scheduler.block_size)
 
 
 class ServingView:
@@ -37,7 +93,7 @@ class ServingView:
 
         core.scheduler.schedule = noted
 
-    def stepped(self, began: float, ended: float) -> None:
+    def on_step(self, began: float, ended: float) -> None:
         """Serving made a step in this time, if it had anything to do."""
         scheduled, self._scheduled = self._scheduled, None
         if scheduled is not None and scheduled.total_num_scheduled_tokens:
@@ -46,11 +102,11 @@ class ServingView:
             self._last.clear()
 
     @property
-    def unread(self) -> bool:
+    def has_unread(self) -> bool:
         """Whether something came that serving has not looked at."""
         return bool(self._unread)
 
-    def holds(self) -> Serving:
+    def state(self) -> ServingState:
         """What serving holds now."""
         running, waiting = self._scheduler.running, self._scheduler.get_request_counts()[1]
         first = [request for request in running if request.request_id not in self._last]
@@ -58,19 +114,19 @@ class ServingView:
             first += self._scheduler.waiting
         now = time.monotonic()
         behind = time.time() - now
-        return Serving(
-            prefills=[(min(now, request.arrival_time - behind), _left(request)) for request in first],
+        return ServingState(
+            prefills=[(min(now, request.arrival_time - behind), _prompt_tokens_left(request)) for request in first],
             last_tokens=[at for request in running if (at := self._last.get(request.request_id)) is not None],
             waiting=waiting,
-            queued=self.unread,
+            queued=self.has_unread,
         )
 
     def _served(self, scheduled: Any, began: float, ended: float) -> None:
         for request in scheduled.scheduled_new_reqs:
-            self._admission.arrived(len(request.prompt_token_ids) - request.num_computed_tokens, began)
+            self._admission.on_arrival(len(request.prompt_token_ids) - request.num_computed_tokens, began)
         counts = scheduled.num_scheduled_tokens
         decoding = sum(count == 1 and name in self._last for name, count in counts.items())
-        self._admission.served(
+        self._admission.on_serving_step(
             prompt_tokens=scheduled.total_num_scheduled_tokens - decoding,
             decoding=decoding,
             held=len(counts) + self._scheduler.get_request_counts()[1],
@@ -86,6 +142,6 @@ class ServingView:
             self._last = {name: at for name, at in self._last.items() if name in self._scheduler.requests}
 
 
-def _left(request: Any) -> int:
+def _prompt_tokens_left(request: Any) -> int:
     left: int = request.num_tokens - request.num_computed_tokens
     return max(0, left)

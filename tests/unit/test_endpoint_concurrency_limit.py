@@ -1,0 +1,145 @@
+"""The pace of a lender by requests: how it grows, what it yields, where it settles."""
+
+import itertools
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.lender.endpoint.concurrency_limit import AimdLimit, LatencyWindow, TokenRates, exceeds_budget
+
+TTFT, TPOT, MOST = 1.0, 0.1, 64
+
+seconds = st.floats(0, 4, allow_nan=False)
+windows = st.builds(
+    LatencyWindow,
+    ttft=st.lists(seconds, max_size=8),
+    tpot=st.lists(seconds.map(lambda s: s / 10), max_size=8),
+    full=st.booleans(),
+    others_late=st.booleans(),
+)
+LATE = LatencyWindow([2 * TTFT], [], full=True)
+CALM = LatencyWindow([0.1 * TTFT], [0.1 * TPOT], full=True)
+
+
+def new_pace(most: int = MOST) -> AimdLimit:
+    return AimdLimit(ttft_seconds=TTFT, tpot_seconds=TPOT, max_limit=most)
+
+
+@given(st.lists(windows, max_size=60), st.integers(0, 100))
+def test_it_stays_between_nothing_and_the_most_and_grows_only_when_on_time(
+    history: list[LatencyWindow], most: int
+) -> None:
+    pace, was_late = new_pace(most), False
+    for now, window in enumerate(history):
+        before = pace.limit
+        after = pace.on_window(window, float(now))
+        assert after == pace.limit and 0 <= after <= most
+        on_time = not window.others_late and all(s <= TTFT for s in window.ttft) and all(s <= TPOT for s in window.tpot)
+        assert after <= before or on_time
+        assert after <= before or before == 0 or window.full
+        assert after <= before + (1 if was_late else max(before, 1))
+        was_late |= after < before
+
+
+@given(st.lists(windows, max_size=40))
+def test_whatever_was_before_an_endpoint_that_stays_late_is_soon_asked_for_nothing(
+    history: list[LatencyWindow],
+) -> None:
+    pace = new_pace()
+    for now, window in enumerate(history):
+        pace.on_window(window, float(now))
+    for _ in range(2 * MOST.bit_length() + 1):
+        pace.on_window(LATE, 40.0)
+    assert pace.limit == 0
+    assert pace.on_window(LatencyWindow([], [], full=False), 41.0) == 0
+
+
+def test_the_window_after_a_cut_is_not_judged() -> None:
+    pace = new_pace(8)
+    assert [pace.on_window(CALM, 0.0) for _ in range(3)] == [2, 4, 8]
+    assert [pace.on_window(LATE, 1.0), pace.on_window(LATE, 2.0), pace.on_window(CALM, 3.0)] == [4, 4, 5]
+
+
+def test_what_was_too_much_is_tried_again_twice_as_late_each_time() -> None:
+    pace, now, tries = new_pace(), 0.0, []
+    for _ in range(400):
+        before = pace.limit
+        after = pace.on_window(LATE if before else LatencyWindow([], [], full=False), now)
+        if before == 0 and after == 1:
+            tries.append(now)
+        now += 1.0
+    gaps = [b - a for a, b in itertools.pairwise(tries)]
+    assert all(later >= earlier for earlier, later in itertools.pairwise(gaps)) and gaps[-1] > 3 * gaps[0]
+
+
+@given(st.integers(2, MOST - 1), st.floats(0.2, 0.7))
+def test_it_settles_where_the_endpoint_keeps_its_promise(knee: int, base_share: float) -> None:
+    """An endpoint whose time per token grows with the turns at it, and is over its budget beyond `knee` of them."""
+    pace, tokens, late_windows = new_pace(), 0, 0
+    base = base_share * TPOT
+    for now in range(600):
+        tpot = base + (TPOT - base) * pace.limit / (knee + 0.5)
+        full = pace.limit > 0
+        if now >= 100:
+            tokens += pace.limit
+            late_windows += tpot > TPOT
+        pace.on_window(LatencyWindow([0.1], [tpot] if full else [], full=full), float(now))
+    spare = int((0.8 - base_share) / (1 - base_share) * (knee + 0.5))
+    assert tokens / 500 >= min(spare, knee) / 2
+    assert late_windows <= 50
+
+
+def test_late_is_told_by_buckets_that_are_surely_over_the_budget() -> None:
+    nothing = {0.1: 0.0, 0.25: 0.0, inf: 0.0}
+    assert not exceeds_budget({}, {}, 0.2) and not exceeds_budget(nothing, nothing, 0.2)
+    assert not exceeds_budget(nothing, {0.1: 0.0, 0.25: 20.0, inf: 20.0}, 0.2)
+    assert not exceeds_budget(nothing, {0.1: 19.0, 0.25: 19.0, inf: 20.0}, 0.2)
+    assert exceeds_budget(nothing, {0.1: 18.0, 0.25: 18.0, inf: 20.0}, 0.2)
+    before = {0.1: 0.0, 0.25: 0.0, inf: 500.0}
+    assert not exceeds_budget(before, {0.1: 10.0, 0.25: 10.0, inf: 510.0}, 0.2)
+
+
+BASE_SECONDS, TOKEN_SECONDS = 0.008, 0.00005
+"""Of a step of the endpoint's engine."""
+
+
+@given(st.floats(0.0, 0.2), st.integers(0, 2**32 - 1))
+def test_what_the_way_to_an_endpoint_takes_makes_its_tokens_no_dearer(away: float, seed: int) -> None:
+    """Its requests come over a network, most of a few tokens; it is told as the engine that it is."""
+    random, rates = Random(seed), TokenRates()
+    for _ in range(300):
+        running = random.randint(1, 32)
+        computed = random.randint(1, 60) if random.random() < 0.9 else random.randint(500, 3000)
+        rates.on_first_token(computed, away + BASE_SECONDS + TOKEN_SECONDS * (computed + running))
+        rates.on_decoded(BASE_SECONDS + TOKEN_SECONDS * running, running)
+    assert 1 / rates.prefill == pytest.approx(TOKEN_SECONDS, rel=0.2)
+    for running in (0, 1, 16, 64):
+        step = BASE_SECONDS + TOKEN_SECONDS * max(1, running)
+        assert 1 / rates.decode(running) == pytest.approx(step, rel=0.1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 65_536), st.floats(0, 600)), max_size=30),
+    st.lists(st.tuples(st.floats(0, 600), st.integers(1, 4096)), max_size=30),
+    st.integers(0, 4096),
+)
+def test_whatever_was_measured_a_step_takes_no_less_than_its_tokens(
+    first: list[tuple[int, float]], decoded: list[tuple[float, int]], running: int
+) -> None:
+    rates = TokenRates()
+    for computed, seconds in first:
+        rates.on_first_token(computed, seconds)
+    for seconds, others in decoded:
+        rates.on_decoded(seconds, others)
+    assert 1e-3 <= rates.decode(running) * max(1, running) <= rates.prefill * (1 + 1e-9) <= 1e12
+
+
+def test_a_turn_that_was_told_all_at_once_makes_nobody_fast() -> None:
+    rates = TokenRates()
+    for _ in range(50):
+        rates.on_decoded(0.01, 1)
+    rates.on_decoded(0.0, 1)
+    assert 80 < rates.decode(1) < 200

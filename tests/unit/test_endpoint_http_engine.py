@@ -1,0 +1,218 @@
+"""A turn at an endpoint: what the rates learn of it, and what becomes of it where the endpoint is in trouble."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from schemas.arrays import pack_tokens, unpack_tokens
+from schemas.prompts import Sampling
+from workers.executor.config import ExecutorConfig
+from workers.executor.ipc.messages import ABORTED, REPORT_DECODER, SubmitTurn, TurnFinished, TurnRejected
+from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer
+from workers.executor.vllm.types import EngineBroken, EngineRefusal
+from workers.lender.endpoint import http_engine as room
+from workers.lender.endpoint.api import VllmConfig, VllmEndpoint
+from workers.lender.endpoint.concurrency_limit import TokenRates
+from workers.lender.endpoint.config import EndpointConfig
+from workers.lender.endpoint.http_engine import HttpEngine, KvAllowance
+from workers.lender.endpoint.turn import BUSY_STATUSES, FATAL_STATUSES, TurnLost, error_for_status
+
+SAMPLING = Sampling(max_tokens=8)
+CONFIG = ExecutorConfig(model_folder=Path(), name="lender", max_turns=8, max_model_len=256)
+
+
+class Scripted:
+    """An endpoint: pieces of tokens, and how each turn ends."""
+
+    url = "http://endpoint"
+
+    def __init__(self, *ends: Exception | str, pieces: tuple[int, ...] = (1, 1)) -> None:
+        self.ends = list(ends)
+        self.pieces = pieces
+        self.logprobs: list[float] = []
+        """Of the pieces that come next; those behind them have -1."""
+        self.looks = 0
+        self.there = True
+
+    async def stream_turn(self, context: object, sampling: Sampling, *, salt: str) -> Any:
+        end = self.ends.pop(0)
+        for size in self.pieces:
+            await asyncio.sleep(0)
+            yield 0, [5] * size, [self.logprobs.pop(0) if self.logprobs else -1.0] * size, ""
+        if isinstance(end, Exception):
+            raise end
+        yield 0, [], [], end
+
+    async def check_unchanged(self) -> None:
+        self.looks += 1
+        if not self.there:
+            raise EngineBroken("another")
+
+
+def played(api: Any, check: Callable[[HttpEngine], None] = lambda _: None) -> list[TurnFinished | TurnRejected]:
+    """What is told of one turn after another; `check` sees the player after them."""
+
+    async def play(channel: ChannelFds) -> None:
+        versions: Any = SimpleNamespace(version=1, salt="")
+        endpoint = EndpointConfig(url=api.url)
+        player = HttpEngine(api, versions, channel, CONFIG, endpoint, vocabulary=48, kv=KvAllowance(1 << 20, 64))
+        for number in range(len(api.ends)):
+            player._execute(SubmitTurn(f"turn-{number}", pack_tokens([1, 2]), SAMPLING, 1))
+            player._send_waiting()
+            await asyncio.gather(*player._tasks, return_exceptions=True)
+        await asyncio.sleep(0)
+        check(player)
+        if player._broken.done():
+            player._broken.exception()
+
+    with closing(ChannelFds.create()) as channel:
+        asyncio.run(play(channel))
+        return [REPORT_DECODER.decode(message) for message in RingBuffer(channel.reports).read()]
+
+
+def sampled(answer: TurnFinished | TurnRejected) -> int:
+    assert isinstance(answer, TurnFinished)
+    return len(unpack_tokens(answer.tokens))
+
+
+def test_of_tokens_that_came_together_nothing_is_learned_of_decoding() -> None:
+    """vLLM merges what its client has not read yet, and `--stream-interval` has it send several at a time."""
+
+    def unmoved(player: HttpEngine) -> None:
+        assert player._rates.decode(1) == pytest.approx(100.0)
+
+    [answer] = played(Scripted("length", pieces=(8,)), unmoved)
+    assert isinstance(answer, TurnFinished) and answer.finish_reason == "length"
+
+
+def test_what_came_with_the_first_token_is_no_time_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    learned: list[float] = []
+    monkeypatch.setattr(TokenRates, "on_decoded", lambda _, seconds, __: learned.append(seconds))
+    clock = iter(range(100))
+    monkeypatch.setattr(room, "time", SimpleNamespace(time=lambda: float(next(clock)), monotonic=lambda: 0.0))
+    played(Scripted("length", pieces=(4, 4)))
+    assert learned == [1 / 4], "one second for the four that followed"
+
+
+def test_what_came_of_a_turn_goes_back_and_one_of_which_nothing_came_is_refused_unless_there_was_no_room() -> None:
+    failed, no_room = TurnLost("error", failed=True), TurnLost("full", failed=False)
+    [begun] = played(Scripted(failed))
+    assert isinstance(begun, TurnFinished) and (begun.finish_reason, begun.reason, sampled(begun)) == (
+        ABORTED,
+        "error",
+        2,
+    )
+    [silent] = played(Scripted("abort"))
+    assert isinstance(silent, TurnFinished) and "abort" in silent.reason and sampled(silent) == 2
+    [paused] = played(Scripted("abort", pieces=()))
+    assert isinstance(paused, TurnFinished), "whoever pauses the server has its requests end so"
+    [nothing] = played(Scripted(failed, pieces=()))
+    assert isinstance(nothing, TurnRejected) and nothing.reason == "error"
+    [full] = played(Scripted(no_room, pieces=()))
+    assert isinstance(full, TurnFinished) and (full.finish_reason, sampled(full)) == (ABORTED, 0)
+    [unfit] = played(Scripted(EngineRefusal("too long"), pieces=()))
+    assert isinstance(unfit, TurnRejected) and unfit.reason == "too long"
+
+
+@pytest.mark.parametrize("logprob", [-9999.0, -100.0, 0.5, float("-inf"), float("nan")])
+def test_a_turn_whose_logprobs_cannot_be_is_refused_and_the_others_are_not(logprob: float) -> None:
+    api = Scripted("length", "length")
+    api.logprobs = [-1.0, logprob]
+    one, other = played(api)
+    assert isinstance(one, TurnRejected) and f"a logprob of {logprob:g}" in one.reason
+    assert isinstance(other, TurnFinished) and sampled(other) == 2
+
+
+def test_a_turn_that_breaks_off_ends_the_endpoint_only_where_it_is_another_by_then() -> None:
+    def goes_on(player: HttpEngine) -> None:
+        assert not player._broken.done()
+
+    def is_over(player: HttpEngine) -> None:
+        assert isinstance(player._broken.exception(), EngineBroken) and list(player._running) == ["turn-0"]
+
+    api = Scripted(TurnLost("error", failed=True), "length")
+    assert [type(answer) for answer in played(api, goes_on)] == [TurnFinished, TurnFinished] and api.looks == 1
+    api = Scripted(TurnLost("error", failed=True))
+    api.there = False
+    assert played(api, is_over) == [], "who plays gives it back, with all others"
+
+
+@pytest.mark.parametrize(
+    ("ends", "late"),
+    [
+        (["failed"], 0),
+        (["failed", "length", "failed"], 0),
+        (["failed", "failed"], 1),
+        (["failed", "no room"], 1),
+        (["no room"], 1),
+        (["refused", "refused"], 0),
+    ],
+)
+def test_no_room_is_late_and_so_is_an_endpoint_that_fails_at_every_turn(ends: list[str], late: int) -> None:
+    """Else it would draw turns the faster the faster it fails."""
+    troubles = {
+        "failed": TurnLost("error", failed=True),
+        "no room": TurnLost("full", failed=False),
+        "refused": EngineRefusal("unfit"),
+    }
+
+    def counts(player: HttpEngine) -> None:
+        window = player._window(others_late=False)
+        assert sum(seconds == float("inf") for seconds in window.ttft) == late
+
+    played(Scripted(*(troubles.get(end, end) for end in ends)), counts)
+
+
+@pytest.mark.parametrize("status", [200, 204, 302, *FATAL_STATUSES, 400, 409, 413, 422, *BUSY_STATUSES, 500, 501, 502])
+def test_a_status_is_a_turns_own_trouble_unless_every_turn_would_meet_it(status: int) -> None:
+    error = error_for_status("http://endpoint", status, "why")
+    if status < 400 or status in FATAL_STATUSES:
+        assert isinstance(error, EngineBroken)
+    elif status in BUSY_STATUSES or status >= 500:
+        assert isinstance(error, TurnLost) and error.failed is (status not in BUSY_STATUSES)
+    else:
+        assert isinstance(error, EngineRefusal)
+    assert "why" in str(error)
+
+
+@pytest.mark.parametrize(("error", "failed"), [(aiohttp.SocketTimeoutError(), False), (aiohttp.ClientError(), True)])
+def test_a_turn_that_stays_silent_has_no_room_and_one_whose_connection_ends_has_failed(
+    error: Exception, failed: bool
+) -> None:
+    async def ask() -> None:
+        api = VllmEndpoint("http://endpoint", "policy")
+        await api.aclose()
+
+        def post(*_: object, **__: object) -> None:
+            raise error
+
+        api._session = SimpleNamespace(post=post)  # type: ignore[assignment]
+        async for _ in api.stream_turn([1], SAMPLING, salt=""):
+            pass
+
+    with pytest.raises(TurnLost) as lost:
+        asyncio.run(ask())
+    assert lost.value.failed is failed
+
+
+@pytest.mark.parametrize(("processes", "another"), [(1, True), (2, False)])
+def test_of_several_api_processes_each_has_an_id_of_its_own(processes: int, another: bool) -> None:
+    def config(instance: str) -> VllmConfig:
+        said = {
+            "model_config": {"model": "m", "dtype": "torch.float32", "max_model_len": 8, "max_logprobs": 20},
+            "parallel_config": {"world_size": 1, "data_parallel_size": 1, "_api_process_count": processes},
+            "cache_config": {"block_size": 32},
+            "device_config": {"device": "cpu"},
+            "instance_id": instance,
+        }
+        said["model_config"]["logprobs_mode"] = "processed_logprobs"  # type: ignore[index]
+        return msgspec.convert(said, VllmConfig)
+
+    assert (config("one").without_instance != config("other").without_instance) is another

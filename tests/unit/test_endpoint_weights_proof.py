@@ -1,0 +1,84 @@
+"""The proof that an endpoint answers with a version: what is proven, and what never is."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from tests.integration.families import tiny_policy
+from workers.lender.endpoint.weights_proof import (
+    ANSWER_TOKENS,
+    ProbeAnswer,
+    ReferenceModel,
+    probe_context,
+    probe_error,
+    proof_error,
+)
+
+TOLERANCE = 1e-3
+SIZES = st.integers(1, 200)
+
+
+def drawn(seed: int, size: int) -> "np.typing.NDArray[np.float64]":
+    return -np.random.default_rng(seed).exponential(3.0, size)
+
+
+@given(st.integers(0, 99), SIZES, st.floats(1e-5, 1.0))
+def test_what_answers_with_the_new_weights_is_proven_and_what_stays_with_the_old_is_not(
+    seed: int, size: int, moved: float
+) -> None:
+    before = drawn(seed, size)
+    new = before + moved * np.random.default_rng(seed + 1).standard_normal(size)
+    noise = 1e-6 * np.random.default_rng(seed + 2).standard_normal(size)
+    if np.abs(new - before).max() < 1e-5:
+        return
+    assert proof_error(new + noise, new, before, TOLERANCE) == ""
+    assert proof_error(before + noise, new, before, TOLERANCE)
+
+
+@given(st.integers(0, 99), SIZES, st.floats(2 * TOLERANCE, 10.0))
+def test_one_logprob_that_is_off_is_enough(seed: int, size: int, off: float) -> None:
+    new = drawn(seed, size)
+    given_ = new.copy()
+    given_[seed % size] -= off
+    assert "off by" in proof_error(given_, new, None, TOLERANCE)
+
+
+def test_what_is_no_number_is_never_proven() -> None:
+    new = drawn(0, 4)
+    assert proof_error(np.array([new[0], np.nan, new[2], new[3]]), new, None, TOLERANCE)
+    assert proof_error(np.full(4, -np.inf), new, None, TOLERANCE)
+
+
+def test_a_version_that_is_the_one_before_is_proven_by_the_same_answers() -> None:
+    new = drawn(1, 8)
+    assert proof_error(new, new, new.copy(), TOLERANCE) == ""
+
+
+def test_a_probe_is_the_same_for_the_same_version() -> None:
+    assert probe_context(48, 3) == probe_context(48, 3) != probe_context(48, 4)
+    assert set(probe_context(48, 3)) <= set(range(48))
+
+
+def test_an_answer_that_is_not_whole_proves_nothing() -> None:
+    tokens = [5] * ANSWER_TOKENS
+    places = [{5: -0.1, 7: -3.0}] * ANSWER_TOKENS
+    assert probe_error(ProbeAnswer([1], tokens, places), 48) == ""
+    assert "answered with 0" in probe_error(ProbeAnswer([1], [], []), 48)
+    assert "logprobs of 31" in probe_error(ProbeAnswer([1], tokens, places[1:]), 48)
+    assert "not told" in probe_error(ProbeAnswer([1], tokens, [{}, *places[1:]]), 48)
+    assert "vocabulary" in probe_error(ProbeAnswer([1], tokens, [{5: -0.1, 48: -3.0}, *places[1:]]), 48)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "qwen3"])
+def test_what_is_expected_of_a_version_follows_from_the_names_in_its_folder(kind: str, tmp_path: Path) -> None:
+    model = tiny_policy(kind, tmp_path)
+    probed = ProbeAnswer([2, 3, 4], [5, 6], [{5: 0.0, 9: 0.0}, {6: 0.0}])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(input_ids=torch.arange(2, 7)[None]).logits[0, 2:-1].double(), -1)
+    given_ = ReferenceModel(tmp_path).logprobs(load_file(tmp_path / "model.safetensors"), probed)
+    assert given_ == pytest.approx([float(logprobs[place]) for place in ((0, 5), (0, 9), (1, 6))])

@@ -1,0 +1,279 @@
+"""The engine's side of an executor, over an engine that the test plays: bounded ticks, and turns that go back."""
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from schemas.arrays import pack_tokens
+from schemas.prompts import Sampling
+from workers.executor.engine_loop import EngineLoop
+from workers.executor.ipc.messages import (
+    ABORTED,
+    REPORT_DECODER,
+    AbortTurn,
+    EngineStatus,
+    MessageSender,
+    StageWeights,
+    SubmitTurn,
+    Suspend,
+    TurnFinished,
+    WorkKind,
+)
+from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer, RingBufferFull
+from workers.executor.step_cost import INITIAL_COST, StepCost
+from workers.executor.vllm.types import FinishedTurn
+
+SLOW_SECONDS = 0.05
+"""Of a piece of preparing that met something."""
+
+TAKE_SECONDS = 0.01
+"""That a turn's context takes, at least."""
+
+
+class PlayedEngine:
+    version, devices = 0, 1
+
+    def __init__(self) -> None:
+        self.turns: list[str] = []
+        self.steps: list[int] = []
+        """Of each, how many turns were in it."""
+        self.pieces: list[float] = []
+        """Seconds of those that a version is prepared in."""
+
+    def __len__(self) -> int:
+        return len(self.turns)
+
+    @property
+    def next_step_tokens(self) -> int:
+        return len(self.turns)
+
+    def add(self, key: str, *_: Any, **__: Any) -> None:
+        time.sleep(TAKE_SECONDS)
+        self.turns.append(key)
+
+    def abort(self, key: str) -> FinishedTurn | None:
+        if key not in self.turns:
+            return None
+        self.turns.remove(key)
+        return FinishedTurn(
+            key=key,
+            tokens=[],
+            logprobs=np.zeros(0, np.float32),
+            finish_reason="abort",
+            spans=(),
+            context_tokens=1,
+            cached_tokens=0,
+            added_at=0.0,
+            scheduled_at=0.0,
+            first_token_at=0.0,
+            finished_at=0.0,
+        )
+
+    def step(self, _: int | None) -> Any:
+        self.steps.append(len(self.turns))
+        return SimpleNamespace(finished=[], tokens=0, seconds=0.001)
+
+    def stage(self, _: object) -> Iterator[None]:
+        for seconds in self.pieces:
+            time.sleep(seconds)
+            yield
+
+    def load(self) -> Any:
+        figures = {"running": 0, "waiting": 0, "kv_bytes_total": 1, "kv_bytes_free": 1, "kv_bytes_per_token": 1}
+        return SimpleNamespace(device="cpu", **figures)
+
+
+@pytest.fixture
+def engine() -> PlayedEngine:
+    return PlayedEngine()
+
+
+@pytest.fixture
+def channel() -> ChannelFds:
+    return ChannelFds.create()
+
+
+@pytest.fixture
+def host(engine: PlayedEngine, channel: ChannelFds) -> EngineLoop:
+    played: Any = engine
+    return EngineLoop(
+        played, channel, MessageSender(RingBuffer(channel.reports)), StepCost(**INITIAL_COST), status_seconds=0.1
+    )
+
+
+def dispatch(channel: ChannelFds, turns: int) -> None:
+    orders = MessageSender(RingBuffer(channel.commands))
+    for number in range(turns):
+        orders.send(SubmitTurn(f"turn {number}", pack_tokens([1, 2]), Sampling(max_tokens=4), 0))
+
+
+def test_turns_that_come_at_once_are_taken_in_over_several_ticks_of_a_guest(
+    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+) -> None:
+    dispatch(channel, 12)
+    before = 0
+    while len(engine) < 12:
+        host.tick(64, 3 * TAKE_SECONDS)
+        assert 0 < len(engine) - before <= 3 and host.busy
+        before = len(engine)
+    assert engine.steps == [], "nor was there a step beside them"
+    host.tick(64, 3 * TAKE_SECONDS)
+    assert engine.steps == [12]
+
+
+def test_a_turn_that_was_meant_for_the_guest_before_goes_back_untouched_and_nobody_is_to_blame(
+    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+) -> None:
+    """Who gave it was stopped while that one was parked and another was built, which serves nothing yet."""
+    engine.version = -1
+    dispatch(channel, 1)
+    host.tick()
+    [done, _] = map(REPORT_DECODER.decode, RingBuffer(channel.reports).read())
+    assert isinstance(done, TurnFinished) and (done.name, done.finish_reason, done.tokens) == ("turn 0", ABORTED, b"")
+    assert done.reason == "version -1 serves, not 0" and engine.turns == []
+
+
+def test_an_executor_of_its_own_takes_them_in_at_once(
+    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+) -> None:
+    dispatch(channel, 4)
+    host.tick()
+    assert engine.steps == [4]
+
+
+def test_turns_are_charged_the_time_of_every_device_that_their_steps_ran_on(
+    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+) -> None:
+    engine.devices = 2
+    dispatch(channel, 2)
+    for _ in range(3):
+        host.tick()
+    while not host.abort_one_turn():
+        pass
+    charged = [
+        done.device_seconds
+        for done in map(REPORT_DECODER.decode, RingBuffer(channel.reports).read())
+        if isinstance(done, TurnFinished)
+    ]
+    steps = len(engine.steps)
+    assert charged == [pytest.approx(steps * 2 * 0.001 / 2)] * 2
+
+
+def test_what_comes_with_orders_waits_for_its_own_turn(
+    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+) -> None:
+    """Orders are let in without a price: neither a piece of preparing nor a step is beside them, where none was let."""
+    engine.pieces = [0.0] * 2
+    MessageSender(RingBuffer(channel.commands)).send(StageWeights(1, 0, ()))
+    assert host.next_work.kind is WorkKind.INTERRUPTIBLE
+    host.tick(0, 1.0)
+    assert host.next_work.kind is WorkKind.ATOMIC
+    dispatch(channel, 1)
+    host.tick(0, 1.0)
+    assert engine.steps == [] and host.next_work.kind is WorkKind.STEP
+    host.tick(1, 1.0)
+    assert engine.steps == [1]
+
+
+def test_a_slow_piece_of_preparing_does_not_price_all_that_come_after_it(
+    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+) -> None:
+    engine.pieces = [*[0.0] * 20, SLOW_SECONDS, *[0.0] * 60]
+    MessageSender(RingBuffer(channel.commands)).send(StageWeights(1, 0, ()))
+    priced = []
+    while host.busy:
+        host.tick()
+        priced.append(host.next_work.seconds)
+    assert 0.0 < priced[0] < SLOW_SECONDS
+    assert priced[-2] < 0.1 * SLOW_SECONDS
+
+
+def test_turns_go_back_although_nobody_reads_and_are_told_in_the_end(
+    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds
+) -> None:
+    dispatch(channel, 2)
+    host.tick()
+    full = RingBuffer(channel.reports)
+    with pytest.raises(RingBufferFull):
+        while True:
+            full.write(bytes(1 << 12))
+    while True:
+        try:
+            full.write(b"")
+        except RingBufferFull:
+            break
+    passes = 0
+    while not host.abort_one_turn():
+        passes += 1
+        assert passes < 10
+    assert not len(engine) and not host.busy
+    for _ in RingBuffer(channel.reports).read():
+        pass
+    host.tick()
+    said = [REPORT_DECODER.decode(message) for message in RingBuffer(channel.reports).read()]
+    assert {report.name for report in said if isinstance(report, TurnFinished)} == {"turn 0", "turn 1"}
+
+
+def test_a_step_that_stands_still_beats_and_ends_for_a_turn_that_is_to_go_back(
+    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn that comes meanwhile waits for the step's end, and ends nothing."""
+    dispatch(channel, 1)
+    host.tick()
+    reports, orders = RingBuffer(channel.reports), MessageSender(RingBuffer(channel.commands))
+    list(reports.read())
+    stood: list[bool] = []
+    later = time.monotonic()
+
+    def step(_: int | None) -> Any:
+        nonlocal later
+        monkeypatch.setattr("workers.executor.engine_loop.time.monotonic", lambda: later)
+        for order in (
+            None,
+            SubmitTurn("later", pack_tokens([1, 2]), Sampling(max_tokens=4), 0),
+            Suspend(),
+            AbortTurn("turn 0"),
+        ):
+            later += 0.2
+            if order is not None:
+                orders.send(order)
+            stood.append(host.tick_mid_step(blocked=True))
+        return SimpleNamespace(finished=[], tokens=0, seconds=0.001)
+
+    monkeypatch.setattr(engine, "step", step)
+    host.tick()
+    assert stood == [True, True, True, False] and host.granted_bytes == 0
+    heard = [REPORT_DECODER.decode(message) for message in reports.read()]
+    assert sum(isinstance(report, EngineStatus) for report in heard) == 4
+    assert isinstance(heard[-1], TurnFinished) and heard[-1].name == "turn 0", "as soon as the step is made"
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_step_that_stands_still_is_held_from_when_it_might_last_go_on(
+    host: EngineLoop, engine: PlayedEngine, channel: ChannelFds, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """Else who is let compute now and then would lose its turns, and one who never is would be given others."""
+    reports = RingBuffer(channel.reports)
+    dispatch(channel, 1)
+    host.tick()
+    later = time.monotonic() + 4.0  # it was held for so long before
+    monkeypatch.setattr("workers.executor.engine_loop.time.monotonic", lambda: later)
+    list(reports.read())
+
+    def step(_: int | None) -> Any:
+        nonlocal later
+        for held in (True, True, not goes_on):
+            later += 2.0
+            host.tick_mid_step(blocked=held)
+        later += 1.0
+        return SimpleNamespace(finished=[], tokens=0, seconds=0.001)
+
+    monkeypatch.setattr(engine, "step", step)
+    host.tick()
+    ticks = [REPORT_DECODER.decode(message) for message in reports.read()]
+    held = [tick.blocked_seconds for tick in ticks if isinstance(tick, EngineStatus)]
+    assert held == pytest.approx([2.0, 4.0, 0.0, 0.0] if goes_on else [2.0, 4.0, 6.0, 7.0])

@@ -1,0 +1,27 @@
+"""A lender that waits for its grants is alive, however long the broker is away."""
+
+from threading import Event, Thread
+
+import pytest
+
+from tests.waiting import until
+from topics import health, reader
+from topics.settings import BusSettings
+from workers.executor import grants
+from workers.executor.grants import GrantFollower, Lease
+
+
+def test_who_waits_for_its_grants_turns_over_and_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, stop = 0.0, Event()
+    monkeypatch.setattr(grants, "HEALTH", of_process := health.Health(lambda: now))
+    monkeypatch.setattr(reader, "ENDS_SECONDS", 0.1)  # who stops waits for an answer as long as one is asked for
+    lender = GrantFollower(BusSettings("127.0.0.1:1"), "executor-3", Lease("job", grant_required=False))
+    waiting = Thread(target=lender.wait_until_read, args=(stop,))
+    waiting.start()
+    until(lambda: "waits for its grants" in of_process.standing.sentence)
+    now = 10 * health.HUNG_SECONDS
+    until(lambda: of_process.standing.alive)
+    assert not of_process.standing.ready
+    stop.set()
+    waiting.join()
+    lender.stop()

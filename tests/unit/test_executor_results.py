@@ -1,0 +1,102 @@
+"""A turn sampled in parts is the turn sampled in one."""
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.arrays import count, pack_logprobs, pack_tokens
+from schemas.limits import SPANS
+from schemas.turns import CLASSES, MOST_DEVICE_SECONDS, Part, TurnDispatch, VersionSpan
+from schemas.wire import decode, encode
+from tests.unit.routing_world import dispatched, request
+from workers.executor.results import concatenate_parts, dispatch_error, remaining_sampling, resumed_context
+
+TOKENS = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.floats(-20, 0, width=32), st.integers(0, 5)), max_size=40)
+"""Each with its logprob and, sorted, the version that sampled it."""
+Token = tuple[int, float, int]
+
+
+def part_of(tokens: list[Token], seconds: dict[str, float] | None = None) -> Part:
+    spans: list[VersionSpan] = []
+    for place, (_, _, version) in enumerate(tokens):
+        start = spans.pop().start if spans and spans[-1].version == version else place
+        spans.append(VersionSpan(start, place + 1, version))
+    return Part(
+        tokens=pack_tokens([token for token, _, _ in tokens]),
+        logprobs=pack_logprobs([logprob for _, logprob, _ in tokens]),
+        spans=tuple(spans),
+        device_seconds=seconds or {},
+    )
+
+
+def in_order(tokens: list[Token]) -> list[Token]:
+    versions = sorted(version for _, _, version in tokens)
+    return [(token, logprob, version) for (token, logprob, _), version in zip(tokens, versions, strict=True)]
+
+
+@given(TOKENS.map(in_order), st.lists(st.integers(0, 40), max_size=6))
+def test_however_it_was_cut_the_whole_is_the_same(tokens: list[Token], cuts: list[int]) -> None:
+    places = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
+    so_far: Part | None = None
+    for start, end in pairwise(places):
+        so_far = concatenate_parts(so_far, part_of(tokens[start:end]))
+    whole = part_of(tokens)
+    assert so_far == whole
+    assert (whole.flaw == "") == bool(tokens)
+
+
+@given(TOKENS.map(in_order), TOKENS.map(in_order), TOKENS.map(in_order))
+def test_it_does_not_matter_who_joins_first(one: list[Token], two: list[Token], three: list[Token]) -> None:
+    a, b, c = part_of(one), part_of(two), part_of(three)
+    assert concatenate_parts(concatenate_parts(a, b), c) == concatenate_parts(a, concatenate_parts(b, c))
+
+
+@given(TOKENS.map(in_order), st.integers(1, 30), st.integers(1, 60))
+def test_the_engine_begins_behind_what_was_sampled_and_samples_the_rest(
+    tokens: list[Token], context: int, most: int
+) -> None:
+    asked = dispatched(request("g0:0", context=context, max_tokens=most))
+    whole = asked.request.appended
+    assert (resumed_context(asked, whole), remaining_sampling(asked)) == (whole, asked.request.sampling)
+    part = part_of(tokens)
+    dispatch: TurnDispatch = decode(TurnDispatch, encode(msgspec.structs.replace(asked, begun=part)))
+    assert resumed_context(dispatch, whole) == whole + part.tokens
+    assert remaining_sampling(dispatch).max_tokens + count(part.tokens) == most
+    assert msgspec.structs.replace(remaining_sampling(dispatch), max_tokens=most) == asked.request.sampling
+
+
+def test_device_seconds_add_up_by_class() -> None:
+    first = part_of([(1, -1.0, 0)], {"serving": 1.0, "dedicated": 0.5})
+    then = part_of([(2, -1.0, 0)], {"dedicated": 0.25, "other": 2.0})
+    assert concatenate_parts(first, then).device_seconds == {"serving": 1.0, "dedicated": 0.75, "other": 2.0}
+
+
+@pytest.mark.parametrize("end", [0, 2])
+def test_a_part_whose_spans_do_not_cover_it_is_told(end: int) -> None:
+    part = part_of([(1, -1.0, 3)])
+    assert msgspec.structs.replace(part, spans=(VersionSpan(0, end, 3),)).flaw
+
+
+def test_what_could_not_be_answered_is_told_before_it_is_taken_on() -> None:
+    asked = dispatched(request("g0:0", max_tokens=SPANS + 1))
+    assert not dispatch_error(asked, homes=1)
+    assert "home 7" in dispatch_error(dispatched(request("g0:0", home=7)), homes=7)
+    one, many = part_of([(1, -1.0, 3)]), part_of([(1, -1.0, version) for version in range(SPANS)])
+    classes = {f"class-{number}": 1.0 for number in range(CLASSES)}
+    for begun, told in (
+        (one, ""),
+        (msgspec.structs.replace(one, device_seconds={"serving": MOST_DEVICE_SECONDS}), ""),
+        (msgspec.structs.replace(one, logprobs=b""), "malformed"),
+        (msgspec.structs.replace(one, device_seconds=classes), "8 worker classes"),
+        (msgspec.structs.replace(one, device_seconds={"serving": 1e12}), "device-seconds"),
+        (many, "2048 spans"),
+    ):
+        dispatch = msgspec.structs.replace(asked, begun=begun)
+        flaw = dispatch_error(dispatch, homes=1)
+        assert told in flaw if told else not flaw
+        if not flaw:
+            whole = concatenate_parts(dispatch.begun, part_of([(1, -1.0, 4)], {"serving": MOST_DEVICE_SECONDS}))
+            assert encode(msgspec.structs.replace(dispatch, begun=whole))

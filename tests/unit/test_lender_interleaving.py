@@ -1,0 +1,391 @@
+"""Turns beside a serving engine that does what was not foreseen: it goes on, and its loop does not spin."""
+
+import logging
+import math
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+from vllm.v1.core.block_pool import BlockPool
+
+from workers.executor import metrics
+from workers.executor.ipc.messages import NextWork, WorkKind
+from workers.lender.admission import Admission, AdmissionDecision, HoldReason, Promise, ServingState
+from workers.lender.config import LendConfig
+from workers.lender.vllm.interleaving import StepInterleaver
+from workers.lender.watchdog_page import StatusPage
+
+
+def serving() -> Any:
+    """A core that steps, played."""
+    pool = BlockPool(8, enable_caching=True, hash_block_size=1)
+    scheduler = SimpleNamespace(
+        max_num_scheduled_tokens=64,
+        max_num_running_reqs=4,
+        block_size=1,
+        running=[],
+        waiting=[],
+        requests={},
+        kv_cache_manager=SimpleNamespace(block_pool=pool, record_prefix_cache_stats=None, watermark_blocks=0),
+        kv_cache_config=SimpleNamespace(num_blocks=8, kv_cache_tensors=[SimpleNamespace(size=64)]),
+    )
+    scheduler.schedule = lambda: None
+    scheduler.get_request_counts = lambda: (len(scheduler.running), len(scheduler.waiting))
+    scheduler.has_requests = lambda: not scheduler.paused and bool(scheduler.running or scheduler.waiting)
+    scheduler.paused = False
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+    core = SimpleNamespace(scheduler=scheduler, vllm_config=config, model_executor=None, input_queue=queue.Queue())
+    core.is_running, core.has_work = lambda: True, scheduler.has_requests
+
+    def take_input() -> None:
+        while not core.input_queue.empty():
+            scheduler.running.append(core.input_queue.get_nowait())
+
+    core._process_input_queue = take_input
+    return core
+
+
+class BusyGuest:
+    """Wants to compute, always."""
+
+    busy, next_work = True, NextWork(WorkKind.STEP, 0.01)
+
+    def __init__(self) -> None:
+        self.pieces = self.held = 0
+        self.dropped: list[Exception] = []
+
+    def make_room(self) -> None: ...
+
+    def tick(self, *, seconds: float, tokens: int) -> None:
+        self.pieces += 1
+
+    def tick_idle(self, *, blocked: bool) -> None:
+        self.held += blocked
+
+    def drop(self, error: Exception) -> None:
+        self.dropped.append(error)
+
+
+class Layered(BusyGuest):
+    """Its step has layers, between which it looks up. Whatever fails in it, it catches."""
+
+    has_room = True
+    stands_for = 10**6
+    """Looks, after which something waits for the step's end."""
+
+    def __init__(self, between_layers: Callable[[], None], meanwhile: Callable[[int], None]) -> None:
+        super().__init__()
+        self.between_layers, self.meanwhile = between_layers, meanwhile
+        self.is_aside = False
+        self.stood = 0
+        """Times that it was asked whether it may stand on."""
+        self.failed: Exception | None = None
+
+    def make_room_mid_step(self) -> bool:
+        return self.has_room
+
+    def tick_mid_step(self, *, blocked: bool) -> bool:
+        self.stood += 1
+        self.held += blocked
+        return self.stood < self.stands_for
+
+    @contextmanager
+    def as_host(self) -> Iterator[None]:
+        self.is_aside = True
+        yield
+        self.is_aside = False
+
+    def tick(self, *, seconds: float, tokens: int) -> None:
+        super().tick(seconds=seconds, tokens=tokens)
+        try:
+            for layer in range(4):
+                self.meanwhile(layer)
+                self.between_layers()
+        except Exception as error:  # noqa: BLE001
+            self.failed = error
+
+
+@pytest.fixture
+def core() -> Any:
+    return serving()
+
+
+@pytest.fixture
+def turns(core: Any) -> StepInterleaver:
+    feeder: Any = SimpleNamespace(connection=None, closed=[])
+    turns = StepInterleaver(
+        core, LendConfig(model_folder="", socket=""), feeder, StatusPage(None), logging.getLogger("turns")
+    )
+    turns._guest = BusyGuest()  # type: ignore[assignment]
+    return turns
+
+
+def test_the_loop_of_a_server_that_is_paused_sleeps_whatever_the_guest_wants(core: Any, turns: StepInterleaver) -> None:
+    guest: Any = turns._guest
+    core.scheduler.waiting.append(
+        SimpleNamespace(request_id="a", arrival_time=0.0, num_tokens=4, num_computed_tokens=0)
+    )
+    turns.step(lambda: True)
+    assert turns.guest_ready and guest.held == 1, "the next step of serving may end what holds it"
+    core.scheduler.paused = True
+    turns.step(lambda: False)
+    assert not turns.guest_ready and guest.held == 2
+    core.scheduler.waiting.clear()
+    turns.step(lambda: False)
+    assert turns.guest_ready and guest.pieces == 1
+
+
+def test_what_was_not_foreseen_of_serving_ends_lending_and_not_serving(core: Any, turns: StepInterleaver) -> None:
+    guest: Any = turns._guest
+    new = SimpleNamespace(prompt_token_ids=None, num_computed_tokens=0)
+    strange = SimpleNamespace(total_num_scheduled_tokens=4, scheduled_new_reqs=[new], num_scheduled_tokens={"a": 4})
+    turns._view._scheduled = strange
+    assert turns.step(lambda: True)
+    assert [type(error) for error in guest.dropped] == [TypeError] and not turns.guest_ready
+    assert turns.step(lambda: True) and not turns.step(lambda: False)
+    assert (guest.pieces, guest.held, len(guest.dropped)) == (0, 0, 1)
+
+
+def test_an_error_of_serving_s_own_step_is_serving_s(turns: StepInterleaver) -> None:
+    def fails() -> bool:
+        raise RuntimeError("its own")
+
+    with pytest.raises(RuntimeError, match="its own"):
+        turns.step(fails)
+    assert turns.guest_ready
+
+
+def test_how_wrong_predictions_are_is_told_and_exported(turns: StepInterleaver) -> None:
+    learned = turns._admission
+    for number in range(40):
+        learned.guest.observe(1 + number % 8, 0.001)
+        learned.on_serving_step(prompt_tokens=0, decoding=1 + number % 4, held=1, seconds=0.002)
+        learned.on_serving_step(prompt_tokens=1 + number % 60, decoding=0, held=1, seconds=0.003)
+    metrics.show_serving(turns._serving_stats())
+    for step, cost in (
+        ("guest", learned.guest),
+        ("prefill", learned.serving.prefill),
+        ("decode", learned.serving.decode),
+    ):
+        exported = REGISTRY.get_sample_value("rose_lender_prediction_error_ratio", {"step": step})
+        assert exported == cost.error and 0.0 < cost.error < 1.0
+
+
+def test_a_broken_promise_is_told_as_long_as_somebody_looks_and_no_report_without_work_hides_a_long_piece(
+    core: Any, turns: StepInterleaver
+) -> None:
+    guest: Any = turns._guest
+    pieces = "rose_lender_guest_piece_seconds_count"
+    core.scheduler.waiting.append(
+        SimpleNamespace(request_id="late", arrival_time=0.0, num_tokens=4, num_computed_tokens=0)
+    )
+    turns.step(lambda: True)
+    metrics.show_serving(turns._serving_stats())
+    before = REGISTRY.get_sample_value(pieces) or 0
+    headroom = REGISTRY.get_sample_value("rose_lender_headroom_seconds", {"kind": "prefill"})
+    assert headroom is not None and headroom < 0
+    guest.busy = False
+    turns.step(lambda: True)
+    metrics.show_serving(turns._serving_stats())
+    headroom = REGISTRY.get_sample_value("rose_lender_headroom_seconds", {"kind": "prefill"})
+    assert headroom is not None and math.isnan(headroom)
+    assert REGISTRY.get_sample_value(pieces) == before
+    core.scheduler.waiting.clear()
+    guest.busy = True
+    turns.step(lambda: True)
+    metrics.show_serving(turns._serving_stats())
+    assert REGISTRY.get_sample_value(pieces) == before + 1
+
+
+def request(name: str) -> Any:
+    return SimpleNamespace(request_id=name, arrival_time=0.0, num_tokens=4, num_computed_tokens=0)
+
+
+def layered(
+    turns: StepInterleaver,
+    core: Any,
+    done: list[str],
+    *,
+    comes: dict[int, str],
+    steps: int = 2,
+    has_room: bool = True,
+    stands_for: int = 10**6,
+) -> Layered:
+    """A guest beside a core that serves each of those who come, before these layers, in so many steps."""
+
+    def meanwhile(layer: int) -> None:
+        done.append(f"layer {layer}")
+        if layer in comes:
+            core.input_queue.put(request(comes[layer]))
+
+    def serve() -> bool:
+        if not core.scheduler.running:
+            return False
+        guest: Any = turns._guest
+        assert guest.is_aside, "the process is the host's"
+        done.append(core.scheduler.running[0].request_id)
+        if done.count(core.scheduler.running[0].request_id) == steps:
+            core.scheduler.running.clear()
+        return True
+
+    guest = Layered(turns._yield_to_serving, meanwhile)
+    guest.has_room, guest.stands_for = has_room, stands_for
+    turns._guest = guest  # type: ignore[assignment]
+    turns.step(serve)
+    return guest
+
+
+def test_who_comes_between_two_layers_is_served_before_the_next(core: Any, turns: StepInterleaver) -> None:
+    done: list[str] = []
+    guest = layered(turns, core, done, comes={1: "a", 2: "b"})
+    assert done == ["layer 0", "layer 1", "a", "a", "layer 2", "b", "b", "layer 3"]
+    assert guest.failed is None and not guest.is_aside and guest.pieces == 1
+
+
+def test_a_step_that_no_memory_can_be_taken_from_goes_on_to_its_end(core: Any, turns: StepInterleaver) -> None:
+    done: list[str] = []
+    layered(turns, core, done, comes={1: "a"}, has_room=False)
+    assert done == ["layer 0", "layer 1", "layer 2", "layer 3"] and core.scheduler.running, "its room is made first"
+
+
+def test_a_step_stands_still_for_as_long_as_serving_is_busy(
+    core: Any, turns: StepInterleaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of it is computed amid serving's work, whatever time that takes; and why it waits is told meanwhile."""
+    now = iter(range(0, 10**6, 100))
+    monkeypatch.setattr("workers.lender.vllm.interleaving.time.monotonic", lambda: float(next(now)))
+    done: list[str] = []
+    guest = layered(turns, core, done, comes={1: "a"}, steps=50)
+    assert done == ["layer 0", "layer 1", *["a"] * 50, "layer 2", "layer 3"]
+    assert guest.stood == 50 and guest.held == sum(turns._serving_stats().held_back.values()) == 49
+
+
+def test_a_step_whose_end_something_waits_for_goes_on_to_it(core: Any, turns: StepInterleaver) -> None:
+    """What it computes then is one piece to whoever waits."""
+    done: list[str] = []
+    guest = layered(turns, core, done, comes={0: "a", 1: "b", 2: "c"}, steps=3, stands_for=5)
+    assert done == ["layer 0", *["a"] * 3, "layer 1", *["b"] * 2, "layer 2", "layer 3"]
+    assert guest.stood == 5 and core.scheduler.running
+
+
+def test_a_paused_server_does_not_keep_a_step_standing(core: Any, turns: StepInterleaver) -> None:
+    done: list[str] = []
+    core.has_work = lambda: False
+    layered(turns, core, done, comes={1: "a"}, steps=9)
+    assert done == ["layer 0", "layer 1", "a", "layer 2", "layer 3"]
+
+
+def test_what_fails_of_serving_within_a_step_is_serving_s(core: Any, turns: StepInterleaver) -> None:
+    def fails() -> bool:
+        if core.scheduler.running:
+            raise RuntimeError("its own")
+        return False
+
+    guest = Layered(turns._yield_to_serving, lambda layer: core.input_queue.put(request("a")) if layer == 1 else None)
+    turns._guest = guest  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="its own"):
+        turns.step(fails)
+    assert guest.failed is None and not guest.dropped
+
+
+def test_what_was_not_foreseen_of_serving_within_a_step_ends_lending_alone(core: Any, turns: StepInterleaver) -> None:
+    done: list[str] = []
+    core.scheduler.get_request_counts = lambda: (0, 0)
+    guest = Layered(
+        turns._yield_to_serving, lambda layer: core.input_queue.put(object()) if layer == 1 else done.append("layer")
+    )
+    turns._guest = guest  # type: ignore[assignment]
+    assert not turns.step(lambda: False)
+    assert (
+        done == ["layer"] * 3 and [type(error) for error in guest.dropped] == [AttributeError] and not turns.guest_ready
+    )
+
+
+def test_an_error_of_serving_s_keeps_its_cause(core: Any, turns: StepInterleaver) -> None:
+    def fails() -> bool:
+        if core.scheduler.running:
+            raise RuntimeError("its own") from OSError("why")
+        return False
+
+    guest = Layered(turns._yield_to_serving, lambda layer: core.input_queue.put(request("a")) if layer == 1 else None)
+    turns._guest = guest  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="its own") as raised:
+        turns.step(fails)
+    assert isinstance(raised.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize(("slack", "goes_on"), [(60.0, True), (1e-9, False)])
+def test_the_rest_of_a_step_goes_on_beside_a_request_only_where_there_is_slack_for_it(
+    core: Any, turns: StepInterleaver, slack: float, goes_on: bool
+) -> None:
+    """It is not chopped up any more; and it is charged beside those whom serving holds by then."""
+    told: list[int] = []
+    turns._admission.on_guest_run = lambda *, held, seconds: told.append(held)  # type: ignore[method-assign]
+    admit = turns._admission.admit
+
+    def admits(serving: ServingState, next_work: NextWork, *, now: float) -> AdmissionDecision:
+        answer = admit(serving, next_work, now=now)
+        if not serving.held:
+            return answer
+        assert next_work.kind is WorkKind.ATOMIC
+        return AdmissionDecision(slack, 1, None if next_work.seconds <= slack else HoldReason.DECODE, None, None)
+
+    turns._admission.admit = admits  # type: ignore[method-assign]
+    done: list[str] = []
+    layered(turns, core, done, comes={1: "a"}, steps=3)
+    assert done[2:] == (["a", "layer 2", "layer 3"] if goes_on else ["a", "a", "a", "layer 2", "layer 3"])
+    assert told == ([0, 1] if goes_on else [0, 0])
+
+
+def test_a_step_planned_while_serving_was_idle_goes_on_amid_it_though_there_is_never_slack_for_all_of_it(
+    core: Any, turns: StepInterleaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a guest beside a server that is not idle again stands for ever, and nothing says why."""
+    now = 100.0
+    monkeypatch.setattr(
+        "workers.lender.vllm.interleaving.time", SimpleNamespace(monotonic=lambda: now, thread_time=int)
+    )
+    promise = Promise(dial=0.5, ttft_seconds=0.5, tpot_seconds=0.05, yield_seconds=0.02)
+    learned = turns._admission = Admission(promise, serving_step_tokens=64)
+    for number in range(400):
+        learned.guest.observe(1 + number % 30, 0.004 + 0.0001 * (1 + number % 30))
+        learned.on_serving_step(prompt_tokens=0, decoding=1 + number % 2, held=1, seconds=0.032)
+    last: list[float] = []
+    turns._view.state = lambda: ServingState(last_tokens=last)  # type: ignore[method-assign]
+    turns._view.on_step = lambda began, ended: None  # type: ignore[method-assign]
+
+    def serve() -> bool:
+        nonlocal now
+        if not core.scheduler.running:
+            return False
+        now += 0.032
+        last[:] = [now]
+        learned.on_serving_step(prompt_tokens=0, decoding=1, held=1, seconds=0.032)
+        return True
+
+    def meanwhile(layer: int) -> None:
+        nonlocal now
+        now += 0.001
+        if layer == 1:
+            core.input_queue.put(request("never ends"))
+
+    guest = Layered(turns._yield_to_serving, meanwhile)
+    guest.next_work, guest.stands_for = NextWork(WorkKind.STEP, 0.02), 200
+    turns._guest = guest  # type: ignore[assignment]
+    turns.step(serve)
+    assert guest.stood < 5 and guest.held < guest.stood
+
+
+def test_what_serving_takes_within_a_step_is_not_the_guest_s(core: Any, turns: StepInterleaver) -> None:
+    told: list[float] = []
+    turns._admission.on_guest_run = lambda *, held, seconds: told.append(seconds)  # type: ignore[method-assign]
+    now = iter(range(10**6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workers.lender.vllm.interleaving.time.monotonic", lambda: float(next(now)))
+        layered(turns, core, [], comes={1: "a"}, steps=50)
+        between = float(next(now))
+    assert between > 100 and sum(told) < 20 and turns._longest < 5

@@ -1,0 +1,176 @@
+"""Blocks of a tenant: none is lost, what is kept is found, and pages are given back of what nobody may touch alone."""
+
+import ctypes
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+
+from workers.lender.vllm.kv_pool import CachePages, KvPool, return_all_pages
+
+BLOCKS = 40
+STRIDE = 3 * 4096
+"""Bytes of a block in a layer."""
+
+BLOCK_BYTES = 2 * STRIDE
+
+
+def cache() -> tuple[torch.Tensor, CachePages]:
+    """Two layers of BLOCKS blocks, as vLLM lays them on a CPU."""
+    memory = torch.full((BLOCKS * BLOCK_BYTES,), 7, dtype=torch.uint8)
+    layers = KVCacheTensor(
+        size=memory.nbytes, layers=["0", "1"], layer_stride=BLOCKS * STRIDE, block_stride=STRIDE, offset=0
+    )
+    return memory, CachePages(memory.data_ptr(), KVCacheConfig(BLOCKS, [layers], []))
+
+
+@given(st.sets(st.integers(0, BLOCKS - 1)))
+def test_what_is_not_given_back_keeps_its_bytes(blocks: set[int]) -> None:
+    memory, pages = cache()
+    pages.return_blocks(blocks)
+    by_block = memory.view(2, BLOCKS, STRIDE)
+    for block in range(BLOCKS):
+        left = int((by_block[:, block] == 7).sum())
+        assert left <= 2 * 2 * 4096 if block in blocks else left == BLOCK_BYTES
+
+
+@given(st.integers(0, 9 * 4096), st.integers(0, 9 * 4096))
+def test_of_a_cache_that_is_given_back_whole_no_page_is_left_and_no_neighbour_loses_a_byte(a: int, b: int) -> None:
+    memory = torch.full((9 * 4096,), 7, dtype=torch.uint8)
+    begin, end = sorted((a, b))
+    cache = torch.frombuffer(memory.numpy().data[begin:end], dtype=torch.uint8) if begin < end else memory[:0].clone()
+    return_all_pages([cache[: len(cache) // 2], cache[len(cache) // 2 :]])
+    assert int((memory[:begin] == 7).sum()) == begin and int((memory[end:] == 7).sum()) == len(memory) - end
+    assert int((cache == 7).sum()) < 2 * 4096
+
+
+def test_a_cache_whose_memory_is_locked_can_be_let_go_of() -> None:
+    cache = torch.full((9 * 4096,), 7, dtype=torch.uint8)
+    at = ctypes.c_void_p(cache.data_ptr()), ctypes.c_size_t(cache.nbytes)
+    assert ctypes.CDLL(None).mlock(*at) == 0
+    try:
+        return_all_pages([cache])
+        assert bool((cache == 7).all())
+    finally:
+        ctypes.CDLL(None).munlock(*at)
+
+
+class Requests(RuleBasedStateMachine):
+    """Requests that take, find and free blocks, while the pool is fitted anew between any two of them."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.vllm = BlockPool(BLOCKS, enable_caching=True, hash_block_size=1)
+        self.memory, pages = cache()
+        self.pool = KvPool(self.vllm, BLOCK_BYTES, pages)
+        self.held: list[list[KVCacheBlock]] = []
+        self.written: dict[bytes, int] = {}
+        """By prefix, its block when it was written."""
+        self.names = 0
+        self.most_used = self.most_there = self.pool.blocks
+
+    @rule(count=st.integers(1, 12))
+    def takes(self, count: int) -> None:
+        if count <= self.pool.free:
+            blocks = self.vllm.get_new_blocks(count)
+            for block in blocks:
+                self.memory.view(2, BLOCKS, STRIDE)[:, block.block_id] = 9
+            self.held.append(blocks)
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 100), full=st.integers(0, 12))
+    def ends(self, which: int, full: int) -> None:
+        """With so many of its blocks full, which vLLM then caches."""
+        blocks = self.held.pop(which % len(self.held))
+        for block in blocks[:full]:
+            if block.block_hash is None:
+                self.names += 1
+                name = make_block_hash_with_group_id(BlockHash(str(self.names).encode()), 0)
+                self.vllm._insert_block_hash(name, block, num_tokens=1)
+                self.written[name] = block.block_id
+        self.vllm.free_blocks(reversed(blocks))
+
+    @rule(which=st.integers(0, 1000))
+    def finds(self, which: int) -> None:
+        cached = [block for block in self.vllm.blocks if block.block_hash is not None]
+        if cached:
+            block = cached[which % len(cached)]
+            assert (self.memory.view(2, BLOCKS, STRIDE)[:, block.block_id] == 9).all(), "a prefix lost its bytes"
+            self.vllm.touch([block])
+            self.held.append([block])
+
+    @rule(used=st.integers(0, BLOCKS - 1), there=st.integers(0, BLOCKS - 1))
+    def fits(self, used: int, there: int) -> None:
+        self.pool.settle()
+        while self.held and self.pool.used > used:
+            self.vllm.free_blocks(reversed(self.held.pop()))
+        self.most_used, self.most_there = used, max(used, there)
+        self.pool.limit(self.most_used, self.most_there)
+        assert self.pool.used <= used and self.pool.used + self.pool.free <= max(used, self.pool.used)
+        assert self.pool.available <= self.most_there
+
+    @rule(pieces=st.integers(1, 20))
+    def pages_go_back(self, pieces: int) -> None:
+        self.pool.return_pages(pieces * BLOCK_BYTES)
+
+    @invariant()
+    def no_block_is_lost(self) -> None:
+        holders = {block.block_id for blocks in self.held for block in blocks}
+        kept = {block.block_id for block in self.pool._kept}
+        withheld = [block.block_id for block in self.pool._withheld]
+        free = [block.block_id for block in self.vllm.free_block_queue.get_all_free_blocks()]
+        assert len(set(withheld)) == len(withheld) and len(free) == len(set(free)) == self.pool.free
+        assert not set(withheld) & (holders | kept | set(free)) and not set(free) & (holders | kept)
+        assert len(holders | kept) + len(withheld) + len(free) == self.pool.blocks
+        assert all(self.vllm.blocks[block].block_hash is None for block in withheld)
+
+
+Requests.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestRequests = Requests.TestCase
+
+
+def of(pool: KvPool, prefixes: int) -> list[Any]:
+    """So many blocks that a request has left, each with a prefix of its own; the oldest first."""
+    blocks = pool._pool.get_new_blocks(prefixes)
+    for block in blocks:
+        name = make_block_hash_with_group_id(BlockHash(str(block.block_id).encode()), 0)
+        pool._pool._insert_block_hash(name, block, num_tokens=1)
+    pool._pool.free_blocks(blocks)
+    return list(blocks)
+
+
+def test_what_is_kept_beyond_the_budget_is_the_youngest_prefixes_and_the_oldest_of_those_goes_first() -> None:
+    pool = KvPool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=1), BLOCK_BYTES, None)
+    blocks = of(pool, 20)
+    pool.limit(0, 15)
+    assert [block.block_hash is not None for block in blocks] == [False] * 5 + [True] * 15
+    pool.limit(0, 10)
+    assert [block.block_hash is not None for block in blocks] == [False] * 10 + [True] * 10
+    pool.limit(12, 12)
+    assert pool.free == 12 and [block.block_hash is not None for block in blocks] == [False] * 10 + [True] * 10
+
+
+def test_a_kept_prefix_that_a_request_finds_is_the_requests() -> None:
+    pool = KvPool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=1), BLOCK_BYTES, None)
+    blocks = of(pool, 10)
+    pool.limit(5, 15)
+    pool._pool.touch(blocks[-5:])
+    pool.settle()
+    pool.limit(5, 15)
+    assert (pool.used, pool.free, pool.available) == (5, 0, 10)
+    pool._pool.free_blocks(reversed(blocks[-5:]))
+    pool.limit(5, 15)
+    assert pool.used == 0 and all(block.block_hash is not None for block in blocks)
+
+
+def test_a_prefix_that_a_request_holds_is_not_cached_room() -> None:
+    pool = KvPool(BlockPool(BLOCKS, enable_caching=True, hash_block_size=1), BLOCK_BYTES, None)
+    blocks = of(pool, 12)
+    assert (pool.used, pool.cached) == (0, 12)
+    pool._pool.touch(blocks[:9])
+    assert (pool.used, pool.cached) == (9, 3)

@@ -1,0 +1,98 @@
+"""What is the process's, while a guest steps and after."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed import parallel_state
+from vllm.forward_context import is_forward_context_available, override_forward_context
+from vllm.utils import system_utils
+
+from workers.lender.vllm.process_globals import GlobalsSwap, globals_for_build
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def apart() -> GlobalsSwap:
+    return globals_for_build()
+
+
+def test_guests_have_a_group_apart_from_serving_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "_TP", "serving's")
+    apart = globals_for_build()
+    with apart.as_guest_build():
+        assert parallel_state._TP == "serving's"
+        parallel_state._TP = "the guest's"
+    assert parallel_state._TP == "serving's"
+    with apart.as_guest():
+        assert parallel_state._TP == "the guest's"
+
+
+def test_where_serving_s_worker_is_elsewhere_the_next_guest_has_the_group_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM makes all of its groups or none: a second guest that found no more than the others could not be built."""
+    monkeypatch.setattr(parallel_state, "_TP", None)
+    with globals_for_build().as_guest_build():
+        parallel_state._TP = "of guests"
+    assert parallel_state._TP == "of guests"
+    with globals_for_build().as_guest_build():
+        assert parallel_state._TP == "of guests"
+
+
+def test_a_guest_whose_building_stands_still_keeps_nothing_back_that_its_host_prints(apart: GlobalsSwap) -> None:
+    """vLLM turns the process's standard output away while it makes a group."""
+    with apart.as_guest_build():
+        quiet = parallel_state.suppress_stdout()
+        with quiet:
+            assert Path("/proc/self/fd/1").readlink() != Path(os.devnull)
+    assert parallel_state.suppress_stdout is system_utils.suppress_stdout
+
+
+@pytest.mark.parametrize("phase", ["as_guest_build", "as_guest"])
+def test_nothing_is_compiled_for_a_guest_and_its_host_compiles_as_ever(apart: GlobalsSwap, phase: str) -> None:
+    """Serving would stand still for as long as that takes."""
+    compiled: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def twice(numbers: torch.Tensor) -> torch.Tensor:
+        return numbers * 2
+
+    with getattr(apart, phase)():
+        assert twice(torch.ones(3)).tolist() == [2.0, 2.0, 2.0] and not compiled
+    assert twice(torch.ones(3)).tolist() == [2.0, 2.0, 2.0] and len(compiled) == 1
+    with getattr(apart, phase)():
+        assert twice(torch.ones(4)).tolist() == [2.0, 2.0, 2.0, 2.0] and len(compiled) == 1
+
+
+def test_what_the_host_makes_while_a_step_stands_still_is_as_the_host_makes_it(apart: GlobalsSwap) -> None:
+    """A tensor that was made in inference mode could not be written to in a step of serving's that is in none."""
+    outside = torch.get_rng_state()
+    with apart.as_guest(), torch.inference_mode(), override_forward_context(SimpleNamespace()):
+        torch.manual_seed(7)
+        with apart.as_host():
+            made = torch.zeros(3)
+            assert torch.equal(torch.get_rng_state(), outside) and not is_forward_context_available()
+            torch.rand(1)
+            outside = torch.get_rng_state()
+        assert torch.is_inference_mode_enabled() and is_forward_context_available()
+        assert torch.initial_seed() == 7
+    made.fill_(1.0)
+    assert torch.equal(torch.get_rng_state(), outside)
+
+
+def test_a_guest_does_not_bind_the_memory_of_its_hosts_process_again(
+    apart: GlobalsSwap, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with apart.as_guest_build():
+        torch.ops._C.init_cpu_memory_env([0])
+    assert "NUMA" not in capfd.readouterr().err
+    assert isinstance(torch.ops._C.init_cpu_memory_env, torch._ops.OpOverloadPacket)

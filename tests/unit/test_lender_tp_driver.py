@@ -1,0 +1,183 @@
+"""How the loop drives a guest's ranks: one thread speaks to them, all of them answer, two phases serve a version."""
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from workers.executor.ipc.shared_memory import StagedTensors, write_tensors
+from workers.executor.vllm.types import EngineBroken, SwapRefused
+from workers.lender.process_id import current_process_id
+from workers.lender.vllm.time_sliced import TimeSlicedCall, yield_slice
+from workers.lender.vllm.tp_driver import TpDriver, TpRankFailed, TpWeights
+from workers.lender.vllm.tp_worker import call_worker
+
+SIZE = 3
+SHAPES = {"model.norm.weight": (4,)}
+
+
+class Workers:
+    """Serving's executor over ranks that `answer` stands for: by rank and what it is asked for. It notes who asked."""
+
+    def __init__(self, answer: Callable[[int, str, Any], Any]) -> None:
+        self.answer = answer
+        self.asked: list[str] = []
+        self.threads: set[int] = set()
+
+    def collective_rpc(self, _: object, *, args: tuple[Any, ...]) -> list[tuple[bool, Any]]:
+        name, *arguments = args
+        self.asked.append(name)
+        self.threads.add(threading.get_ident())
+        return [self._answered(rank, name, arguments) for rank in range(SIZE)]
+
+    def _answered(self, rank: int, name: str, arguments: Any) -> tuple[bool, Any]:
+        try:
+            return True, self.answer(rank, name, arguments)
+        except Exception as error:  # noqa: BLE001  whatever it is, it is the answer
+            return False, str(error)
+
+
+def ranks_of(workers: Workers) -> TpDriver:
+    executor: Any = workers
+    return TpDriver(executor, SIZE)
+
+
+def test_what_fails_on_one_rank_has_failed_and_is_told_with_its_number() -> None:
+    def fails_on_one(rank: int, name: str, _: Any) -> str:
+        if rank == 1:
+            raise ValueError("no room")
+        return name
+
+    workers = Workers(fails_on_one)
+    with pytest.raises(TpRankFailed, match=r"^rank 1: no room$"):
+        ranks_of(workers).call("load")
+    workers.answer = lambda rank, name, _: (rank, name)
+    assert ranks_of(workers).call("load") == [(0, "load"), (1, "load"), (2, "load")]
+
+
+def test_what_a_thread_beside_asks_is_asked_by_the_loop_until_the_last_rank_has_done_it() -> None:
+    went = dict.fromkeys(range(SIZE), 0)
+
+    def takes_as_many_pieces_as_its_number(rank: int, name: str, _: Any) -> Any:
+        if name == "begin":
+            return None
+        went[rank] += 1
+        return went[rank] > rank, "", f"of {rank}"
+
+    workers = Workers(takes_as_many_pieces_as_its_number)
+    ranks = ranks_of(workers)
+    building = TimeSlicedCall(lambda: ranks.call("load"), "building")
+    while not building.resume(10.0):
+        while ranks.has_pending_call:
+            ranks.resume_pending(0.001)
+    assert building.result() == ["of 0", "of 1", "of 2"]
+    assert workers.asked == ["begin", *["resume"] * SIZE] and workers.threads == {threading.get_ident()}
+    assert ranks.take_timings()[0] == SIZE and ranks.take_timings() == (0, 0.0)
+
+
+def test_what_fails_for_a_thread_beside_is_raised_there() -> None:
+    def fails(rank: int, name: str, _: Any) -> Any:
+        if name == "resume":
+            left[rank] -= 1
+            return left[rank] <= 0, "MemoryError: no room" if rank == 1 else "", None
+
+    left = dict(enumerate((3, 1, 2)))
+    ranks = ranks_of(Workers(fails))
+    building = TimeSlicedCall(lambda: ranks.call("load"), "building")
+    while not building.resume(10.0):
+        ranks.resume_pending(0.001)
+    with pytest.raises(TpRankFailed, match=r"^rank 1: MemoryError: no room$"):
+        building.result()
+    assert max(left.values()) == 0, "it is over when the last rank is done, whatever became of the first"
+
+
+def test_a_function_that_rests_is_gone_on_with_as_often() -> None:
+    def rests() -> int:
+        for _ in range(3):
+            yield_slice()
+        return 3
+
+    resting, times = TimeSlicedCall(rests, "resting"), 1
+    while not resting.resume(10.0):
+        times += 1
+    assert times == 4 and resting.result() == 3
+
+
+def checked(weights: TpWeights, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    pieces = weights.check(tensors)
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as done:
+            return dict(done.value)
+
+
+@pytest.fixture
+def lies() -> Any:
+    buffer = os.memfd_create("test")
+    yield StagedTensors(buffer, write_tensors(buffer, {name: torch.ones(shape) for name, shape in SHAPES.items()}))
+    os.close(buffer)
+
+
+def test_a_version_is_prepared_on_the_last_rank_before_any_is_told_to_serve_it(lies: StagedTensors) -> None:
+    left = dict.fromkeys(range(SIZE), 0)
+
+    def prepares(rank: int, name: str, arguments: Any) -> Any:
+        if name == "stage":
+            buffer, layout, names = arguments
+            with Path(buffer).open("r+b") as file:
+                there = dict(StagedTensors(file.fileno(), layout))
+            assert list(there) == names == list(SHAPES) and all(bool(tensor.all()) for tensor in there.values())
+            left[rank] = rank + 1
+        if name == "continue_staging":
+            left[rank] -= 1
+            return left[rank] <= 0
+        return None
+
+    workers = Workers(prepares)
+    weights = TpWeights(ranks_of(workers), SHAPES, torch.float32)
+    version = checked(weights, lies)
+    pieces = sum(1 for _ in weights.stage(version))
+    assert pieces == SIZE and all(value <= 0 for value in left.values())
+    assert "activate" not in workers.asked
+    weights.activate(version)
+    assert workers.asked[-1] == "activate"
+
+
+def test_a_rank_that_cannot_prepare_refuses_the_version_and_one_that_cannot_serve_it_breaks_the_engine(
+    lies: StagedTensors,
+) -> None:
+    def fails_at(what: str) -> Callable[[int, str, Any], Any]:
+        def answer(rank: int, name: str, _: Any) -> bool:
+            if name == what and rank == 2:
+                raise ValueError("no")
+            return True
+
+        return answer
+
+    weights = TpWeights(ranks_of(Workers(fails_at("continue_staging"))), SHAPES, torch.float32)
+    with pytest.raises(SwapRefused, match="rank 2: no"):
+        list(weights.stage(checked(weights, lies)))
+    weights = TpWeights(ranks_of(Workers(fails_at("activate"))), SHAPES, torch.float32)
+    version = checked(weights, lies)
+    list(weights.stage(version))
+    with pytest.raises(EngineBroken, match="rank 2: no"):
+        weights.activate(version)
+    with pytest.raises(SwapRefused, match="shared memory"):
+        checked(weights, iter([("model.norm.weight", torch.ones(4))]))
+
+
+def test_what_a_worker_holds_before_serving_begins_is_not_looked_through_again() -> None:
+    """vLLM has a heap looked through twice for each model that is loaded, in one piece."""
+    host: Any = SimpleNamespace()
+    try:
+        assert call_worker(host, "process_id", False) == (True, current_process_id())
+        assert len(gc.get_objects()) < gc.get_freeze_count() / 10
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,286 @@
+"""The watchdog: the sidecar comes back, a file stops lending, and a guest that hangs ends its engine core."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.waiting import until
+from workers.lender import watchdog as watchdogs
+from workers.lender import watchdog_page as pulses
+from workers.lender.process_id import ProcessId, current_process_id, open_pidfd, process_id_of, process_state
+from workers.lender.watchdog import MAX_GAP_SECONDS, HangDetector, Watchdog, is_halted, stop_file_exists
+from workers.lender.watchdog_page import StatusPage
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+STOP_SECONDS = 1.0
+"""Within which a file stops lending."""
+
+CORE = """
+import sys, time
+from workers.lender.process_id import ProcessId
+from workers.lender.watchdog_page import StatusPage
+pulse = StatusPage.for_core(sys.argv[1])
+pulse.set_ranks([ProcessId.unpack(int(rank)) for rank in sys.argv[3:]])
+
+def a_step_that_hangs():
+    while True:
+        time.sleep(0.01)
+
+if sys.argv[2] == "guest":
+    pulse.guest_entered()
+a_step_that_hangs()
+"""
+
+
+def named(process: "subprocess.Popen[bytes]", *, before: int = 0) -> str:
+    """Which one, as a core is told; `before`: of one that had its id so many ticks before."""
+    found = process_id_of(process.pid)
+    assert found is not None
+    return str(found._replace(started=found.started - before).packed)
+
+
+def halted(process: "subprocess.Popen[bytes]") -> bool:
+    found = process_id_of(process.pid)
+    return found is None or is_halted(found)
+
+
+class Beside:
+    """Starts sidecars that do nothing."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def begin(self) -> int:
+        self.started.append(subprocess.Popen(["sh", "-c", self.command]))
+        return self.started[-1].pid
+
+
+@contextmanager
+def kept(folder: Path, begin: Callable[[], int], *, hang_seconds: float = 60.0) -> Iterator[StatusPage]:
+    """While a watchdog keeps; it says goodbye at the end."""
+    pulse, stop = StatusPage.create(folder / "pulse"), Event()
+    watchdog = Watchdog(pulse, folder / "marks" / "stop", begin, hang_seconds=hang_seconds)
+    thread = Thread(target=watchdog.run, args=(stop,))
+    thread.start()
+    try:
+        yield StatusPage(folder / "pulse")
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_process_beside_that_is_killed_comes_back_and_one_that_ends_does_not(tmp_path: Path) -> None:
+    beside = Beside("exec sleep 600")
+    with kept(tmp_path, beside.begin):
+        until(lambda: len(beside.started) == 1)
+        os.kill(beside.started[0].pid, signal.SIGKILL)
+        until(lambda: len(beside.started) == 2)
+        assert not halted(beside.started[1])
+    assert halted(beside.started[1]), "it goes with its watchdog"
+    once = Beside("exit 0")
+    (tmp_path / "again").mkdir()
+    with kept(tmp_path / "again", once.begin):
+        until(lambda: len(once.started) == 1)
+        time.sleep(2.0)
+        assert len(once.started) == 1
+
+
+def test_a_keeper_that_cannot_start_the_process_beside_keeps_on_and_tries_again(tmp_path: Path) -> None:
+    beside, failed = Beside("exec sleep 600"), list[float]()
+
+    def begin() -> int:
+        if not failed:
+            failed.append(time.monotonic())
+            raise BlockingIOError("no process is left")
+        return beside.begin()
+
+    with kept(tmp_path, begin) as pulse:
+        until(lambda: len(beside.started) == 1)
+        assert pulse.stop_reason == ""
+
+
+def test_a_process_beside_of_which_the_kernel_tells_nothing_comes_back_all_the_same(tmp_path: Path) -> None:
+    beside = Beside("exec sleep 600")
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with kept(tmp_path, beside.begin):
+            until(lambda: len(beside.started) == 1)
+            os.kill(beside.started[0].pid, signal.SIGKILL)
+            until(lambda: len(beside.started) == 2)
+        assert halted(beside.started[1])
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_file_stops_and_so_does_a_keeper_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "marks" / "stop"
+    file.parent.mkdir()
+    with kept(tmp_path, Beside("exec sleep 600").begin) as pulse:
+        assert pulse.stop_reason == ""
+        for present in (True, False, True):
+            began = time.monotonic()
+            file.touch() if present else file.unlink()
+            until(lambda: bool(pulse.stop_reason) is present)  # noqa: B023
+            assert time.monotonic() - began < STOP_SECONDS
+    file.unlink()
+    monkeypatch.setattr(pulses, "KEEPER_SECONDS", 0.0)
+    pulse.on_poll(stop=False)
+    assert "silent" in pulse.stop_reason
+    assert StatusPage(None).stop_reason == "", "where there never was a watchdog, none is missed"
+
+
+def test_a_file_that_nobody_can_look_at_says_stop(tmp_path: Path) -> None:
+    assert not stop_file_exists(tmp_path / "no" / "such")
+    assert stop_file_exists(tmp_path / ("x" * 1000)), "a name that no file can have"
+
+
+@pytest.mark.parametrize("holder", ["guest", "serving"])
+def test_a_guest_that_hangs_ends_its_engine_core_and_serving_that_is_slow_does_not(tmp_path: Path, holder: str) -> None:
+    log = tmp_path / "log"
+    with kept(tmp_path, Beside("exec sleep 600").begin, hang_seconds=1.0), log.open("wb") as output:
+        ranks = [subprocess.Popen(["sh", "-c", "trap '' RTMIN+6; exec sleep 600"]) for _ in range(2)]
+        stranger = subprocess.Popen(["sleep", "600"])  # which has got the id of a rank that is gone
+        names = [*map(named, ranks), named(stranger, before=1)]
+        core = subprocess.Popen(
+            [sys.executable, "-c", CORE, str(tmp_path / "pulse"), holder, *names], cwd=ROOT, stderr=output
+        )
+        if holder == "guest":
+            assert core.wait(60.0) == -signal.SIGKILL
+            assert [rank.wait(60.0) for rank in ranks] == [-signal.SIGKILL] * 2
+            assert "a_step_that_hangs" in log.read_text()
+            assert "has had the thread" in (tmp_path / "marks" / "stop").read_text()
+            ranks.clear()
+        else:
+            time.sleep(4.0)
+            assert core.poll() is None and not (tmp_path / "marks").exists()
+            ranks.append(core)
+        for each in (stranger, *ranks):
+            assert each.poll() is None
+            each.kill()
+            each.wait()
+
+
+def test_time_in_which_a_rank_is_halted_is_not_the_guests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine core waits for it, in the guest's turn."""
+    looks: list[bool] = []
+
+    class Noted(HangDetector):
+        def on_poll(self, since: int, *, halted: bool, now: float) -> bool:
+            if since:
+                looks.append(halted)
+            return super().on_poll(since, halted=halted, now=now)
+
+    monkeypatch.setattr(watchdogs, "HangDetector", Noted)
+    ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    ranks[1].send_signal(signal.SIGSTOP)
+    with kept(tmp_path, Beside("exec sleep 600").begin):
+        command = [sys.executable, "-c", CORE, str(tmp_path / "pulse"), "guest", *map(named, ranks)]
+        core = subprocess.Popen(command, cwd=ROOT)
+        until(lambda: len(looks) > 2)
+        assert set(looks) == {True}
+        ranks[1].send_signal(signal.SIGCONT)
+        until(lambda: looks[-1] is False)
+        ranks[1].kill()
+        ranks[1].wait()
+        begun = len(looks)
+        until(lambda: len(looks) > begun + 2)
+        assert looks[-1] is False, "one that is gone is nobody's doing"
+    for each in (core, ranks[0]):
+        each.kill()
+        each.wait()
+
+
+@pytest.mark.parametrize("server", ["killed", "alive"])
+def test_an_engine_core_that_outlives_its_server_ends_with_the_keeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
+) -> None:
+    monkeypatch.setattr(watchdogs, "ORPHAN_SECONDS", 0.5)  # it does not leave by itself
+    with kept(tmp_path, Beside("exec sleep 600").begin) as pulse:
+        rank = subprocess.Popen(["sleep", "600"])  # one that hangs
+        stranger = subprocess.Popen(["sleep", "600"])  # as above
+        names = [named(rank), named(stranger, before=1)]
+        core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving", *names], cwd=ROOT)
+        until(lambda: pulse.core == process_id_of(core.pid) and len(pulse.ranks) == len(names))
+        time.sleep(2 * watchdogs.POLL_SECONDS)  # until the watchdog has looked
+        if server == "killed":
+            monkeypatch.setattr(os, "getppid", lambda: 1)
+    if server == "killed":
+        assert core.wait(60.0) in (-signal.SIGTERM, -signal.SIGKILL)
+        assert rank.wait(60.0) == -signal.SIGKILL
+    for each in (stranger,) if server == "killed" else (stranger, core, rank):
+        assert each.poll() is None
+        each.kill()
+        each.wait()
+
+
+def test_an_engine_core_that_began_after_the_last_look_ends_too_when_its_server_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulse, stop = StatusPage.create(tmp_path / "pulse"), Event()
+    watchdog = Watchdog(pulse, tmp_path / "stop", Beside("exec sleep 600").begin, hang_seconds=60.0)
+    core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving"], cwd=ROOT)
+    until(lambda: pulse.core is not None)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    stop.set()  # it never looks
+    watchdog.run(stop)
+    assert core.wait(60.0) in (-signal.SIGTERM, -signal.SIGKILL)
+
+
+def test_what_one_of_several_engine_cores_says_of_itself_another_does_not_take_back(tmp_path: Path) -> None:
+    page = StatusPage.create(tmp_path / "pulse")
+    first = StatusPage.for_core(str(tmp_path / "pulse"))
+    core = subprocess.Popen([sys.executable, "-c", CORE, str(tmp_path / "pulse"), "serving"], cwd=ROOT)
+    until(lambda: page.core == process_id_of(core.pid))
+    first.clear_core()
+    assert page.core == process_id_of(core.pid)
+    core.kill()
+    core.wait()
+
+
+def test_a_process_is_known_by_its_id_and_its_start(tmp_path: Path) -> None:
+    program = tmp_path / "a) Z 1 (b"  # its name, in the kernel's line
+    program.symlink_to("/bin/sleep")
+    process = subprocess.Popen([str(program), "600"])
+    until(lambda: program.name in Path(f"/proc/{process.pid}/stat").read_text())
+    found = process_id_of(process.pid)
+    assert found is not None and found != current_process_id() == process_id_of(os.getpid())
+    assert ProcessId.unpack(found.packed) == found and found.packed < 2**64
+    until(lambda: process_state(found) == "S")
+    descriptor = open_pidfd(found)
+    earlier = found._replace(started=found.started - 1)
+    assert descriptor is not None and (open_pidfd(earlier), process_state(earlier)) == (None, "")
+    process.kill()
+    process.wait()
+    os.close(descriptor)
+    assert (open_pidfd(found), process_state(found), process_id_of(process.pid)) == (None, "", None)
+
+
+LOOKS = st.tuples(st.integers(0, 3), st.booleans(), st.floats(0.01, 5.0))
+
+
+@given(st.lists(LOOKS, max_size=80))
+def test_only_seconds_of_one_hold_that_were_seen_make_a_hang(looks: list[tuple[int, bool, float]]) -> None:
+    """Each look: the hold that was seen, whether the process was halted, and the seconds since the look before."""
+    hang, now, held, before = HangDetector(3.0), 0.0, 0.0, 0
+    for since, halted, seconds in looks:
+        now += seconds
+        if since != before:
+            held = 0.0
+        elif since and not halted:
+            held += min(seconds, MAX_GAP_SECONDS)
+        before = since
+        hangs = hang.on_poll(since, halted=halted, now=now)
+        assert hangs == (since != 0 and held >= 3.0 - 1e-9) or abs(held - 3.0) < 1e-6

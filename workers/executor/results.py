@@ -1,0 +1,157 @@
+"""What an executor says of a turn, as records. Pure: the time is handed in.
+
+Keeps true: an answer names the turn, the attempt and the start of the executor that it is of, and is of the whole
+turn so far: what was sampled here, behind what attempts before this one had sampled.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from schemas.arrays import count
+from schemas.limits import SPANS
+from schemas.prompts import Sampling
+from schemas.slack import WorkerClass
+from schemas.turns import CLASSES, Part, Refusal, TurnDispatch, TurnOutcome, TurnResult, TurnTimes, VersionSpan
+from workers.executor.ipc.messages import TurnFinished
+
+
+def resumed_context(dispatch: TurnDispatch, context: bytes) -> bytes:
+    """The packed tokens that the engine begins with: the turn's context, and what was sampled of the turn."""
+    return context if dispatch.begun is None else context + dispatch.begun.tokens
+
+
+def remaining_sampling(dispatch: TurnDispatch) -> Sampling:
+    """How the rest is sampled; an engine refuses a turn of which nothing is left."""
+    sampling, begun = dispatch.request.sampling, dispatch.begun
+    if begun is None:
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - count(begun.tokens))
+
+
+def dispatch_error(dispatch: TurnDispatch, *, homes: int) -> str:
+    """Why this dispatch cannot be answered, where there are so many homes; empty when it can."""
+    if dispatch.home >= homes:
+        return f"its answer is awaited in home {dispatch.home}, and there are {homes}"
+    if not dispatch.cut and dispatch.request.flaw:
+        return f"what was asked contradicts itself: {dispatch.request.flaw}"
+    begun = dispatch.begun
+    if begun is None:
+        return ""
+    if begun.flaw:
+        return f"what it is to go on from is malformed: {begun.flaw}"
+    if len(begun.spans) >= SPANS or len(begun.device_seconds) >= CLASSES:
+        return (
+            f"what it is to go on from has {len(begun.spans)} spans and {len(begun.device_seconds)} worker classes, "
+            f"and what is sampled on needs one more of each: {SPANS} and {CLASSES} are the most"
+        )
+    return ""
+
+
+def concatenate_parts(earlier: Part | None, rest: Part) -> Part:
+    """The turn so far: `rest` was sampled behind `earlier`."""
+    if earlier is None:
+        return rest
+    seconds = dict(earlier.device_seconds)
+    for worker_class, more in rest.device_seconds.items():
+        seconds[worker_class] = seconds.get(worker_class, 0.0) + more
+    return Part(
+        tokens=earlier.tokens + rest.tokens,
+        logprobs=earlier.logprobs + rest.logprobs,
+        spans=_concatenate_spans(earlier.spans, rest.spans, count(earlier.tokens)),
+        device_seconds=seconds,
+    )
+
+
+def _concatenate_spans(
+    first: tuple[VersionSpan, ...], later: tuple[VersionSpan, ...], tokens: int
+) -> tuple[VersionSpan, ...]:
+    """Both, the second moved by so many tokens; one span where the same version went on."""
+    moved = [VersionSpan(span.start + tokens, span.end + tokens, span.version) for span in later]
+    if first and moved and first[-1].version == moved[0].version:
+        moved[0] = VersionSpan(first[-1].start, moved[0].end, moved[0].version)
+        first = first[:-1]
+    return (*first, *moved)
+
+
+MAX_REASON_CHARACTERS = 4_096
+"""Of a reason in a record."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorIncarnation:
+    """One start of one executor."""
+
+    worker: str
+    worker_class: WorkerClass
+    incarnation: int
+
+
+def finished_result(
+    start: ExecutorIncarnation,
+    dispatch: TurnDispatch,
+    finished: TurnFinished,
+    outcome: TurnOutcome,
+    reason: str,
+    *,
+    received_at: float,
+) -> TurnResult:
+    """COMPLETED, or PREEMPTED for a reason: what was sampled, when, and at what cost."""
+    sampled = Part(
+        tokens=finished.tokens,
+        logprobs=finished.logprobs,
+        spans=finished.spans,
+        device_seconds={start.worker_class.value: finished.device_seconds},
+    )
+    whole = concatenate_parts(dispatch.begun, sampled)
+    times = msgspec.structs.replace(
+        _times(dispatch, received_at, finished.finished_at),
+        scheduled_at=finished.scheduled_at,
+        first_token_at=finished.first_token_at,
+    )
+    return msgspec.structs.replace(
+        _result(start, dispatch, outcome, reason, times),
+        tokens=whole.tokens,
+        logprobs=whole.logprobs,
+        finish_reason=finished.finish_reason if outcome is TurnOutcome.COMPLETED else "",
+        spans=whole.spans,
+        context_tokens=finished.context_tokens,
+        cached_tokens=finished.cached_tokens,
+        device_seconds=whole.device_seconds,
+    )
+
+
+def refused_result(
+    start: ExecutorIncarnation, dispatch: TurnDispatch, reason: str, refusal: Refusal | None, *, now: float
+) -> TurnResult:
+    """REFUSED: nothing was sampled here."""
+    result = _result(start, dispatch, TurnOutcome.REFUSED, reason, _times(dispatch, now, now))
+    return msgspec.structs.replace(result, refusal=refusal)
+
+
+def _times(dispatch: TurnDispatch, received_at: float, finished_at: float) -> TurnTimes:
+    return TurnTimes(
+        requested_at=dispatch.request.requested_at,
+        queued_at=dispatch.queued_at,
+        dispatched_at=dispatch.dispatched_at,
+        received_at=received_at,
+        finished_at=finished_at,
+    )
+
+
+def _result(
+    start: ExecutorIncarnation, dispatch: TurnDispatch, outcome: TurnOutcome, reason: str, times: TurnTimes
+) -> TurnResult:
+    request = dispatch.request
+    return TurnResult(
+        trajectory_id=request.trajectory_id,
+        group_id=request.group_id,
+        home=dispatch.home,
+        turn=request.turn,
+        attempt=dispatch.attempt,
+        outcome=outcome,
+        reason=reason[:MAX_REASON_CHARACTERS],
+        worker=start.worker,
+        incarnation=start.incarnation,
+        times=times,
+    )

@@ -1,0 +1,392 @@
+"""An engine played over HTTP: the words of an executor's channel become requests to an endpoint, and back.
+
+Keeps true
+- To the executor it is an engine like any other: turns in, tokens and logprobs out, versions prepared and served.
+- Reports of how it stands come only from an endpoint that has just answered: one that hangs is a silent executor.
+- A turn that the endpoint breaks off, or that is one too many, is told with all that came of it before.
+- Trouble with one turn is that turn's: only an endpoint that is away by then, or another, is begun anew.
+- No turn of its own is at the endpoint while a version is loaded; the version is told as served once it is proven.
+  One that is not is followed by the weights before it, which are proven too, or nothing is lent any more.
+
+It runs on a thread of its own, in the process of the bus: what it does is wait.
+"""
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from schemas.arrays import impossible_logprob, pack_logprobs, pack_tokens, unpack_tokens
+from schemas.errors import RecordError
+from schemas.prompts import LEAST_TEMPERATURE
+from schemas.turns import VersionSpan
+from workers.executor.config import ExecutorConfig
+from workers.executor.ipc.messages import (
+    ABORTED,
+    COMMAND_DECODER,
+    AbortTurn,
+    ActivateWeights,
+    Command,
+    EngineStatus,
+    MessageSender,
+    StageWeights,
+    SubmitTurn,
+    TurnFinished,
+    TurnRejected,
+    WeightsActivated,
+    WeightsRejected,
+    WeightsStaged,
+)
+from workers.executor.ipc.shared_memory import ChannelFds, RingBuffer, StagedTensors
+from workers.executor.vllm.types import EngineBroken, EngineRefusal, SwapRefused
+from workers.lender.endpoint.api import TPOT, TTFT, VllmEndpoint
+from workers.lender.endpoint.concurrency_limit import AimdLimit, LatencyWindow, TokenRates, exceeds_budget
+from workers.lender.endpoint.config import EndpointConfig
+from workers.lender.endpoint.turn import EndpointTurn, TurnLost
+from workers.lender.endpoint.versions import EndpointVersions
+
+LATENCY_WINDOW_SECONDS = 1.0
+"""Between two looks at the pace."""
+
+DEVICE = "request-level"
+"""What the heartbeat says of the hardware."""
+
+KEEPS_LATENCY = "the endpoint keeps its latency"
+"""Why turns go back that are too many."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvAllowance:
+    """What turns may take of the endpoint's KV cache."""
+
+    bytes_total: int
+    bytes_per_token: int
+
+
+class HttpEngine:
+    """Plays one engine for one start of an executor."""
+
+    def __init__(
+        self,
+        api: VllmEndpoint,
+        versions: EndpointVersions,
+        channel: ChannelFds,
+        config: ExecutorConfig,
+        endpoint: EndpointConfig,
+        *,
+        vocabulary: int,
+        kv: KvAllowance,
+    ) -> None:
+        """`vocabulary`: of the policy. Call it within a running event loop."""
+        self._api = api
+        self._versions = versions
+        self._channel = channel
+        self._config = config
+        self._vocabulary = vocabulary
+        self._kv = kv
+        self._commands = RingBuffer(channel.commands)
+        self._reports = MessageSender(RingBuffer(channel.reports))
+        self._budgets = {TTFT: endpoint.ttft_seconds, TPOT: endpoint.tpot_seconds}
+        self._limit = AimdLimit(
+            ttft_seconds=endpoint.ttft_seconds, tpot_seconds=endpoint.tpot_seconds, max_limit=config.max_turns
+        )
+        self._rates = TokenRates()
+        self._waiting: deque[EndpointTurn] = deque()
+        self._running: dict[str, EndpointTurn] = {}
+        self._was_full = False
+        """Since the window before."""
+        self._ttft: list[float] = []
+        """Since the window before."""
+        self._fails = False
+        """Whether the endpoint failed at the turn that ended last."""
+        self._seconds_per_turn, self._shared_at = 0.0, time.monotonic()
+        """Running sum of seconds a turn."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Until the endpoint breaks, or whoever waits for this is cancelled. Raises EngineBroken."""
+        self._spawn(self._report_forever())
+        self._spawn(self._adjust_limit())
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._channel.wake_event, self._read_commands)
+        try:
+            await self._broken
+        finally:
+            loop.remove_reader(self._channel.wake_event)
+            for turn in [*self._running.values(), *self._waiting]:
+                self._abort_turn(turn, f"{self._api.url} is away")
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, duty: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Carry on beside all else; an error that nobody else takes breaks the endpoint."""
+        task = asyncio.create_task(duty)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._broken.done():
+            self._broken.set_exception(error)
+
+    def _read_commands(self) -> None:
+        os.eventfd_read(self._channel.wake_event)
+        for command in self._commands.read():
+            self._execute(COMMAND_DECODER.decode(command))
+        self._send_waiting()
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case SubmitTurn():
+                self._submit(command)
+            case AbortTurn():
+                turn = self._running.get(command.name) or next(
+                    (t for t in self._waiting if t.name == command.name), None
+                )
+                if turn is not None:
+                    self._abort_turn(turn, "")
+            case StageWeights():
+                tensors = dict(StagedTensors(self._channel.weight_buffers[command.buffer], command.layout))
+                self._spawn(self._stage(command.version, tensors))
+            case ActivateWeights():
+                self._spawn(self._activate(command.version))
+
+    # Turns
+
+    def _submit(self, command: SubmitTurn) -> None:
+        try:
+            turn = EndpointTurn(command.name, list(unpack_tokens(command.context)), command.sampling, command.version)
+        except RecordError as error:
+            self._reports.send(TurnRejected(command.name, str(error)))
+            return
+        sentence = self._refusal(turn)
+        if sentence:
+            self._reports.send(TurnRejected(command.name, sentence))
+        else:
+            self._waiting.append(turn)
+
+    def _refusal(self, turn: EndpointTurn) -> str:
+        """Why the turn cannot be run; vLLM ends at a token that its model has not."""
+        sampling, most = turn.sampling, self._config.max_model_len
+        outside = [t for t in (*turn.context, *sampling.stop_token_ids) if not 0 <= t < self._vocabulary]
+        if turn.version != self._versions.version:
+            return f"policy version {self._versions.version} serves, not {turn.version}"
+        if not 0 < len(turn.context) < most:
+            return f"a context of {len(turn.context)} tokens: 1 to {most - 1} can be run"
+        if outside:
+            return f"token id {outside[0]} is outside the vocabulary of {self._vocabulary}"
+        if 0 < sampling.temperature < LEAST_TEMPERATURE:
+            return f"temperature {sampling.temperature} is neither 0 nor at least {LEAST_TEMPERATURE}"
+        if sampling.seed is not None:
+            return "a seeded turn draws by position, which an endpoint does not"
+        return ""
+
+    def _send_waiting(self) -> None:
+        """Ask for as many turns as the pace allows."""
+        while self._waiting and len(self._running) < self._limit.limit:
+            turn = self._waiting.popleft()
+            self._share_seconds()
+            turn.share_before, turn.sent_at = self._seconds_per_turn, time.time()
+            self._running[turn.name] = turn
+            turn.task = self._spawn(self._run_turn(turn))
+        self._was_full |= 0 < self._limit.limit <= len(self._running)
+
+    async def _run_turn(self, turn: EndpointTurn) -> None:
+        room = self._config.max_model_len - len(turn.context)
+        sampling = msgspec.structs.replace(turn.sampling, max_tokens=min(room, turn.sampling.max_tokens))
+        ended = ""
+        try:
+            async for cached, tokens, logprobs, reason in self._api.stream_turn(
+                turn.context, sampling, salt=self._versions.salt
+            ):
+                self._on_tokens(turn, tokens, logprobs)
+                turn.cached_tokens = max(cached, turn.cached_tokens)
+                ended = reason or ended
+            if ended not in ("stop", "length"):
+                message = f"{self._api.url} broke a turn off: {ended or 'it fell silent'}"
+                raise TurnLost(message, failed=ended != "abort")  # as who pauses the server has it
+            if ended == "stop" and not set(turn.tokens[-1:]) & set(sampling.stop_token_ids):
+                raise EngineRefusal(f"{self._api.url} ended it at a token that nobody asked for")
+        except TurnLost as lost:
+            await self._api.check_unchanged()
+            self._on_turn_lost(turn, lost)
+        except EngineRefusal as refusal:
+            self._remove(turn)
+            self._reports.send(TurnRejected(turn.name, str(refusal)))
+        else:
+            self._fails = False
+            self._remove(turn)
+            self._reports.send(self._finished(turn, ended))
+        self._send_waiting()
+
+    def _on_turn_lost(self, turn: EndpointTurn, lost: TurnLost) -> None:
+        """What came of it goes back. One that the endpoint failed at before anything came is refused: it may again."""
+        if not lost.failed or self._fails:  # it has no room, or fails at every turn
+            self._ttft.append(inf)
+        self._fails = lost.failed
+        self._remove(turn)
+        refused = lost.failed and not turn.tokens
+        self._reports.send(TurnRejected(turn.name, str(lost)) if refused else self._finished(turn, ABORTED, str(lost)))
+
+    def _on_tokens(self, turn: EndpointTurn, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        if not tokens:
+            return
+        if len(tokens) != len(logprobs):
+            raise EngineBroken(f"{self._api.url} told {len(tokens)} tokens with {len(logprobs)} logprobs")
+        if not all(0 <= token < self._vocabulary for token in tokens):
+            raise EngineBroken(f"{self._api.url} told tokens outside the vocabulary of {self._vocabulary}")
+        if impossible := impossible_logprob(np.array(logprobs)):
+            raise EngineRefusal(f"{self._api.url} answered with {impossible}")
+        turn.last_token_at = time.time()
+        if not turn.tokens:
+            turn.first_token_at = turn.counted_at = turn.last_token_at
+            turn.counted = turn.first_tokens = len(tokens)
+            self._ttft.append(turn.first_token_at - turn.sent_at)
+        turn.tokens += tokens
+        turn.logprobs += logprobs
+
+    def _abort_turn(self, turn: EndpointTurn, reason: str) -> None:
+        """A turn goes back with what came of it, for a reason of the endpoint's if there is one."""
+        if turn.task is not None:
+            turn.task.cancel()  # which ends the request, and so the turn at the endpoint
+        self._remove(turn)
+        self._reports.send(self._finished(turn, ABORTED, reason))
+
+    def _remove(self, turn: EndpointTurn) -> None:
+        self._share_seconds()
+        running = len(self._running)
+        if self._running.pop(turn.name, None) is None:
+            self._waiting.remove(turn)
+            return
+        if turn.first_token_at:
+            self._rates.on_first_token(len(turn.context) - turn.cached_tokens, turn.first_token_at - turn.sent_at)
+        if later := len(turn.tokens) - turn.first_tokens:
+            self._rates.on_decoded((turn.last_token_at - turn.first_token_at) / later, running)
+
+    def _finished(self, turn: EndpointTurn, finish_reason: str, reason: str = "") -> TurnFinished:
+        spans = (VersionSpan(0, len(turn.tokens), turn.version),) if turn.tokens else ()
+        return TurnFinished(
+            name=turn.name,
+            tokens=pack_tokens(turn.tokens),
+            logprobs=pack_logprobs(turn.logprobs),
+            finish_reason=finish_reason,
+            spans=spans,
+            context_tokens=len(turn.context),
+            cached_tokens=turn.cached_tokens,
+            scheduled_at=turn.sent_at,
+            first_token_at=turn.first_token_at,
+            finished_at=time.time(),
+            device_seconds=self._seconds_per_turn - turn.share_before if turn.sent_at else 0.0,
+            reason=reason,
+        )
+
+    def _share_seconds(self) -> None:
+        """Seconds are shared by the turns that were at the endpoint then; who else was there is not known."""
+        now = time.monotonic()
+        self._seconds_per_turn += (now - self._shared_at) / max(1, len(self._running))
+        self._shared_at = now
+
+    # Versions
+
+    async def _stage(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        try:
+            await self._versions.stage(version, tensors)
+        except SwapRefused as refusal:
+            self._reports.send(WeightsRejected(version, str(refusal)))
+        else:
+            self._reports.send(WeightsStaged(version))
+
+    async def _activate(self, version: int) -> None:
+        """Raises EngineBroken when nothing proven serves."""
+        began = time.perf_counter()
+        try:
+            await self._versions.activate()
+        except SwapRefused as refusal:
+            self._reports.send(WeightsRejected(version, str(refusal)))
+        else:
+            self._reports.send(WeightsActivated(version, time.perf_counter() - began))
+
+    # How it stands
+
+    async def _report_forever(self) -> None:
+        while True:
+            loads = self._versions.loads
+            try:
+                if not loads % 2:
+                    await self._api.check_alive()
+            except EngineBroken:
+                if loads == self._versions.loads:  # else it was loading, and answered nobody
+                    raise
+            self._reports.flush()
+            self._reports.send(self._status())
+            await asyncio.sleep(self._config.heartbeat_seconds)
+
+    async def _adjust_limit(self) -> None:
+        before, loads = await self._api.histograms(), self._versions.loads
+        while True:
+            await asyncio.sleep(LATENCY_WINDOW_SECONDS)
+            after = await self._api.histograms()
+            others_late = any(
+                exceeds_budget(before.get(kind, {}), after[kind], budget)
+                for kind, budget in self._budgets.items()
+                if kind in after
+            )
+            window = self._window(others_late)
+            if loads == self._versions.loads and not loads % 2:  # what waited for a load says nothing of turns
+                self._abort_above(self._limit.on_window(window, time.monotonic()))
+            before, loads = after, self._versions.loads
+
+    def _window(self, others_late: bool) -> LatencyWindow:
+        """What was seen since the window before; a token that has not come yet is as late as it is now."""
+        now, ttft, tpot = time.time(), self._ttft, []
+        for turn in self._running.values():
+            if not turn.tokens:
+                ttft.append(now - turn.sent_at)
+                continue
+            new = len(turn.tokens) - turn.counted
+            tpot.append((turn.last_token_at - turn.counted_at) / new if new else now - turn.counted_at)
+            if new:
+                turn.counted, turn.counted_at = len(turn.tokens), turn.last_token_at
+        full, self._was_full, self._ttft = self._was_full, False, []
+        return LatencyWindow(ttft, tpot, full, others_late)
+
+    def _abort_above(self, limit: int) -> None:
+        """Turns beyond the limit go back, those with the least progress first."""
+        running = sorted(self._running.values(), key=lambda turn: len(turn.tokens), reverse=True)
+        surplus = [*running[limit:], *list(self._waiting)[max(0, limit - len(running)) :]]
+        for turn in surplus:
+            self._abort_turn(turn, KEEPS_LATENCY)
+        if surplus:
+            self._reports.send(self._status())  # that is told at once
+        self._send_waiting()
+
+    def _status(self) -> EngineStatus:
+        turns = [*self._running.values(), *self._waiting]
+        held = sum(len(turn.context) + len(turn.tokens) for turn in turns)
+        return EngineStatus(
+            version=self._versions.version,
+            device=DEVICE,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_bytes_total=self._kv.bytes_total,
+            kv_bytes_free=max(0, self._kv.bytes_total - held * self._kv.bytes_per_token),
+            kv_bytes_per_token=self._kv.bytes_per_token,
+            prefill_tokens_per_second=self._rates.prefill,
+            decode_tokens_per_second=self._rates.decode(len(self._running)),
+            steps=0,
+            step_seconds=0.0,
+            most_turns=self._limit.limit,
+            seeded=False,
+        )

@@ -1,0 +1,117 @@
+"""What could be lent, as the sidecar of an observed server logs and exports it."""
+
+import time
+from collections.abc import Iterable
+from itertools import accumulate
+from threading import Event
+
+import structlog
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from topics.health import HEALTH
+from topics.metrics import export, withdraw
+from workers.executor.ipc.engine_client import EngineClient
+from workers.executor.ipc.messages import ObservationReport
+from workers.executor.metrics import SERVING_REQUESTS
+from workers.lender.idle_time import STRETCH_BOUNDS
+
+LOG_SECONDS = 60.0
+"""Between two lines of the log."""
+
+POLL_SECONDS = 0.2
+"""Longest wait between two looks at whether to stop."""
+
+LOGGED_QUANTILES = (0.5, 0.9)
+"""Quantiles of the idle stretches in the log: bounds that so many do not exceed."""
+
+
+class ObservationCollector(Collector):
+    """The newest word of the server, as metrics."""
+
+    def __init__(self) -> None:
+        self.report: ObservationReport | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by whoever serves the metrics, on a thread of its own."""
+        seen = self.report
+        if seen is None:
+            return
+        observed, idle, stretches, kv = self.describe()
+        observed.add_metric([], seen.seconds)
+        idle.add_metric([], seen.idle_seconds)
+        bounds = [*map(str, STRETCH_BOUNDS), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(seen.stretches)), strict=True))
+        stretches.add_metric([], buckets, seen.stretch_seconds)
+        kv.add_metric(["held"], seen.kv_bytes_held)
+        kv.add_metric(["most"], seen.kv_bytes_most)
+        kv.add_metric(["total"], seen.kv_bytes_total)
+        yield from (observed, idle, stretches, kv)
+
+    @staticmethod
+    def describe() -> tuple[CounterMetricFamily, CounterMetricFamily, HistogramMetricFamily, GaugeMetricFamily]:
+        """What `collect` fills in."""
+        return (
+            CounterMetricFamily("rose_lender_observed_seconds", "Time in which a server was observed."),
+            CounterMetricFamily("rose_lender_idle_seconds", "Of that, without a serving request."),
+            HistogramMetricFamily("rose_lender_idle_stretch_seconds", "Idle stretches that have ended."),
+            GaugeMetricFamily(
+                "rose_lender_serving_kv_bytes",
+                "KV cache of serving's requests: held, at most since the last word, and in total.",
+                labels=["what"],
+            ),
+        )
+
+
+COLLECTOR = ObservationCollector()
+"""This process's."""
+
+
+def observe(client: EngineClient, stop: Event) -> None:
+    """Until `stop` is set; then nothing is exported any more. Raises EngineBroken when the server is gone."""
+    export(COLLECTOR)
+    export(SERVING_REQUESTS)
+    try:
+        _observe(client, stop)
+    finally:
+        withdraw(COLLECTOR)
+        withdraw(SERVING_REQUESTS)
+        COLLECTOR.report = None
+        SERVING_REQUESTS.clear()
+
+
+def _observe(client: EngineClient, stop: Event) -> None:
+    log, logs_at, most = structlog.get_logger("lender"), time.monotonic(), 0
+    while not stop.is_set():
+        for report in client.reports():
+            if isinstance(report, ObservationReport):
+                COLLECTOR.report, most = report, max(most, report.kv_bytes_most)
+                HEALTH.says("observes its server, and lends nothing")
+                SERVING_REQUESTS.labels("running").set(report.running)
+                SERVING_REQUESTS.labels("waiting").set(report.waiting)
+        if COLLECTOR.report is not None and time.monotonic() >= logs_at:
+            logs_at = time.monotonic() + LOG_SECONDS
+            log.info("could be lent", **log_fields(COLLECTOR.report, most))
+            most = 0
+        client.wait(POLL_SECONDS)
+
+
+def log_fields(report: ObservationReport, kv_bytes_most: int) -> dict[str, str]:
+    """For a line of the log."""
+    told = {
+        "observed": f"{report.seconds:.0f} s",
+        "idle": f"{report.idle_seconds / report.seconds:.1%}" if report.seconds else "nothing yet",
+        "stretches": str(sum(report.stretches)),
+        "serving_kv_most": f"{kv_bytes_most / max(1, report.kv_bytes_total):.1%}",
+    }
+    for share in LOGGED_QUANTILES:
+        told[f"stretch_p{100 * share:.0f}"] = _quantile(report.stretches, share)
+    return told
+
+
+def _quantile(stretches: tuple[int, ...], share: float) -> str:
+    total = sum(stretches)
+    for bound, counted in zip(STRETCH_BOUNDS, accumulate(stretches), strict=False):
+        if total and counted >= share * total:
+            return f"<= {bound:g} s"
+    return f"> {STRETCH_BOUNDS[-1]:g} s" if total else "none yet"

@@ -1,0 +1,197 @@
+"""The sidecar of a lending server: an executor whose engine is the server's guest, or who observes.
+
+Keeps true
+- Whatever becomes of it, serving goes on. It ends with the server, with a goodbye, and is started again if it is killed
+  (`watchdog`).
+- A guest that is dropped, a broker that is away or a server that is not up yet is waited for; after each it is a new
+  start of the executor. What only a person can mend ends it, with a sentence in the log.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import NoReturn
+
+import msgspec
+import structlog
+
+from schemas.errors import RoseError, UsageError
+from schemas.slack import WorkerClass
+from topics.access import EXECUTOR
+from topics.health import HEALTH
+from topics.permission import reach_as
+from topics.processes import end_with, setter, show_as
+from topics.settings import BusSettings
+from workers.executor.config import ExecutorConfig
+from workers.executor.grants import Lease
+from workers.executor.ipc.engine_client import EngineClient
+from workers.executor.main import run_executor
+from workers.executor.vllm.folder import check_folder
+from workers.lender.config import LendConfig, LenderConfig
+from workers.lender.observe import observe
+from workers.lender.shared_folder import make_folder
+from workers.lender.sidecar_link import Connection, connect
+from workers.lender.vllm import SETTING
+from workers.lender.watchdog import Watchdog
+from workers.lender.watchdog_page import StatusPage
+from workers.model_config import refuse_too_long
+from workers.weights.config import WeightsConfig
+from workers.weights.trust import run_id
+
+CONNECT_RETRY_SECONDS = 0.5
+"""Between two tries to reach a server, which takes seconds to come up."""
+
+RESTART_SECONDS = 1.0
+"""Before it begins anew after a failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LendingPlan:
+    """What is lent, to whom, and until when."""
+
+    settings: BusSettings | None
+    """None: nothing is lent, what could be is observed."""
+    executor: ExecutorConfig
+    lender: LenderConfig
+    weights: WeightsConfig
+    stop_file: Path
+    exporting: Callable[[], AbstractContextManager[None]]
+    """What each sidecar exports, for as long as it runs. May raise UsageError."""
+
+
+def lend(plan: LendingPlan, serving: Path, flags: Sequence[str]) -> NoReturn:
+    """Become a vLLM server of the model folder `serving`, with these flags of vLLM's, and lend as planned.
+
+    Call it before this process has a client of a broker: librdkafka's threads are not forked. Metrics and traces are
+    those of the sidecar of the server. Raises ModelFolderError for a policy that no guest can be made from.
+    """
+    shapes: Mapping[str, tuple[int, ...]] = {}
+    if plan.settings is not None:
+        shapes, _ = check_folder(plan.executor.model_folder)
+        refuse_too_long(plan.executor.model_folder, plan.executor.max_model_len)
+    folder = make_folder()
+    file, page = folder / "lend.json", StatusPage.create(folder / "pulse")
+    file.write_bytes(msgspec.json.encode(_lend_config(plan, folder)))
+    _fork(lambda: _run_watchdog(plan, shapes, folder, page))
+    command = [sys.executable, "-m", "workers.lender.vllm_server", "--model", str(serving), *flags]
+    os.execve(sys.executable, command, {**os.environ, SETTING: str(file)})
+
+
+def _lend_config(plan: LendingPlan, folder: Path) -> LendConfig:
+    config = plan.executor
+    return LendConfig(
+        model_folder=str(config.model_folder.resolve()),
+        socket=str(folder / "socket"),
+        dtype=config.dtype,
+        max_turns=config.max_turns,
+        max_model_len=config.max_model_len,
+        kv_cache_bytes=config.kv_cache_bytes,
+        step_tokens=config.step_tokens,
+        promise=plan.lender.promise,
+        memory=plan.lender.memory,
+        heartbeat_seconds=config.heartbeat_seconds,
+        pulse=str(folder / "pulse"),
+        observe=plan.settings is None,
+    )
+
+
+def _fork(program: Callable[[], None]) -> int:
+    """A child that runs `program`, is asked to stop when this process is gone, and runs nothing else of it."""
+    end = end_with(os.getpid(), signal.SIGTERM)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        end()
+        program()
+        status = 0
+    except Exception:  # noqa: BLE001  nobody else would tell
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _stop_on_signal() -> Event:
+    stop = Event()
+    set_stop = setter(stop)
+    signal.signal(signal.SIGTERM, lambda *_: set_stop())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the server, which takes its children along
+    return stop
+
+
+def _run_watchdog(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], folder: Path, page: StatusPage) -> None:
+    """The watchdog's program."""
+    stop = _stop_on_signal()
+    show_as(f"watchdog-{plan.executor.short_name}")
+    try:
+        begin = lambda: _fork(lambda: _run_sidecar(plan, shapes, folder / "socket"))  # noqa: E731
+        Watchdog(page, plan.stop_file, begin, hang_seconds=plan.lender.hang_seconds).run(stop)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_sidecar(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """The program of the sidecar."""
+    name, stop = plan.executor.worker, _stop_on_signal()
+    show_as(f"beside-{plan.executor.short_name}")
+    log = structlog.get_logger("lender").bind(worker=name)
+    try:
+        with plan.exporting():
+            while not stop.is_set():
+                try:
+                    _run_connection(plan, shapes, path, stop)
+                except UsageError:
+                    raise
+                except RoseError as error:
+                    log.warning("begins anew", reason=str(error))
+                    HEALTH.begins_anew(str(error))
+                    stop.wait(RESTART_SECONDS)
+                except Exception as error:  # nobody else would tell, or begin anew
+                    log.exception("begins anew")
+                    HEALTH.begins_anew(repr(error))
+                    stop.wait(RESTART_SECONDS)
+    except UsageError as error:
+        log.error("lends nothing, serving goes on", reason=str(error))
+
+
+def _run_connection(plan: LendingPlan, shapes: Mapping[str, tuple[int, ...]], path: Path, stop: Event) -> None:
+    """One link with the server, from its beginning to its end."""
+    settings = plan.settings
+    if settings is not None:
+        reach_as(settings, EXECUTOR)
+    connection = _connect(path, stop)
+    if connection is None:
+        return
+    with closing(connection):
+        client = EngineClient(connection.channel, connection.connection.fileno())
+        if settings is None:
+            observe(client, stop)
+            return
+        job = run_id(settings.namespace, plan.weights.run)
+        lease = Lease(job, grant_required=plan.lender.needs_grant)
+        run_executor(
+            settings, plan.executor, client, shapes, stop, WorkerClass.SERVING, weights=plan.weights, lease=lease
+        )
+
+
+def _connect(path: Path, stop: Event) -> Connection | None:
+    """A link with the server, once it is up; None once `stop` is set."""
+    while not stop.is_set():
+        try:
+            return connect(path)
+        except OSError:
+            HEALTH.says("waits for its server", ready=False)
+            stop.wait(CONNECT_RETRY_SECONDS)
+    return None

@@ -1,0 +1,237 @@
+"""The guest of a tensor-parallel server, as the serving loop drives it: its scheduler here, its ranks in the workers.
+
+Keeps true
+- Only the loop's thread speaks to serving's workers, and only between two steps of serving. What the thread on which a
+  guest is built asks of them is asked by the loop, in bounded pieces.
+- Every call is answered by all ranks before the loop goes on. What fails on one of them has failed.
+- A version is served in two phases: none of the ranks serves it before all of them have prepared it.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from logging import Logger
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+
+from schemas.errors import RoseError
+from workers.executor.ipc.shared_memory import StagedTensors
+from workers.executor.vllm.backend import BackendWeights
+from workers.executor.vllm.types import EngineBroken, EngineStartError, SwapRefused
+from workers.executor.vllm.weights import check_version
+from workers.lender.process_id import ProcessId
+from workers.lender.vllm.time_sliced import yield_slice
+from workers.lender.vllm.tp_worker import call_worker
+
+
+class TpRankFailed(RoseError):
+    """At least one rank did not do what it was asked for."""
+
+
+@dataclass(slots=True)
+class _PendingCall:
+    """By the thread on which a guest is built."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    begun: bool = False
+    done: bool = False
+    returned: Sequence[Any] = ()
+    error: Exception | None = None
+
+
+class TpDriver:
+    """All of one server's. Made, and for the most part used, by the loop's thread."""
+
+    def __init__(self, executor: Executor, size: int) -> None:
+        """`executor` is serving's, with so many workers."""
+        self.size = size
+        self._executor = executor
+        self._loop = threading.get_ident()
+        self._pending: _PendingCall | None = None
+        self._slices, self._longest_seconds = 0, 0.0
+
+    def process_ids(self, *, watched: bool) -> Sequence[ProcessId]:
+        """Asked once, before serving begins: it has each import what it may need. `watched`: by a watchdog."""
+        return self._call_all("process_id", watched)
+
+    def call(self, name: str, *arguments: Any) -> Sequence[Any]:
+        """Have each do what `tp_worker.GuestWorker` calls so; what they returned, in order. Raises TpRankFailed."""
+        if threading.get_ident() == self._loop:
+            return self._call_all(name, *arguments)
+        pending = self._pending = _PendingCall(name, arguments)
+        while not pending.done:
+            yield_slice()
+        if pending.error is not None:
+            raise pending.error
+        return pending.returned
+
+    def _call_all(self, name: str, *arguments: Any) -> Sequence[Any]:
+        answers = self._executor.collective_rpc(call_worker, args=(name, *arguments))
+        _check(["" if well else value for well, value in answers])
+        return [value for _, value in answers]
+
+    @property
+    def has_pending_call(self) -> bool:
+        """Whether the thread on which a guest is built waits for them."""
+        return self._pending is not None
+
+    def resume_pending(self, seconds: float) -> None:
+        """Go on for so long with what it waits for."""
+        pending, began = self._pending, perf_counter()
+        assert pending is not None
+        try:
+            if not pending.begun:
+                pending.begun = True
+                self._call_all("begin", pending.name, *pending.arguments)
+            answers = self._call_all("resume", seconds)
+            pending.done = all(done for done, _, _ in answers)
+            pending.returned = [value for _, _, value in answers]
+            if pending.done:
+                _check([error_text for _, error_text, _ in answers])
+        except Exception as error:  # noqa: BLE001  it is that thread's to know
+            pending.error, pending.done = error, True
+        if pending.done:
+            self._pending = None
+        self._slices += 1
+        self._longest_seconds = max(self._longest_seconds, perf_counter() - began)
+
+    def take_timings(self) -> tuple[int, float]:
+        """Pieces since this was asked last, and the longest of them, as the loop waited for it."""
+        timings = self._slices, self._longest_seconds
+        self._slices, self._longest_seconds = 0, 0.0
+        return timings
+
+
+def _check(wrong: Sequence[str]) -> None:
+    """What went wrong on each rank, if something did."""
+    failed = [f"rank {rank}: {what}" for rank, what in enumerate(wrong) if what]
+    if failed:
+        raise TpRankFailed("; ".join(failed))
+
+
+class TpExecutor(Executor):  # type: ignore[misc]
+    """What vLLM's engine core of the guest takes for its executor."""
+
+    def __init__(self, config: VllmConfig, driver: TpDriver) -> None:
+        self._driver = driver
+        self._scheduled: SchedulerOutput | None = None
+        super().__init__(config)
+
+    def _init_executor(self) -> None:
+        self._driver.call("join")
+        self._driver.call("load", self.vllm_config)
+
+    def collective_rpc(
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        returned = self._driver.call("run", method, args, kwargs or {})
+        return _completed_future(returned) if non_block else returned
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        """Nothing yet where tokens are to be computed: both halves of a step are one call."""
+        if scheduler_output.total_num_scheduled_tokens:
+            self._scheduled = scheduler_output
+            output = None
+        else:
+            output = self._driver.call("step", scheduler_output, None)[0]
+        return _completed_future(output) if non_block else output
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
+        output = self._driver.call("step", self._scheduled, grammar_output)[0]
+        return _completed_future(output) if non_block else output
+
+    def check_health(self) -> None:
+        """Serving's own executor looks after the processes."""
+
+
+def _completed_future(value: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class TpWeights:
+    """The weights of all ranks. See `backend.BackendWeights`."""
+
+    def __init__(self, driver: TpDriver, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        self._driver = driver
+        self._shapes = shapes
+        self._dtype = dtype
+        self._source: StagedTensors | None = None
+
+    def check(self, tensors: Iterable[tuple[str, Tensor]]) -> Generator[None, None, dict[str, Tensor]]:
+        if not isinstance(tensors, StagedTensors):
+            raise SwapRefused("ranks take versions out of shared memory alone")
+        self._source = tensors
+        return check_version(tensors, self._shapes, self._dtype)
+
+    def allocate_spare(self) -> None:
+        self._driver.call("allocate_spare")
+
+    def stage(self, version: dict[str, Tensor]) -> Iterator[None]:
+        """A piece of it is one on each rank."""
+        source = self._source
+        assert source is not None
+        try:
+            buffer = f"/proc/{os.getpid()}/fd/{source.descriptor}"
+            self._driver.call("stage", buffer, list(source.layout), sorted(version))
+            yield
+            while not all(self._driver.call("continue_staging")):
+                yield
+        except TpRankFailed as failed:
+            raise SwapRefused(str(failed)) from failed
+
+    def activate(self, version: dict[str, Tensor]) -> None:
+        try:
+            self._driver.call("activate")
+        except TpRankFailed as failed:  # some may serve it, and others not
+            raise EngineBroken(str(failed)) from failed
+
+
+class TpBackend:
+    """All of a server's workers. See `backend.ModelBackend`."""
+
+    def __init__(self, driver: TpDriver, log: Logger) -> None:
+        self.ranks = driver.size
+        self.engine_arguments: Mapping[str, Any] = {
+            "tensor_parallel_size": driver.size,
+            "distributed_executor_backend": "mp",
+        }
+        self._driver = driver
+        self._log = log
+
+    def make_executor(self, config: VllmConfig) -> Executor:
+        return TpExecutor(config, self._driver)
+
+    def patch_model(self, core: EngineCore, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> BackendWeights:
+        try:
+            held = self._driver.call("patch_model", folder, shapes)
+        except TpRankFailed as failed:
+            raise EngineStartError(str(failed)) from failed
+        self._log.info("rose: the guest's parameters by rank: %s", ", ".join(map(str, held)))
+        return TpWeights(self._driver, shapes, core.vllm_config.model_config.dtype)
+
+    def set_layer_hook(self, core: EngineCore, hook: Callable[[], None]) -> None:
+        pass
+
+    def cache_address(self, core: EngineCore) -> None:
+        return None
+
+    def release(self) -> None:
+        self._driver.call("release")
